@@ -1,0 +1,1 @@
+"""Numerical kernels, one file each: the maths and shapes, then the code."""

@@ -1,0 +1,1 @@
+"""The bundled demo model: tokenizer, training text and training script."""

@@ -1,0 +1,27 @@
+"""The one exception a user is meant to see."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process tells its caller; README, "Exit codes"."""
+
+    OK = 0
+    RUNTIME = 1
+    USAGE = 2
+    WILL_NOT_FIT = 3
+    PARTIAL = 4
+    INTERRUPTED = 130
+
+
+class KvcliError(Exception):
+    """Something the user can act on: what is wrong with the value in it, and the way out.
+
+    `what` is one line without a full stop at its end, `hint` says what to do (may be empty).
+    """
+
+    def __init__(self, what: str, hint: str = "", exit_code: ExitCode = ExitCode.RUNTIME):
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+        self.exit_code = exit_code

@@ -1,0 +1,1 @@
+"""KV-cache methods, one file each."""

@@ -1,0 +1,1 @@
+"""Shipped model shapes: config.json files for `--load-format dummy`."""

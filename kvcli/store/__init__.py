@@ -1,0 +1,1 @@
+"""Page arithmetic and the two tiers of memory that KV lives in."""

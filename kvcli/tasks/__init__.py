@@ -1,0 +1,1 @@
+"""Synthetic long-context tasks: seeded generators and their scorer."""

@@ -1,0 +1,1 @@
+"""Shipped retrieval profiles: one TOML file each."""
