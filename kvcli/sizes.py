@@ -1,0 +1,47 @@
+"""Sizes as people write them: 32K tokens, 24GiB."""
+
+import re
+
+_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+_COUNT = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_BYTES = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}{suffix}": 2 ** (10 * (i + 1)) for i, prefix in enumerate("kmgt") for suffix in ("", "ib")},
+    **{f"{prefix}b": 1000 ** (i + 1) for i, prefix in enumerate("kmgt")},
+}
+
+
+def parse_count(text: str) -> int:
+    """Tokens from "512", "32K" or "1M"; K is 1024 as in model names. Raises ValueError with the text in it."""
+    return _parse(text, _COUNT, "a number of tokens such as 512, 32K or 1M")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "24GiB", "24G" (binary both) or "24GB" (decimal). Raises ValueError with the text in it."""
+    return _parse(text, _BYTES, "a size such as 512MiB or 24GiB")
+
+
+def format_bytes(size: float) -> str:
+    """Three significant digits and a binary unit: "16.0 KiB", "1.25 GiB"; whole bytes below 1 KiB."""
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        # 999.5 and more would round to four digits; the next unit reads better from 1000 on.
+        if abs(size) < 999.5 or unit == "TiB":
+            break
+    digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    return f"{size:.{digits}f} {unit}"
+
+
+def _parse(text: str, units: dict[str, int], wanted: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not {wanted}")
+    value = float(match[1].replace("_", "")) * units[match[2].lower()]
+    if "." not in match[1]:
+        return int(match[1].replace("_", "")) * units[match[2].lower()]
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not {wanted}: it comes to {value:g}")
+    return int(value)
