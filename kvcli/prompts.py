@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STDIN = "-"
-_RESERVED = frozenset({"conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
+_RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""`kvcli generate`: documents and a question in, text out."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvcli.cli.options import by_precedence, flag, given, option, positive_count
+from kvcli.cli.output import check_writable
+from kvcli.cli.presentation import Presentation
+from kvcli.errors import ExitCode, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.profile import Profile
+
+_INPUT, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Input", "Model", "Method", "Sampling", "Output"
+
+
+def generate(
+    context: typer.Context,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Text documents, a prompt each; - is standard input.", show_default=False),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        option("--prompt", "-p", panel=_INPUT, env=False, metavar="TEXT", help="Question put after each document."),
+    ] = None,
+    system: Annotated[
+        str | None, option("--system", "-s", panel=_INPUT, metavar="TEXT", help="System message of the conversation.")
+    ] = None,
+    raw: Annotated[
+        bool, flag("--raw", panel=_INPUT, help="Leave the chat template out: the model continues the plain text.")
+    ] = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        option("--chat-template-kwargs", panel=_INPUT, metavar="JSON", help="Variables for the chat template."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            "-m",
+            panel=_MODEL,
+            metavar="DIR|ID",
+            help="Checkpoint directory or hub id. Without it, the small demo model that comes with kvcli.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+    ] = "auto",
+    dtype: Annotated[
+        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        option("--load-format", panel=_MODEL, help="dummy makes random weights up, for timing a shape."),
+    ] = "auto",
+    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    method: Annotated[
+        str | None,
+        option("--method", panel=_METHOD, metavar="NAME", help="KV-cache method, see kvcli methods."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        option("--profile", panel=_METHOD, metavar="NAME|FILE.toml", help="Settings of a method by name or file."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option("--set", panel=_METHOD, metavar="KEY=VALUE", help="Change one setting of the profile; repeatable."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        option("--budget", panel=_METHOD, metavar="TOKENS", help="Tokens attended per layer and KV head, as in 2K."),
+    ] = None,
+    sink: Annotated[
+        str | None, option("--sink", panel=_METHOD, metavar="TOKENS", help="First tokens, always attended.")
+    ] = None,
+    window: Annotated[
+        str | None, option("--window", panel=_METHOD, metavar="TOKENS", help="Most recent tokens, always attended.")
+    ] = None,
+    tau: Annotated[
+        str | None,
+        option("--tau", panel=_METHOD, metavar="0..1", help="Query similarity below which a head is corrected."),
+    ] = None,
+    page_size: Annotated[
+        str | None, option("--page-size", panel=_METHOD, metavar="TOKENS", help="Tokens recalled together.")
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        option(
+            "--max-tokens",
+            panel=_SAMPLING,
+            metavar="TOKENS",
+            parser=positive_count,
+            help="Longest output, as in 256 or 16K.",
+        ),
+    ] = 256,
+    temperature: Annotated[
+        float,
+        option("--temperature", panel=_SAMPLING, metavar="T", help="0 takes the likeliest token, more is more random."),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        option(
+            "--top-p",
+            panel=_SAMPLING,
+            metavar="P",
+            help="Draw from the likeliest tokens that hold this probability, 0 to 1.",
+        ),
+    ] = 1.0,
+    top_k: Annotated[
+        int, option("--top-k", panel=_SAMPLING, metavar="K", help="Draw from the K likeliest tokens; 0 for all.")
+    ] = 0,
+    min_p: Annotated[
+        float,
+        option(
+            "--min-p", panel=_SAMPLING, metavar="P", help="Drop tokens below this share of the likeliest one's, 0 to 1."
+        ),
+    ] = 0.0,
+    seed: Annotated[int, option("--seed", panel=_SAMPLING, metavar="N", help="Same seed, same text.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        option("--stop", panel=_SAMPLING, env=False, metavar="TEXT", help="End before this text; repeatable."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, flag("--ignore-eos", panel=_SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
+    ] = False,
+    num_samples: Annotated[
+        int, option("--num-samples", panel=_SAMPLING, metavar="N", help="Texts to draw for each prompt.")
+    ] = 1,
+    timeline: Annotated[
+        bool, flag("--timeline", panel=_OUTPUT, help="Show time, corrections and recall step by step.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        option("--trace", panel=_OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON."),
+    ] = None,
+    stats: Annotated[
+        bool | None, flag("--stats/--no-stats", panel=_OUTPUT, help="Statistics at the end; shown unless -q.")
+    ] = None,
+    as_json: Annotated[
+        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object on stdout instead of the text.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
+    ] = None,
+    quiet: Annotated[
+        bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the text: no progress, notes or statistics.")
+    ] = False,
+    verbose: Annotated[
+        bool, flag("--verbose", "-v", panel=_OUTPUT, help="Settings, versions and per-layer counts as well.")
+    ] = False,
+    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
+        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Generate text from long documents.
+
+    kvcli generate report.txt -p "Who signed it?" --method freekv --budget 2K
+
+    Text goes to stdout as it comes, everything else to stderr. The environment can
+    set options: KVCLI_MODEL, KVCLI_MAX_TOKENS, and so on.
+
+    Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
+    failed, 130 interrupted, 141 stdout was closed.
+    """
+    from kvcli.prompts import Template, read_prompts
+
+    for path, name in ((output, "-o"), (trace, "--trace")):
+        if path is not None:
+            check_writable(path, name)
+    _hush_libraries(verbose)
+    template = Template(system, raw, _json_object(chat_template_kwargs))
+    short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
+    chosen = _profile(context, method, profile, settings or [], short)
+    entries = read_prompts(files or [], prompt)
+
+    from kvcli.generate import Request
+    from kvcli.generate import generate as run
+    from kvcli.model import ModelSpec
+    from kvcli.sampling import Sampling
+
+    show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats)
+    if model is None:
+        show.observer.notice("no -m: using the small demo model that comes with kvcli")
+    if num_samples > 1 and temperature == 0:
+        show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
+    request = Request(
+        model=ModelSpec(model, device, dtype, load_format, offline),
+        profile=chosen,
+        prompts=tuple(show.prompts),
+        sampling=Sampling(
+            max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples
+        ),
+        template=template,
+        trace=trace,
+    )
+    try:
+        report = run(request, show.observer)
+    finally:
+        show.observer.stage_done()
+    raise typer.Exit(show.conclude(report))
+
+
+def _profile(
+    context: typer.Context, method: str | None, profile: str | None, settings: list[str], short: dict[str, str | None]
+) -> Profile:
+    """Resolve method, profile and settings; what the command line says counts more than the environment."""
+    from kvcli.profile import resolve_profile
+
+    named = by_precedence(context, {"method": method, "profile": profile})
+    explicit = given(context, named)
+    if len(explicit) == 1:  # --method quest beats KVCLI_PROFILE=freekv instead of contradicting it
+        named = {name: named[name] for name in explicit}
+    overrides: dict[str, str] = {}
+    for assignment in settings:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            raise KvcliError(f"--set {assignment!r} is not KEY=VALUE", "for example --set budget=4K", ExitCode.USAGE)
+        overrides[key.strip().replace("-", "_")] = value.strip()
+    direct = by_precedence(context, short)
+    twice = [key for key in given(context, direct) if key in overrides and given(context, ["settings"])]
+    if twice:
+        raise KvcliError(f"{twice[0]} is set twice, by --set and by its own option", "leave one out", ExitCode.USAGE)
+    layers = (direct, overrides) if given(context, ["settings"]) else (overrides, direct)
+    return resolve_profile(named.get("method"), named.get("profile"), {**layers[0], **layers[1]})
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    hint = """for example --chat-template-kwargs '{"enable_thinking": false}'"""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise KvcliError(f"--chat-template-kwargs {text!r}: bad JSON: {error}", hint, ExitCode.USAGE) from None
+    if not isinstance(value, dict):
+        raise KvcliError(f"--chat-template-kwargs {text!r} is not a JSON object", hint, ExitCode.USAGE)
+    return value
+
+
+def _hush_libraries(verbose: bool) -> None:
+    """Keep the libraries' own warnings and bars off stderr, unless asked; to be called before they are imported."""
+    if verbose:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore")

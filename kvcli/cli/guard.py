@@ -1,0 +1,115 @@
+"""The end of every command: whatever happens becomes an exit code and, at most, two lines on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from kvcli.errors import ExitCode, KvcliError
+
+# What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
+BROKEN_PIPE = 141
+
+
+def run(app: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run `app` and return the exit code. Tracebacks are shown only with --debug or KVCLI_DEBUG=1."""
+    # Errors can come before the options are parsed, so --debug is looked up in the raw arguments.
+    debug = "--debug" in arguments or os.environ.get("KVCLI_DEBUG", "").lower() in ("1", "true", "yes", "on")
+    # A text that the terminal's encoding cannot show must not cost the run.
+    with suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        return BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        if debug and not _is_usage_error(error):
+            traceback.print_exc()
+        return _show(as_kvcli_error(error))
+    return int(code or 0)
+
+
+def as_kvcli_error(error: BaseException) -> KvcliError:
+    """Say any exception in kvcli's terms: what, hint and exit code."""
+    if isinstance(error, KvcliError):
+        return error
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return KvcliError("interrupted", exit_code=ExitCode.INTERRUPTED)
+    if _is_usage_error(error):
+        return _usage(error)
+    if _is_out_of_memory(error):
+        what = f"out of memory: {_first_line(error)}" if str(error) else "out of memory"
+        return KvcliError(
+            what, "shorten the input, lower --budget or --num-samples, or try --dtype bfloat16", ExitCode.WILL_NOT_FIT
+        )
+    what = f"{type(error).__name__}: {_first_line(error)}" if str(error) else type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return KvcliError(what, "run again with --debug to see where it comes from")
+
+
+def _show(error: KvcliError) -> int:
+    from kvcli.console import print_error
+
+    with suppress(OSError):
+        print_error(error)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_stdout()
+    return int(error.exit_code)
+
+
+def _is_usage_error(error: BaseException) -> bool:
+    # Duck-typed: typer's own exceptions are click's in some versions and a copy of them in others.
+    return hasattr(error, "format_message") and hasattr(error, "exit_code")
+
+
+def _usage(error: Any) -> KvcliError:
+    command = getattr(getattr(error, "ctx", None), "command_path", "kvcli")
+    message = " ".join(str(getattr(error, "message", "") or error.format_message()).split())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return KvcliError("no command", "see kvcli --help", ExitCode.USAGE)
+    if type(error).__name__ in ("BadParameter", "MissingParameter"):
+        message = " ".join(error.format_message().split())
+    hint = f"see {command} --help"
+    if close := _nearest(error):
+        hint = f"did you mean {close}? {hint}"
+    return KvcliError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint, ExitCode.USAGE)
+
+
+def _nearest(error: Any) -> str | None:
+    """The known option or command nearest to the one that is not known."""
+    context = getattr(error, "ctx", None)
+    if context is None or not hasattr(error, "option_name"):
+        return None
+    known = [name for parameter in context.command.get_params(context) for name in parameter.opts]
+    return next(iter(get_close_matches(error.option_name, known, n=1)), None)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # Asked by name: torch may not be loaded, and its CPU allocator raises a plain RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _forget_stdout() -> None:
+    # Otherwise the interpreter flushes the dead pipe on its way out and complains.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

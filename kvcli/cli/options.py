@@ -1,0 +1,47 @@
+"""Building blocks of the commands: options with their environment variable, and what an option's value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import typer
+
+from kvcli.sizes import parse_count
+
+
+def option(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
+    """Declare an option in a help panel; `env` lets KVCLI_NAME set it, after its first long name."""
+    long = next(name for name in names if name.startswith("--")).split("/")[0]
+    variable = "KVCLI_" + long[2:].replace("-", "_").upper()
+    return typer.Option(*names, rich_help_panel=panel, envvar=variable if env else None, show_envvar=False, **settings)
+
+
+def flag(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
+    """Declare an option that takes no value."""
+    return option(*names, panel=panel, env=env, metavar="", **settings)
+
+
+def positive_count(text: str) -> int:
+    """Read a count of at least one: 512, 32K, 1M."""
+    value = parse_count(str(text))
+    if value < 1:
+        raise ValueError(f"{text} is not at least 1")
+    return value
+
+
+def given(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Those of `names` that the command line itself sets (not the environment, not a default)."""
+    return [name for name in names if _source(context, name) == "COMMANDLINE"]
+
+
+def by_precedence(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are set at all, those of the environment first, so that the command line's come to lie on top."""
+    present = {name: value for name, value in values.items() if value is not None}
+    from_command_line = set(given(context, present))
+    return {name: present[name] for name in sorted(present, key=lambda name: name in from_command_line)}
+
+
+def _source(context: typer.Context, name: str) -> str:
+    source = context.get_parameter_source(name)
+    return source.name if source is not None else "DEFAULT"

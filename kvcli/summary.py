@@ -1,0 +1,222 @@
+"""What a report says, in words and numbers a person reads; the console lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.report import Report, Sequence, Step
+from kvcli.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small table: heads of the columns and its rows; all but the first column are numbers."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """One decode step, or the sum over a range of them; `ms` is the mean time a step."""
+
+    first: int
+    last: int
+    ms: float
+    heads_checked: int
+    heads_corrected: int
+    pages_requested: int
+    misses: int
+    bytes_to_device: int
+    bytes_to_host: int
+
+
+def duration(ms: float | None) -> str:
+    """Three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s"."""
+    if ms is None:
+        return "-"
+    if ms < 1:
+        return f"{1000 * ms:.0f} us"
+    if ms < 1000:
+        return f"{ms:.3g} ms" if ms < 999.5 else "1.00 s"
+    if ms < 99_950:
+        return f"{ms / 1000:#.3g} s"
+    minutes, seconds = divmod(round(ms / 1000), 60)
+    return f"{minutes} min {seconds} s"
+
+
+def rate(part: int, whole: int) -> str:
+    """A count, its denominator and the share: "12 / 340 (3.5 %)"; the share is left out where there is no whole."""
+    return f"{part:,} / {whole:,}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
+
+
+def per_second(tokens: int, ms: float) -> str:
+    """Throughput: "3,154 tokens/s", "-" where no time passed."""
+    return _speed(1000 * tokens / ms if ms else None)
+
+
+def heading(report: Report) -> str:
+    """One line: model, method, and the settings that were chosen."""
+    model = report.model.get("name") or report.model.get("source") or "model"
+    profile = report.profile
+    parts = [str(model), str(profile.get("method", ""))]
+    if profile.get("name") not in (None, profile.get("method")):
+        parts.append(f"profile {profile['name']}")
+    settings = profile.get("settings", {})
+    parts += [f"{key} {settings[key]:,}" for key in ("budget", "sink", "window") if key in settings]
+    parts += [f"tau {settings['tau']:g}"] if "tau" in settings else []
+    return " · ".join(parts)
+
+
+def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
+    """Label and value of everything that applies to one sequence."""
+    timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
+    steps = len(timing.decode_ms)
+    rows = [
+        ("prompt", f"{sequence.prompt_tokens:,} tokens"),
+        ("prefill", f"{duration(timing.prefill_ms)} · {per_second(sequence.prompt_tokens, timing.prefill_ms)}"),
+        ("first token", f"{duration(timing.ttft_ms)}"),
+        ("output", f"{sequence.output_tokens:,} tokens, ended by {ending(sequence)}"),
+    ]
+    if steps:
+        percentiles = " · ".join(f"p{q} {duration(getattr(timing, f'p{q}_ms'))}" for q in (50, 90, 99))
+        rows.append(("decode", f"{_speed(timing.tokens_per_s)} · step {percentiles}"))
+    if correction.layer_steps_checked:
+        heads = rate(correction.heads_corrected, correction.heads_checked)
+        layers = rate(correction.layer_steps_corrected, correction.layer_steps_checked)
+        rows.append(("corrected", f"KV heads {heads} · layer-steps {layers}"))
+    if correction.first_retrievals:
+        rows.append(("first recalls", f"{correction.first_retrievals:,} KV heads, not counted as corrections"))
+    if cache.pages_requested:
+        recalls = cache.misses or cache.bytes_to_device
+        value = rate(cache.hits, cache.pages_requested) if recalls else f"{cache.pages_requested:,}, all on the device"
+        rows.append(("page hits" if recalls else "pages read", value))
+    if cache.bytes_to_device:
+        rows.append(("to device", _moved(cache.bytes_to_device, steps)))
+    if cache.bytes_to_host:
+        rows.append(("to host", _moved(cache.bytes_to_host, steps)))
+    budget = report.profile.get("settings", {}).get("budget")
+    if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
+        rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
+    return rows
+
+
+def memory_row(report: Report) -> str:
+    """Where the bytes were, in one line."""
+    memory = report.memory
+    parts = [f"KV on device {format_bytes(memory.device_kv_bytes)}"]
+    if memory.host_kv_bytes:
+        parts.append(f"KV on host {format_bytes(memory.host_kv_bytes)}")
+    if memory.host_pinned_bytes:
+        parts.append(f"pinned {format_bytes(memory.host_pinned_bytes)}")
+    if memory.device_peak_bytes is not None:
+        parts.append(f"device peak {format_bytes(memory.device_peak_bytes)}")
+    if memory.process_peak_bytes:
+        parts.append(f"process peak {format_bytes(memory.process_peak_bytes)}")
+    return " · ".join(parts)
+
+
+def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
+    """Several sequences, one a row: times, and below them what was selected and moved where anything was."""
+    times: list[tuple[str, ...]] = []
+    moves: list[tuple[str, ...]] = []
+    for name, sequence in zip(titles, report.sequences, strict=True):
+        timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
+        if sequence.finish_reason == "error":
+            times.append((name, "-", "-", "-", "-", "error", "-", "-", "-"))
+            continue
+        times.append(
+            (
+                name,
+                f"{sequence.prompt_tokens:,}",
+                duration(timing.prefill_ms),
+                duration(timing.ttft_ms),
+                f"{sequence.output_tokens:,}",
+                sequence.finish_reason,
+                f"{timing.tokens_per_s:.3g}" if timing.tokens_per_s else "-",
+                duration(timing.p50_ms),
+                duration(timing.p99_ms),
+            )
+        )
+        moves.append(
+            (
+                name,
+                rate(correction.heads_corrected, correction.heads_checked),
+                rate(cache.hits, cache.pages_requested),
+                format_bytes(cache.bytes_to_device),
+                format_bytes(cache.bytes_to_host),
+            )
+        )
+    columns = ("", "prompt", "prefill", "first token", "output", "end", "tok/s", "p50", "p99")
+    tables = [Table(columns, times)]
+    if any(s.cache.pages_requested or s.cache.bytes_to_device or s.cache.bytes_to_host for s in report.sequences):
+        tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
+    return [_without_empty_columns(table) for table in tables]
+
+
+def layer_table(sequence: Sequence) -> Table:
+    """What each layer asked for and moved; of the layers that did."""
+    rows = [
+        (
+            f"{layer.layer}",
+            rate(layer.heads_corrected, layer.heads_checked),
+            rate(layer.hits, layer.pages_requested),
+            f"{layer.misses:,}",
+            format_bytes(layer.bytes_to_device),
+        )
+        for layer in sequence.cache.layers
+        if layer.pages_requested or layer.bytes_to_device
+    ]
+    table = Table(("layer", "KV heads corrected", "page hits", "misses", "to device"), rows)
+    return _without_empty_columns(table)
+
+
+def timeline_rows(steps: Many[Step], most: int) -> list[TimelineRow]:
+    """At most `most` rows: a row a step where they fit, equal ranges of steps otherwise."""
+    width = max(1, -(-len(steps) // most))
+    return [_merge(steps[start : start + width]) for start in range(0, len(steps), width)]
+
+
+def ending(sequence: Sequence) -> str:
+    """Why a sequence ended, in words."""
+    words = {"eos": "the end-of-text token", "stop": "--stop", "length": "--max-tokens", "interrupted": "Ctrl-C"}
+    return words.get(sequence.finish_reason, sequence.finish_reason)
+
+
+def settings_line(profile: dict[str, Any]) -> str:
+    """Every setting of a profile with its value, and the hash."""
+    settings = ", ".join(f"{key} {value}" for key, value in profile.get("settings", {}).items())
+    return f"{settings or 'no settings'} (hash {profile.get('hash', '-')})"
+
+
+def _merge(steps: Many[Step]) -> TimelineRow:
+    return TimelineRow(
+        steps[0].step,
+        steps[-1].step,
+        sum(step.ms for step in steps) / len(steps),
+        sum(step.heads_checked for step in steps),
+        sum(step.heads_corrected for step in steps),
+        sum(step.pages_requested for step in steps),
+        sum(step.misses for step in steps),
+        sum(step.bytes_to_device for step in steps),
+        sum(step.bytes_to_host for step in steps),
+    )
+
+
+def _moved(size: int, steps: int) -> str:
+    return format_bytes(size) + (f" · {format_bytes(size / steps)} a step" if steps else "")
+
+
+def _speed(tokens_per_s: float | None) -> str:
+    if tokens_per_s is None:
+        return "-"
+    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else f"{tokens_per_s:#.3g} tokens/s"
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """Leave out the columns in which no row has anything to say."""
+    nothing = {"-", "0", "0 / 0", "0 B"}
+    keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
+    return Table(tuple(table.columns[i] for i in keep), [tuple(row[i] for i in keep) for row in table.rows])
