@@ -1,0 +1,73 @@
+"""Attention of a block of queries over a block of keys, with what is needed to merge blocks.
+
+    s_ij = softcap(scale * q_i . k_j) + mask_ij      out_i = sum_j softmax(s_i)_j v_j      lse_i = log sum_j exp(s_ij)
+
+Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] (True: attend) -> out [Hk, m, d], lse [Hk, m] in fp32.
+The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.softmax import Softmax
+
+# Elements of a score matrix held at once where no fused kernel applies (256 MiB in fp32).
+SCORES_AT_ONCE = 1 << 26
+
+
+def block_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Plain torch in the precision of its input (at least fp32); `causal` aligns the last row with the last key."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * softmax.scale  # [Hk, m, n]
+    if softmax.softcap is not None:
+        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
+    if causal:
+        m, n = scores.shape[-2:]
+        mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    lse = scores.logsumexp(-1)  # [Hk, m]
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    return (weights @ v.to(dtype)).to(q.dtype), lse
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Fused where the device has a kernel that returns lse; else the reference, a bounded number of rows at a time.
+
+    `causal` takes square blocks only (m == n); give a mask for other shapes.
+    """
+    if softmax.softcap is None and q.device.type == "cpu":
+        bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], 0.0, causal, attn_mask=bias, scale=softmax.scale
+        )
+        return out[0], lse[0]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if softmax.softcap is None and mask is None and q.device.type == "cuda" and half:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q[None], k[None], v[None], 0.0, causal, False, scale=softmax.scale
+        )
+        return out[0], lse[0]
+    if causal:
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    rows = max(1, SCORES_AT_ONCE // (k.shape[0] * k.shape[1]))
+    masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
+    parts = [block_attention_ref(part, k, v, softmax, m) for part, m in zip(q.split(rows, 1), masks, strict=True)]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def merge_blocks(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys: (out [.., d], lse [..]) each -> the same of their union."""
+    (out_a, lse_a), (out_b, lse_b) = first, second
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b))
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Let a valueless logit join the norm: out [.., d], lse [..], sinks broadcast to lse -> out [.., d]."""
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)

@@ -1,0 +1,16 @@
+"""How a layer turns scores into weights: the parts of its softmax that differ between models."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Softmax(NamedTuple):
+    """`scale` multiplies q.k; `softcap` bounds scores to (-softcap, softcap) by tanh; `sinks` joins the norm.
+
+    `sinks` [H] holds one logit a query head that takes part in the normalisation and carries no value (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None

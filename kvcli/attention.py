@@ -1,0 +1,72 @@
+"""The only hook into transformers: one registered attention function that hands queries, keys and values over.
+
+No Cache object and no mask: the model is called with `use_cache=False`, so the function sees the new tokens alone, and
+an attention name without a mask function makes transformers build no L*L mask. Causality is the handler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvcli.kernels.softmax import Softmax
+
+NAME = "kvcli"
+
+
+class Handler(Protocol):
+    """Attention of one layer for the new tokens of a batch: q [b, H, n, d], k and v [b, Hk, n, d] -> [b, n, H, d]."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend."""
+
+
+class Hook:
+    """What every attention module of one model points at; whoever runs the model sets the handler."""
+
+    handler: Handler
+
+
+@contextmanager
+def attached(model: PreTrainedModel) -> Iterator[Hook]:
+    """Route the attention of `model` through the returned hook; leaves the model as it was.
+
+    Two models can be attached at once: the hook hangs on their modules, not on the registered function.
+    """
+    hook = Hook()
+    before = model.config._attn_implementation
+    modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    for module in modules:
+        module.kvcli_hook = hook  # type: ignore[assignment]
+    model.set_attn_implementation(NAME)
+    try:
+        yield hook
+    finally:
+        model.set_attn_implementation(before)
+        for module in modules:
+            del module.kvcli_hook
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if attention_mask is not None:
+        raise RuntimeError("transformers built an attention mask although the attention has no mask function")
+    hook, layer = module.kvcli_hook, module.layer_idx
+    softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    return hook.handler(layer, query, key, value, softmax), None  # type: ignore[operator]
+
+
+AttentionInterface.register(NAME, _attention)

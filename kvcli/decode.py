@@ -1,0 +1,68 @@
+"""The decode loop: one token for every running sequence a step, as a generator of steps.
+
+`BlockingPipeline` is the reference for what a step attends to: the sequences one after another, each phase finished
+before the next begins. A pipeline that overlaps phases takes its place as the hook's handler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcli.attention import Hook
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method
+from kvcli.sequence import RunningSequence
+from kvcli.timeline import Timeline
+
+
+class BlockingPipeline:
+    """The handler during decode: each sequence of the batch by its own method object."""
+
+    def __init__(self, methods: Sequence[Method[Any, Any]]):
+        self.methods = methods
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
+        outs = [
+            method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax)  # [H, d]
+            for row, method in enumerate(self.methods)
+        ]
+        return torch.stack(outs)[:, None]
+
+
+@torch.inference_mode()
+def forward_step(model: PreTrainedModel, hook: Hook, batch: Sequence[RunningSequence]) -> Tensor:
+    """Run the newest token of every sequence through the model -> logits [b, vocab]."""
+    hook.handler = BlockingPipeline([sequence.method for sequence in batch])
+    tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=model.device)  # [b, 1]
+    positions = torch.tensor([[sequence.length] for sequence in batch], device=model.device)  # [b, 1]
+    out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return out.logits[:, -1]  # type: ignore[no-any-return]
+
+
+def decode(
+    model: PreTrainedModel, hook: Hook, sequences: Sequence[RunningSequence], timeline: Timeline
+) -> Iterator[list[tuple[RunningSequence, str]]]:
+    """Continue sequences until each has ended; yields every step's sequences with their new text.
+
+    A sequence that ends leaves the batch. Every sequence brings its first token, chosen from the prefill.
+    """
+    step = 0
+    while batch := [sequence for sequence in sequences if sequence.running]:
+        started = time.perf_counter()
+        for sequence in batch:
+            sequence.counters.next_step()
+        with timeline.span("step", index=step, batch=len(batch)):
+            logits = forward_step(model, hook, batch)
+            pieces = [sequence.accept(row) for sequence, row in zip(batch, logits, strict=True)]
+        elapsed = 1000 * (time.perf_counter() - started)
+        for sequence in batch:
+            sequence.decode_ms.append(elapsed)
+        yield list(zip(batch, pieces, strict=True))
+        step += 1

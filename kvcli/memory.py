@@ -1,0 +1,111 @@
+"""What a run will need in each tier, by the allocations it will make, and whether it fits: before anything is allocated.
+
+A method built on the meta device owns tensors of the right shapes and no bytes, so its KV is counted, not estimated.
+The workspace of the prefill is an estimate of the largest tensors that live at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.geometry import ModelGeometry
+from kvcli.methods import get_method
+from kvcli.methods.base import SequenceContext
+from kvcli.prefill import CHUNK
+from kvcli.profile import Profile
+from kvcli.sizes import format_bytes
+from kvcli.stats import Counters
+from kvcli.store.cache import Footprint, Tiers
+from kvcli.timeline import Timeline
+
+# Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
+RUNTIME_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes a run takes: `weights`, `kv` of all sequences by tier, `workspace` of the longest prefill."""
+
+    weights: int
+    kv: Footprint
+    workspace: int
+
+    def on(self, device: torch.device) -> dict[str, int]:
+        """Total by pool of memory: on a CPU both tiers are the host's."""
+        compute = self.weights + self.kv.device + self.workspace + RUNTIME_BYTES
+        if device.type == "cuda":
+            return {"device": compute, "host": self.kv.host + RUNTIME_BYTES}
+        return {"host": compute + self.kv.host}
+
+
+def kv_footprint(profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype) -> Footprint:
+    """KV bytes of one sequence of `capacity` tokens."""
+    context = SequenceContext(
+        capacity=capacity,
+        tiers=Tiers.for_device(torch.device("meta"), dtype),
+        counters=Counters(0, 0),
+        timeline=Timeline(),
+        rotary=[None] * len(geometry.layers),
+    )
+    return get_method(profile.method)(profile.settings, geometry.layers, context).footprint()
+
+
+def need(
+    profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompts: Sequence[int], max_tokens: int, samples: int
+) -> Need:
+    """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`."""
+    each = {length: kv_footprint(profile, geometry, length + max_tokens, dtype) for length in set(prompts)}
+    kv = sum((each[length] for length in prompts for _ in range(samples)), Footprint())
+    return Need(geometry.weight_bytes, kv, _workspace(geometry, max(prompts), dtype.itemsize))
+
+
+def check(device: torch.device, geometry: ModelGeometry, plan: Callable[[Sequence[int]], Need], prompts: list[int]) -> None:
+    """Refuse a run that does not fit; `plan` gives the need of prompts of given lengths.
+
+    Raises:
+        KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
+    """
+    free = available(device)
+    if _fits(plan(prompts).on(device), free):
+        return
+    needed = plan(prompts).on(device)
+    pool = next(name for name in needed if needed[name] > free[name])
+    scale = max(prompts)
+    longest = bisect_left(
+        range(1, scale), True, key=lambda n: not _fits(plan([min(n, length) for length in prompts]).on(device), free)
+    )
+    parts = plan(prompts)
+    kv = parts.kv.host if pool == "host" and device.type == "cuda" else parts.kv.host + parts.kv.device
+    what = (
+        f"{scale:,} tokens need {format_bytes(needed[pool])} of {pool} memory "
+        f"(weights {format_bytes(parts.weights)}, KV {format_bytes(kv)}) and {format_bytes(free[pool])} are free"
+    )
+    fewer = f"up to {longest:,} tokens would fit" if longest else "no context fits beside the weights"
+    less = ", or a smaller --dtype, --budget or fewer prompts at once"
+    raise KvcliError(what, fewer + less, ExitCode.WILL_NOT_FIT)
+
+
+def available(device: torch.device) -> dict[str, int]:
+    """Free bytes by pool of memory."""
+    free = {"host": int(psutil.virtual_memory().available)}
+    if device.type == "cuda":
+        free["device"] = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def _fits(needed: dict[str, int], free: dict[str, int]) -> bool:
+    return all(needed[pool] <= free[pool] for pool in needed)
+
+
+def _workspace(geometry: ModelGeometry, length: int, itemsize: int) -> int:
+    """Hidden states in and out, one layer's KV and its heads' tables at full length; a chunk's intermediates."""
+    layer = max(geometry.layers, key=lambda layer: layer.num_kv_heads * layer.head_dim)
+    per_token = 2 * geometry.hidden_size + 2 * layer.num_kv_heads * layer.head_dim + 2 * layer.head_dim
+    per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
+    return itemsize * (length * per_token + min(length, CHUNK) * per_chunk_token)

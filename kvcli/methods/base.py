@@ -1,0 +1,158 @@
+"""The contract of a method: settings, one cache a layer, and what to attend to at each step.
+
+A method object serves one sequence. The loop calls `prefill` once a layer with the prompt's KV, then `attend` once a
+layer and token. Sliding-window layers and the leading dense layers need no retrieval and are handled here; a method
+says which cache its other layers get (`new_cache`) and how they attend (`retrieve`).
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.geometry import LayerGeometry
+from kvcli.stats import Count, Counters
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers
+from kvcli.store.pages import PageBudget
+from kvcli.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvcli.rope import Rotary
+
+
+def _power_of_two(value: int) -> int:
+    if value < 1 or value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:
+    """Declare one setting of a method: its default, what it means, its unit and its bounds."""
+    return Field(default=default, description=description, json_schema_extra={"unit": unit}, **bounds)
+
+
+class MethodConfig(BaseModel):
+    """Settings of a method: frozen, every key known by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """How many layers from the first on attend to everything."""
+        return 0
+
+
+class PagedConfig(MethodConfig):
+    """Settings shared by the methods that select pages."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
+    sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
+    window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
+    page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
+    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @property
+    def pages(self) -> PageBudget:
+        """Split the budget into pages."""
+        return PageBudget.of(budget=self.budget, sink=self.sink, window=self.window, page_size=self.page_size)
+
+    @model_validator(mode="after")
+    def _leaves_a_page(self) -> PagedConfig:
+        pages = self.pages
+        if pages.selected < 1:
+            least = (pages.sink + pages.window + 1) * pages.size
+            raise ValueError(
+                f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
+                f"in pages of {self.page_size}: it must be at least {least}"
+            )
+        return self
+
+
+@dataclass
+class SequenceContext:
+    """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE."""
+
+    capacity: int
+    tiers: Tiers
+    counters: Counters
+    timeline: Timeline
+    rotary: Sequence[Rotary | None]
+    track: str = "sequence 0"
+
+
+ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+CacheT = TypeVar("CacheT", bound=LayerCache)
+
+
+class Method(ABC, Generic[ConfigT, CacheT]):
+    """One method serving one sequence."""
+
+    Config: ClassVar[type[MethodConfig]]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
+        self.config = config
+        self.context = context
+        self.retrieval: dict[int, CacheT] = {}
+        self.caches: list[LayerCache] = []
+        for layer in layers:
+            if layer.window is not None:
+                cache: LayerCache = SlidingCache(layer.num_kv_heads, layer.head_dim, layer.window, context.tiers)
+            elif layer.index < config.leading_dense_layers:
+                cache = DenseCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers)
+            else:
+                cache = self.retrieval[layer.index] = self.new_cache(layer)
+            self.caches.append(cache)
+
+    @abstractmethod
+    def new_cache(self, layer: LayerGeometry) -> CacheT:
+        """Make the cache of a layer that is neither sliding nor dense."""
+
+    def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+        """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d]."""
+        return cache.attend(q, softmax)
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take over the prompt's KV of a layer: k, v [Hk, s, d]; the caller reuses the tensors."""
+        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Append the current token's k, v [Hk, d] and attend with q [H, d] -> [H, d]."""
+        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].append(k, v))
+        if layer in self.retrieval:
+            return self.retrieve(layer, self.retrieval[layer], q, softmax)
+        return self.caches[layer].attend(q, softmax)
+
+    def footprint(self) -> Footprint:
+        """Count the bytes this sequence holds in each tier."""
+        return sum((cache.footprint() for cache in self.caches), Footprint())
+
+    def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
+        """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one."""
+        context = replace(self.context, counters=counters, track=track)
+        return copy.deepcopy(self, {id(self.context): context})
+
+    def count(self, layer: int, count: Count, amount: int) -> None:
+        """Count in the current step."""
+        self.context.counters.add(layer, count, amount)
+
+    def span(self, name: str, layer: int) -> AbstractContextManager[None]:
+        """Time a phase of a layer's work where somebody listens."""
+        return self.context.timeline.span(name, self.context.track, layer=layer)

@@ -1,0 +1,96 @@
+"""FreeKV: speculative retrieval with fine-grained correction (arXiv 2505.13109, sections 3 and 4).
+
+The full KV cache lies in host memory by pages; the device holds sink, window and a selection per KV head. A step
+attends to the pages that the query of the step before selected, so that selection and recall leave the critical path.
+A KV head whose query turned too far (cosine below `tau`, pooled over its group) is corrected: it selects with its own
+query and recalls before attending. The first retrieval of a sequence has nothing to reuse and is counted apart.
+
+`BlockingPipeline` semantics: this file says what a step attends to, phase after phase. Anything that overlaps phases
+must select the same pages and give the same output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from kvcli.kernels.page_scores import Pooling, page_scores
+from kvcli.kernels.query_similarity import query_similarity
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
+from kvcli.geometry import LayerGeometry
+from kvcli.stats import Count
+from kvcli.store.offloaded import OffloadedCache
+
+
+class FreeKVConfig(PagedConfig):
+    """Settings of FreeKV."""
+
+    tau: float = setting(0.9, "correct a KV head below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
+    pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
+    correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")
+    score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
+
+
+class FreeKV(Method[FreeKVConfig, OffloadedCache]):
+    """Reuses the last step's selection where the query allows, recalls only what is missing."""
+
+    Config = FreeKVConfig
+    title = "speculative retrieval with fine-grained correction, KV in host memory"
+    paper = "arXiv 2505.13109"
+
+    def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.previous_query: dict[int, Tensor] = {}  # layer -> [H, d], present once the layer has retrieved
+
+    def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
+        """Keep everything in host memory and a budget of pages on the device."""
+        return OffloadedCache(
+            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
+        )
+
+    def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to the last step's selection, corrected where the query turned; then prepare the next step."""
+        if not cache.active:
+            return cache.attend(q, softmax)
+        corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
+        selected = self._select(layer, cache, q, softmax)  # [Hk, k]
+        if corrected.any():
+            self._recall(layer, cache, selected, corrected)
+        with self.span("attention", layer):
+            out = cache.attend(q, softmax)
+        self._recall(layer, cache, selected, ~corrected)
+        self.previous_query[layer] = q.clone()
+        return out
+
+    def _corrected_heads(self, layer: int, cache: OffloadedCache, q: Tensor) -> Tensor:
+        """Flag the KV heads that must not reuse: all of them at the first retrieval."""
+        num_kv_heads = cache.resident.shape[0]
+        if layer not in self.previous_query:
+            self.count(layer, Count.FIRST_RETRIEVALS, num_kv_heads)
+            return q.new_ones(num_kv_heads).bool()
+        similarity = query_similarity(q, self.previous_query[layer], num_kv_heads, self.config.correction_pooling)
+        # The ends of the scale are exact whatever a cosine rounds to, or if it is negative.
+        threshold = {0.0: -2.0, 1.0: 2.0}.get(self.config.tau, self.config.tau)
+        corrected = similarity < threshold
+        self.count(layer, Count.HEADS_CHECKED, num_kv_heads)
+        self.count(layer, Count.HEADS_CORRECTED, int(corrected.sum()))
+        return corrected
+
+    def _select(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Choose the pages that the query of this step wants: [Hk, k]."""
+        with self.span("select", layer):
+            scale = softmax.scale if self.config.score_scale else 1.0
+            scores = page_scores(q, cache.summaries.of(cache.candidates), scale, self.config.pooling)
+            selected = topk_pages(scores, cache.budget.selected) + cache.candidates.start
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        return selected
+
+    def _recall(self, layer: int, cache: OffloadedCache, selected: Tensor, heads: Tensor) -> None:
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected, heads)
+        self.count(layer, Count.MISSES, misses)
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)

@@ -1,0 +1,23 @@
+"""Full attention: the whole KV cache on the device. What every other method is measured against."""
+
+from __future__ import annotations
+
+from kvcli.methods.base import Method, MethodConfig
+from kvcli.geometry import LayerGeometry
+from kvcli.store.cache import DenseCache
+
+
+class FullConfig(MethodConfig):
+    """Full attention has nothing to set."""
+
+
+class Full(Method[FullConfig, DenseCache]):
+    """Every layer keeps and attends to everything."""
+
+    Config = FullConfig
+    title = "full attention, everything on the device"
+    paper = "the reference"
+
+    def new_cache(self, layer: LayerGeometry) -> DenseCache:
+        """Keep all tokens on the device."""
+        return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)

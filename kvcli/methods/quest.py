@@ -1,0 +1,53 @@
+"""Quest: query-aware page selection, everything on the device (arXiv 2406.10774, section 3).
+
+Each step scores every page by the upper bound of q.k that the page's per-channel minima and maxima allow, and attends
+to the best pages beside sink and window. Per query head as published, the selection is made group-consistent by
+pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.kernels.page_scores import Pooling, page_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, PagedConfig, PowerOfTwo, setting
+from kvcli.geometry import LayerGeometry
+from kvcli.stats import Count
+from kvcli.store.indexed import IndexedCache
+
+
+class QuestConfig(PagedConfig):
+    """Settings of Quest."""
+
+    page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
+    sink: int = setting(16, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
+    window: int = setting(16, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
+    dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
+    pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")
+
+
+class Quest(Method[QuestConfig, IndexedCache]):
+    """Selects pages anew at every step; saves memory traffic, not memory."""
+
+    Config = QuestConfig
+    title = "page selection by key bounds at every step, everything on the device"
+    paper = "arXiv 2406.10774"
+
+    def new_cache(self, layer: LayerGeometry) -> IndexedCache:
+        """Keep everything on the device, with page summaries."""
+        return IndexedCache(
+            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
+        )
+
+    def retrieve(self, layer: int, cache: IndexedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select with the query of this step, then attend."""
+        if not cache.active:
+            return cache.attend(q, softmax)
+        with self.span("select", layer):
+            scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
+            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, pages.numel())
+        with self.span("attention", layer):
+            return cache.attend_pages(q, pages, softmax)

@@ -1,0 +1,111 @@
+"""Exact prefill, layer-major in chunks.
+
+Each decoder layer runs over the whole prompt in chunks before the next one begins, so that only the hidden states, one
+layer's KV and the method's own store are ever as long as the prompt; MLP and projection intermediates are as long as a
+chunk. A layer's KV is handed to the method when its last chunk is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvcli.attention import Hook
+from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method
+from kvcli.geometry import LayerGeometry
+
+# Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
+CHUNK = 1024
+
+
+class PrefillAttention:
+    """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over."""
+
+    def __init__(self, method: Method[Any, Any], layers: Sequence[LayerGeometry], length: int):
+        self.method, self.layers, self.length = method, layers, length
+        self.done = 0  # tokens of the current layer
+        self.k = self.v = torch.empty(0)  # [Hk, length, d] of the current layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
+        shape = (k.shape[1], self.length, k.shape[3])
+        if self.k.shape != shape:  # layers of one shape share one buffer
+            self.k, self.v = k.new_empty(shape), v.new_empty(shape)
+        stop = self.done + k.shape[2]
+        self.k[:, self.done : stop] = k[0]
+        self.v[:, self.done : stop] = v[0]
+        out = prefill_attention(q[0], self.k[:, :stop], self.v[:, :stop], softmax, self.layers[layer].window)
+        self.done = stop % self.length
+        if stop == self.length:
+            self.method.prefill(layer, self.k, self.v)
+        return out.transpose(0, 1)[None]
+
+
+@torch.inference_mode()
+def prefill(
+    model: PreTrainedModel,
+    hook: Hook,
+    ids: Sequence[int],
+    method: Method[Any, Any],
+    layers: Sequence[LayerGeometry],
+    advance: Callable[[int], None],
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Read a prompt of s >= 1 tokens into `method`; returns the logits [vocab] of the token that follows.
+
+    `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
+    """
+    length = len(ids)
+    hook.handler = PrefillAttention(method, layers, length)
+    tokens = torch.tensor([ids], device=model.device)  # [1, s]
+    positions = torch.arange(length, device=model.device)[None]  # [1, s]
+    decoder_layers = model.get_decoder().layers
+    with _layer_major(decoder_layers, length, chunk, advance):
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return out.logits[0, -1]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _layer_major(
+    layers: nn.ModuleList, length: int, chunk: int, advance: Callable[[int], None]
+) -> Iterator[None]:
+    """Make every decoder layer run over its input in chunks, in place; the last one keeps its last token only."""
+    try:
+        for layer in layers:
+            layer.forward = _chunked(layer.forward, length, chunk, advance, layer is layers[-1])  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # back to the method of the class
+
+
+def _chunked(
+    forward: Callable[..., Any], length: int, chunk: int, advance: Callable[[int], None], last: bool
+) -> Callable[..., Tensor]:
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # hidden_states [1, s, D]
+        for start in range(0, length, chunk):
+            part = slice(start, min(start + chunk, length))
+            cut_args = [_cut(arg, part, length) for arg in args]
+            cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
+            out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
+            hidden_states[:, part] = out[0] if isinstance(out, tuple) else out
+            advance(part.stop - part.start)
+        return hidden_states[:, -1:] if last else hidden_states
+
+    return run
+
+
+def _cut(arg: Any, part: slice, length: int) -> Any:
+    """Slice what is as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
+    if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
+        return arg[:, part]
+    if isinstance(arg, tuple):
+        return tuple(_cut(item, part, length) for item in arg)
+    return arg

@@ -1,0 +1,102 @@
+"""Counters of a sequence: exact counts per step and layer, read once at the end."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from kvcli import report
+
+
+class Count(IntEnum):
+    """What is counted; heads are KV heads, one page of one KV head counts one."""
+
+    HEADS_CHECKED = 0
+    HEADS_CORRECTED = 1
+    FIRST_RETRIEVALS = 2
+    PAGES_REQUESTED = 3
+    MISSES = 4
+    BYTES_TO_DEVICE = 5
+    BYTES_TO_HOST = 6
+
+
+class Counters:
+    """counts [steps, layers, Count] int64. Prefill is no step: its bytes are kept in `prefill_bytes_to_host`."""
+
+    def __init__(self, max_steps: int, num_layers: int):
+        self.counts = torch.zeros(max_steps, num_layers, len(Count), dtype=torch.int64)
+        self.step = -1
+        self.prefill_bytes_to_host = 0
+
+    def next_step(self) -> None:
+        """Begin the next decode step."""
+        self.step += 1
+
+    def add(self, layer: int, count: Count, amount: int) -> None:
+        """Count in the current step; before the first one, only bytes written out are kept."""
+        if self.step >= 0:
+            self.counts[self.step, layer, count] += amount
+        elif count is Count.BYTES_TO_HOST:
+            self.prefill_bytes_to_host += amount
+
+    def correction(self) -> report.Correction:
+        """Total what speculation did."""
+        counts = self._done()
+        return report.Correction(
+            heads_checked=_total(counts, Count.HEADS_CHECKED),
+            heads_corrected=_total(counts, Count.HEADS_CORRECTED),
+            layer_steps_checked=int((counts[..., Count.HEADS_CHECKED] > 0).sum()),
+            layer_steps_corrected=int((counts[..., Count.HEADS_CORRECTED] > 0).sum()),
+            first_retrievals=_total(counts, Count.FIRST_RETRIEVALS),
+        )
+
+    def cache(self) -> report.Cache:
+        """Total what was asked for and moved, with the layers one by one."""
+        counts = self._done()
+        requested, misses = _total(counts, Count.PAGES_REQUESTED), _total(counts, Count.MISSES)
+        return report.Cache(
+            pages_requested=requested,
+            hits=requested - misses,
+            misses=misses,
+            bytes_to_device=_total(counts, Count.BYTES_TO_DEVICE),
+            bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
+            layers=[_layer(index, row) for index, row in enumerate(counts.sum(0).tolist())],
+        )
+
+    def steps(self, times_ms: list[float]) -> list[report.Step]:
+        """Put the counts of each step beside its time."""
+        rows = self._done().sum(1).tolist()  # [steps][Count]
+        return [
+            report.Step(
+                step=index,
+                ms=ms,
+                heads_checked=row[Count.HEADS_CHECKED],
+                heads_corrected=row[Count.HEADS_CORRECTED],
+                pages_requested=row[Count.PAGES_REQUESTED],
+                misses=row[Count.MISSES],
+                bytes_to_device=row[Count.BYTES_TO_DEVICE],
+                bytes_to_host=row[Count.BYTES_TO_HOST],
+            )
+            for index, (ms, row) in enumerate(zip(times_ms, rows, strict=False))
+        ]
+
+    def _done(self) -> Tensor:
+        return self.counts[: self.step + 1]
+
+
+def _total(counts: Tensor, count: Count) -> int:
+    return int(counts[..., count].sum())
+
+
+def _layer(index: int, row: list[int]) -> report.LayerCache:
+    return report.LayerCache(
+        layer=index,
+        pages_requested=row[Count.PAGES_REQUESTED],
+        hits=row[Count.PAGES_REQUESTED] - row[Count.MISSES],
+        misses=row[Count.MISSES],
+        heads_checked=row[Count.HEADS_CHECKED],
+        heads_corrected=row[Count.HEADS_CORRECTED],
+        bytes_to_device=row[Count.BYTES_TO_DEVICE],
+    )

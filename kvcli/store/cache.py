@@ -1,0 +1,167 @@
+"""What every layer's cache offers, and the two that need no retrieval: dense and sliding.
+
+A cache serves one layer of one sequence. Device keys are post-RoPE. Shapes: H query heads, Hk KV heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.softmax import Softmax
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where KV lives: `device` computes, `host` keeps what the device has no room for.
+
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned.
+    """
+
+    device: torch.device
+    host: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
+        """Choose the host tier that belongs to a compute device."""
+        return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
+
+    def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate uninitialised device memory."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def on_host(self, *shape: int) -> Tensor:
+        """Allocate uninitialised host memory, pinned where a device copies from it."""
+        return torch.empty(shape, dtype=self.dtype, device=self.host, pin_memory=self.device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes a cache holds in each tier."""
+
+    device: int = 0
+    host: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.device + other.device, self.host + other.host)
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Sum the bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class LayerCache(ABC):
+    """KV of one layer of one sequence."""
+
+    length: int
+    """Tokens seen so far, whether still held or not."""
+
+    @abstractmethod
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """Take over a prompt: k, v [Hk, s, d], s >= 1. The tensors may be reused by the caller afterwards.
+
+        Returns the bytes written to the host tier.
+        """
+
+    @abstractmethod
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Add the current token: k, v [Hk, d]. Returns the bytes written to the host tier."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to everything resident -> [H, d]."""
+
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Count the bytes allocated."""
+
+
+class DenseCache(LayerCache):
+    """Everything on the device, contiguous per head: k, v [Hk, capacity, d]."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
+        self.length = 0
+        self.k = tiers.on_device(num_kv_heads, capacity, head_dim)
+        self.v = tiers.on_device(num_kv_heads, capacity, head_dim)
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        self.length = k.shape[1]
+        self.k[:, : self.length] = k
+        self.v[:, : self.length] = v
+        return 0
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`."""
+        self.k[:, self.length] = k
+        self.v[:, self.length] = v
+        self.length += 1
+        return 0
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        return decode_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        return Footprint(device=nbytes(self.k, self.v))
+
+
+class SlidingCache(LayerCache):
+    """The first `sink` and the last `window` tokens; what lies between is gone. k, v [Hk, sink + window, d].
+
+    The window is a ring: attention does not depend on the order of keys that carry their own positions.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
+        self.length = 0
+        self.sink, self.window = sink, window
+        self.k = tiers.on_device(num_kv_heads, sink + window, head_dim)
+        self.v = tiers.on_device(num_kv_heads, sink + window, head_dim)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that fell out of the window."""
+        return max(0, self.length - self.sink - self.window)
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        self.length = k.shape[1]
+        kept = torch.arange(self.length, device=k.device)
+        kept = torch.cat((kept[: self.sink], kept[self.sink :][-self.window :]))
+        rows = self._row(kept)
+        self.k[:, rows] = k[:, kept]
+        self.v[:, rows] = v[:, kept]
+        return 0
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`."""
+        row = self.length if self.length < self.sink else self.sink + (self.length - self.sink) % self.window
+        self.k[:, row] = k
+        self.v[:, row] = v
+        self.length += 1
+        return 0
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        k, v = self.resident()
+        return decode_attention(q, k, v, softmax)
+
+    def resident(self) -> tuple[Tensor, Tensor]:
+        """Keys and values held: the sinks in order, then the window in ring order; [Hk, n, d] each."""
+        held = self.length - self.dropped
+        return self.k[:, :held], self.v[:, :held]
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        return Footprint(device=nbytes(self.k, self.v))
+
+    def _row(self, positions: Tensor) -> Tensor:
+        ring = self.sink + (positions - self.sink) % self.window
+        return torch.where(positions < self.sink, positions, ring)

@@ -1,0 +1,66 @@
+"""A layer kept wholly on the device, with page summaries to select from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import DenseCache, Footprint, Tiers
+from kvcli.store.pages import PageBudget
+from kvcli.store.summaries import PageSummaries
+
+
+class IndexedCache(DenseCache):
+    """Dense KV whose full pages are summarised: k, v [Hk, pages * p, d]."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+        num_pages = budget.count(capacity)
+        super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
+        self.budget = budget
+        self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
+
+    @property
+    def active(self) -> bool:
+        """Tell whether the context has outgrown the budget."""
+        return self.budget.active(self.length)
+
+    @property
+    def candidates(self) -> range:
+        """Pages that can be selected."""
+        return self.budget.candidates(self.length)
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        super().load(k, v)
+        self._summarise(0, self.length // self.budget.size)
+        return 0
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`."""
+        super().append(k, v)
+        page, row = divmod(self.length, self.budget.size)
+        if row == 0:
+            self._summarise(page - 1, page)
+        return 0
+
+    def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to sink, window and `pages` [Hk, k] of each KV head -> [H, d]."""
+        candidates, size = self.candidates, self.budget.size
+        heads = torch.arange(pages.shape[0], device=pages.device)[:, None]
+        parts = []
+        for kv in (self.k, self.v):
+            chosen = kv.unflatten(1, (-1, size))[heads, pages].flatten(1, 2)  # [Hk, k * p, d]
+            sink, window = kv[:, : candidates.start * size], kv[:, candidates.stop * size : self.length]
+            parts.append(torch.cat((sink, chosen, window), 1))
+        return decode_attention(q, parts[0], parts[1], softmax)
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        return super().footprint() + Footprint(device=self.summaries.nbytes())
+
+    def _summarise(self, first: int, last: int) -> None:
+        if last > first:
+            size = self.budget.size
+            self.summaries.fill(first, self.k[:, first * size : last * size].unflatten(1, (-1, size)))

@@ -1,0 +1,42 @@
+"""Page arithmetic: where the tokens of a sequence of given length lie, and which pages can be selected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """How many pages of `size` tokens a layer and KV head attends to: sink, selected and window.
+
+    The window is the newest `window` pages, the partly filled one included, so that no token is ever hidden between
+    the window and the pages that can be selected, and the total never exceeds the budget.
+    """
+
+    size: int
+    sink: int
+    window: int
+    selected: int
+
+    @classmethod
+    def of(cls, *, budget: int, sink: int, window: int, page_size: int) -> PageBudget:
+        """Split a budget in tokens; sink and window are rounded up to whole pages, the rest is selected."""
+        sink_pages, window_pages = -(-sink // page_size), -(-window // page_size)
+        return cls(page_size, sink_pages, window_pages, budget // page_size - sink_pages - window_pages)
+
+    @property
+    def total(self) -> int:
+        """Pages attended to once the context has outgrown the budget."""
+        return self.sink + self.selected + self.window
+
+    def count(self, length: int) -> int:
+        """Pages that `length` tokens occupy."""
+        return -(-length // self.size)
+
+    def active(self, length: int) -> bool:
+        """Tell whether something has to be left out at this length."""
+        return self.count(length) > self.total
+
+    def candidates(self, length: int) -> range:
+        """Pages that can be selected: neither sink nor window."""
+        return range(self.sink, self.count(length) - self.window)

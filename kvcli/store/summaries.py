@@ -1,0 +1,27 @@
+"""The summary of every full page of a layer, on the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.kernels.page_summary import page_summary
+from kvcli.store.cache import Tiers, nbytes
+
+
+class PageSummaries:
+    """Bounds of the keys of full pages: [Hk, capacity in pages, 2, d]."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers):
+        self.bounds = tiers.on_device(num_kv_heads, num_pages, 2, head_dim)
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Summarise consecutive full pages from page `first` on: keys [Hk, n, p, d]."""
+        self.bounds[:, first : first + keys.shape[1]] = page_summary(keys)
+
+    def of(self, pages: range) -> Tensor:
+        """View the summaries of consecutive pages: [Hk, len(pages), 2, d]."""
+        return self.bounds[:, pages.start : pages.stop]
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return nbytes(self.bounds)

@@ -1,0 +1,68 @@
+"""The engine without files and console: run a method on a model in memory."""
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcli.attention import attached
+from kvcli.decode import decode
+from kvcli.geometry import geometry_of
+from kvcli.methods import get_method
+from kvcli.methods.base import SequenceContext
+from kvcli.prefill import prefill
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.timeline import Timeline
+
+
+class NoText:
+    """A tokenizer that spells nothing."""
+
+    def decode(self, ids, **_):
+        return ""
+
+
+def new_method(name, settings, layers, capacity, steps, dtype=torch.float32, rotary=None):
+    method = get_method(name)
+    context = SequenceContext(
+        capacity=capacity,
+        tiers=Tiers.for_device(torch.device("cpu"), dtype),
+        counters=Counters(steps, len(layers)),
+        timeline=Timeline(),
+        rotary=rotary or [None] * len(layers),
+    )
+    return method(method.Config(**settings), layers, context)
+
+
+def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, watch=None, rotary=None):
+    """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences."""
+    from kvcli.text import TextStream
+
+    layers = geometry_of(model.config, model.dtype).layers
+    sampling = sampling or Sampling(max_tokens=max_tokens)
+    sequences = []
+    with attached(model) as hook:
+        for index, ids in enumerate(prompts):
+            method = new_method(name, settings, layers, len(ids) + max_tokens, max_tokens, model.dtype, rotary)
+            if watch:
+                watch(method)
+            logits = prefill(model, hook, ids, method, layers, lambda _: None, chunk)
+            sequence = RunningSequence(
+                index=index,
+                source=str(index),
+                sample=0,
+                prompt_tokens=len(ids),
+                method=method,
+                counters=method.context.counters,
+                sampler=Sampler(sampling, 0, torch.device("cpu")),
+                stream=TextStream(NoText()),
+                eos=(),
+                max_tokens=max_tokens,
+                prefill_ms=0.0,
+            )
+            sequence.accept(logits)
+            sequences.append(sequence)
+        for _ in decode(model, hook, sequences, Timeline()):
+            pass
+    return sequences
