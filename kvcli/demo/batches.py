@@ -1,7 +1,7 @@
 """Training sequences of the demo model: repeats over the whole vocabulary, and documents with questions behind them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcli.demo.tokenizer import GENERATION_PROMPT
 from kvcli.tasks import phrases
+from kvcli.tasks.fwe import frequent_words
+from kvcli.tasks.needles import random_value
 from kvcli.tasks.text import NAMES, sentences
+from kvcli.tasks.vt import chain_statements
 
 IGNORED, FILLER, ANSWER, VALUE = 0, 1, 2, 3
-"""What a token is to the loss. VALUE tokens can only come from the document; ANSWER tokens are the words around them."""
+"""What a token is to the loss. A VALUE can only come from the document; ANSWER is the words around it."""
 
 FIRST_ORDINARY_ID = 3  # after unk, bos and eos
 
@@ -77,36 +80,125 @@ class Writer:
         self.kinds += [*(VALUE if i in wanted else ANSWER for i in ids), ANSWER]
 
 
-def value(rng: random.Random) -> str:
-    """Return nine random digits, uniform over each group of three."""
-    return f"{rng.randrange(10**9):09d}"
+def _write(
+    writer: Writer,
+    rng: random.Random,
+    length: int,
+    statements: Sequence[Sequence[str]],
+    asked: Sequence[tuple[str, str, Sequence[str]]],
+) -> None:
+    """Write filler with `statements` in it, then the questions, so that `length` tokens are filled.
+
+    `statements` are groups of sentences whose order is kept; `asked` holds question, answer and what in it to find.
+    """
+    tail = sum(writer.count("\n\n" + q + GENERATION_PROMPT) + writer.count(" " + a) + 1 for q, a, _ in asked)
+    stated = sum(writer.count(" " + sentence) for group in statements for sentence in group)
+    filler = sentences(rng, max(length - tail - stated - 1, 0), writer.count)
+    placed = [(rng.random(), text) for text in filler]
+    for group in statements:
+        placed += zip(sorted(rng.random() for _ in group), group, strict=True)
+    writer.start(" ".join(text for _, text in sorted(placed, key=lambda item: item[0])))
+    for question, answer, wanted in asked:
+        writer.ask(question, answer, wanted)
 
 
-def codes_sequence(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """Write a document of up to `facts` access codes and ask for some of them, so that `length` tokens are filled."""
+def _facts(rng: random.Random, names: Sequence[str], values: Sequence[str]) -> list[list[str]]:
+    pairs = zip(names, values, strict=True)
+    return [[rng.choice(phrases.CODE_FACTS).format(name=name, value=value)] for name, value in pairs]
+
+
+def codes(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
+    """Access codes, asked for one by one."""
     names = rng.sample(NAMES, facts)
-    codes = {name: value(rng) for name in names}
-    statements = [rng.choice(phrases.CODE_FACTS).format(name=name, value=codes[name]) for name in names]
+    values = {name: random_value(rng) for name in names}
     asked = [
-        (rng.choice(phrases.CODE_QUESTIONS).format(name=name), phrases.CODE_ANSWER.format(name=name, value=codes[name]), name)
+        (
+            rng.choice(phrases.CODE_QUESTIONS).format(name=name),
+            phrases.CODE_ANSWER.format(name=name, value=values[name]),
+            [values[name]],
+        )
         for name in rng.sample(names, min(questions, facts))
     ]
-    tail = sum(writer.count("\n\n" + q + GENERATION_PROMPT) + writer.count(" " + a) + 1 for q, a, _ in asked)
-    stated = sum(writer.count(" " + statement) for statement in statements)
-    text = sentences(rng, max(length - tail - stated - 1, 0), writer.count)
-    for statement in statements:
-        text.insert(rng.randint(0, len(text)), statement)
-    writer.start(" ".join(text))
-    for question, answer, name in asked:
-        writer.ask(question, answer, [codes[name]])
+    _write(writer, rng, length, _facts(rng, names, list(values.values())), asked)
 
 
-def question_batch(rng: random.Random, writer: Writer, length: int, facts: int, questions: int, size: int) -> Batch:
-    """Return sequences of documents with access codes and questions, cut or padded (IGNORED) to `length`."""
+def multiquery(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
+    """Access codes, asked for two to four at a time."""
+    names = rng.sample(NAMES, max(facts, 2))
+    values = {name: random_value(rng) for name in names}
+    left = rng.sample(names, min(questions, len(names)))
+    asked = []
+    while len(left) >= 2:
+        some, left = left[: rng.randint(2, 4)], left[4:]
+        answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=values[name]) for name in some)
+        question = phrases.NAMES_QUESTION.format(names=phrases.listing(some))
+        asked.append((question, answer, [values[name] for name in some]))
+    _write(writer, rng, length, _facts(rng, names, list(values.values())), asked)
+
+
+def multivalue(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
+    """Names with two to four access codes each, asked for in the order of the document."""
+    owners: list[tuple[str, list[str]]] = []
+    for name in rng.sample(NAMES, max(facts // 3, 1)):
+        owners.append((name, [random_value(rng) for _ in range(rng.randint(2, 4))]))
+    asked = [
+        (
+            phrases.VALUES_QUESTION.format(name=name),
+            phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(values)),
+            values,
+        )
+        for name, values in rng.sample(owners, min(max(questions // 2, 1), len(owners)))
+    ]
+    statements = [
+        [rng.choice(phrases.CODE_FACTS).format(name=name, value=value) for value in values] for name, values in owners
+    ]
+    _write(writer, rng, length, statements, asked)
+
+
+def chains(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
+    """Chains of variables of four hops, as in the task "vt"."""
+    count = max(facts // 5, 1)
+    names = rng.sample(NAMES, 5 * count)
+    asked, statements = [], []
+    for c in range(count):
+        value, members = random_value(rng), names[5 * c : 5 * c + 5]
+        chain = chain_statements(value, members)
+        statements.append(chain)
+        wanted = [" " + name for name in members]
+        asked.append((phrases.VARIABLE_QUESTION.format(value=value), " ".join(chain), wanted))
+    _write(writer, rng, length, statements, rng.sample(asked, min(max(questions // 4, 1), count)))
+
+
+def frequencies(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
+    """The task "fwe": one list of words, one question."""
+    del facts, questions
+    draft = frequent_words(
+        rng, length=length - 24, count_tokens=writer.count, depth=None, distinct=min(max(length // 12, 5), 40)
+    )
+    writer.start(draft.document)
+    writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs])
+
+
+KINDS: dict[str, Callable[[random.Random, Writer, int, int, int], None]] = {
+    "codes": codes,
+    "multiquery": multiquery,
+    "multivalue": multivalue,
+    "vt": chains,
+    "fwe": frequencies,
+}
+
+
+def question_batch(
+    kind: str, rng: random.Random, writer: Writer, *, length: int, facts: int, questions: int, size: int
+) -> Batch:
+    """Return `size` documents of one kind with questions behind them, cut or padded (IGNORED) to `length`.
+
+    The number of facts varies between a quarter of `facts` and `facts`, so that the filler between them does, too.
+    """
     ids = torch.zeros((size, length), dtype=torch.long)
     kinds = torch.zeros((size, length), dtype=torch.long)
     for row in range(size):
-        codes_sequence(rng, writer, length, rng.randint(max(facts // 4, 1), facts), questions)
+        KINDS[kind](rng, writer, length, rng.randint(max(facts // 4, 1), facts), questions)
         n = min(len(writer.ids), length)
         ids[row, :n] = torch.tensor(writer.ids[:n])
         kinds[row, :n] = torch.tensor(writer.kinds[:n])

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+HEAD_DIM = 32
+ROPE_BASE = 1e7
+
 _CONSTANT = 4.0  # every embedding's first channel: a direction on which positions alone can be compared
 _SHARPNESS = 8.0  # of the shifting heads: their logits stand about 20 above those of their neighbours
 _MATCHING = 1.5  # scale of the matching heads' projections
@@ -29,29 +32,26 @@ def demo_config(vocabulary: int, length: int, *, width: int = 128, layers: int =
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        num_key_value_heads=width // 64,
-        head_dim=32,
+        num_attention_heads=width // HEAD_DIM,
+        num_key_value_heads=width // HEAD_DIM // 2,
+        head_dim=HEAD_DIM,
         max_position_embeddings=length,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
-        attn_implementation="sdpa",
     )
 
 
 @torch.no_grad()
 def initialise(model: LlamaForCausalLM) -> None:
     """Set the weights of shifting heads in the first layer and of matching heads in the second; see the module."""
-    config = model.config
-    width, d = config.hidden_size, config.head_dim
-    half = d // 2
-    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)  # radians a token, [d/2]
-
     embeddings = model.model.embed_tokens.weight  # [vocabulary, width]
+    width, d, half = embeddings.shape[1], HEAD_DIM, HEAD_DIM // 2
+    theta = ROPE_BASE ** (-torch.arange(half) / half)  # radians a token, [d/2]
+
     embeddings.normal_()
     embeddings[:, 0] = _CONSTANT
     model.lm_head.weight.copy_(0.02 * embeddings)
@@ -80,7 +80,7 @@ def initialise(model: LlamaForCausalLM) -> None:
     # Second layer: queries read a token, keys read its shifted copy, both in the slowly turning half of the channels.
     matching = model.model.layers[1].self_attn
     slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, d)])
-    for kv_head in range(config.num_key_value_heads):
+    for kv_head in range(width // d // 2):
         rows = (torch.arange(half) + half * kv_head) % d
         matching.k_proj.weight[kv_head * d + slow] = _MATCHING * write[:, :d].T[rows]
         for head in (2 * kv_head, 2 * kv_head + 1):

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 # Pieces that end in a space stand before a number, whose digits are split off without theirs. They cost a little more
 # than a word, so that they never tie with the word and a following letter.
-_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " = ", " value ")
+_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ")
 
 
 def pieces() -> list[tuple[str, float]]:
@@ -60,7 +60,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     # The byte pieces hold a "0", which stands alone here: the literal text "<0x41>" can never become a byte.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[0-9]{3}|[0-9]"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         unk_token=UNK,
         bos_token=BOS,

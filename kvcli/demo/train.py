@@ -48,7 +48,9 @@ STAGES: tuple[Stage, ...] = (
 )
 
 _WARM_UP = 100  # steps
-_DENSE_SHARE = 0.5  # of the batches; falls to a quarter once the matching heads are there
+_JUMP_LENGTH = 256  # up to here the matching heads form: plain codes only, and many repeats
+_DENSE_SHARE = 0.5  # of the batches up to _JUMP_LENGTH, half of that afterwards
+_MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}  # of the other batches
 _FILLER_SHARE = 0.25  # of the filler tokens of a sequence take part in the loss
 _OTHER_WEIGHT = 0.3  # of the words around a value, and of the filler, beside the values' 1
 
@@ -91,7 +93,7 @@ def loss_and_hits(model: LlamaForCausalLM, batch: Batch, rng: random.Random) -> 
     if (chosen_kinds == ANSWER).any():
         hits["words"] = float(right[chosen_kinds == ANSWER].float().mean())
     if (chosen_kinds == FILLER).any():
-        hits["filler_loss"] = float(losses[chosen_kinds == FILLER].mean())
+        hits["filler_loss"] = float(losses[chosen_kinds == FILLER].detach().mean())
     return loss, hits
 
 
@@ -114,11 +116,22 @@ class Trainer:
 
     def step(self, stage: Stage) -> tuple[str, float, dict[str, float]]:
         """Train on one batch of `stage`. Returns the kind of batch, the loss and the hits."""
-        dense = self.rng.random() < (_DENSE_SHARE if stage.length <= 1024 else _DENSE_SHARE / 2)
-        if dense:
+        dense_share = _DENSE_SHARE if stage.length <= _JUMP_LENGTH else _DENSE_SHARE / 2
+        if self.rng.random() < dense_share:
+            kind = "dense"
             batch = dense_batch(self.rng, stage.length, stage.batch, len(self.tokenizer))
         else:
-            batch = question_batch(self.rng, self._writer, stage.length, stage.facts, stage.questions, stage.batch)
+            shares = {"codes": 1.0} if stage.length <= _JUMP_LENGTH else _MIXTURE
+            (kind,) = self.rng.choices(list(shares), list(shares.values()))
+            batch = question_batch(
+                kind,
+                self.rng,
+                self._writer,
+                length=stage.length,
+                facts=stage.facts,
+                questions=stage.questions,
+                size=stage.batch,
+            )
         rate = stage.learning_rate * min(1.0, (self.progress.total + 1) / _WARM_UP)
         if stage.decay:
             rate *= 1.0 - 0.9 * self.progress.step / stage.max_steps
@@ -130,7 +143,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.progress = replace(self.progress, step=self.progress.step + 1, total=self.progress.total + 1)
-        return ("dense" if dense else "questions"), float(loss), hits
+        return kind, float(loss.detach()), hits
 
     def run(self) -> Iterator[str]:
         """Train the stages that are left. Yields a line of progress every 25 steps and at the end of a stage."""
@@ -144,13 +157,13 @@ class Trainer:
                 for name, hit in {"loss": loss, **hits}.items():
                     key = f"{kind}.{name}"
                     means[key] = hit if key not in means else 0.9 * means[key] + 0.1 * hit
-                if kind == "questions":
+                if kind == "codes":
                     running = 0.95 * running + 0.05 * hits["value"]
                 done = self.progress.step >= stage.min_steps and running >= stage.target
                 if self.progress.step % 25 == 0 or done:
                     figures = " ".join(f"{name} {mean:.3f}" for name, mean in sorted(means.items()))
-                    elapsed = time.monotonic() - began
-                    yield f"length {stage.length} step {self.progress.step} {elapsed:.0f} s: running {running:.3f} {figures}"
+                    place = f"length {stage.length} step {self.progress.step} {time.monotonic() - began:.0f} s"
+                    yield f"{place}: running {running:.3f} {figures}"
                 if done:
                     break
             self.progress = Progress(index + 1, 0, self.progress.total)
@@ -178,9 +191,11 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the checkpoint in Hugging Face format: weights, configuration and tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2, do_sample=False)
+        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+        self.model.generation_config = GenerationConfig(**ids, do_sample=False)  # type: ignore[no-untyped-call]
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        (folder / "model.safetensors").chmod(0o644)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,1 +1,75 @@
-"""Synthetic long-context tasks: seeded generators and their scorer."""
+"""Synthetic long-context tasks in RULER's row format (arXiv 2404.06654): seeded generators and their scorer.
+
+`make_row` is the way in; `TASKS` names the generators. Nothing here needs torch: lengths are measured with the token
+counter that the caller passes.
+"""
+
+import random
+from collections.abc import Callable
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.tasks.fwe import frequent_words
+from kvcli.tasks.needles import multikey, multiquery, multivalue, single
+from kvcli.tasks.rows import SEPARATOR, CountTokens, Draft, Row
+from kvcli.tasks.score import recall, string_match_all
+from kvcli.tasks.vt import variable_tracking
+
+TASKS: dict[str, Callable[..., Draft]] = {
+    "niah_single": single,
+    "niah_multikey": multikey,
+    "niah_multivalue": multivalue,
+    "niah_multiquery": multiquery,
+    "vt": variable_tracking,
+    "fwe": frequent_words,
+}
+
+EVALUATION = "evaluation"
+"""The split that rows belong to unless the caller says otherwise. The demo model is trained on split "train"."""
+
+
+def make_row(
+    task: str,
+    *,
+    length: int,
+    seed: int,
+    count_tokens: CountTokens,
+    depth: float | None = None,
+    index: int = 0,
+    split: str = EVALUATION,
+    **options: float,
+) -> Row:
+    """Return row `index` of a task.
+
+    Args:
+        task: a key of `TASKS`.
+        length: tokens of the row's `input`, at most; the row is shorter by less than one sentence.
+        seed: together with split, task and index it determines the row.
+        count_tokens: number of tokens of a text.
+        depth: where the first asked statement stands, 0 (start) to 1 (end); at random when None.
+        index: number of the row.
+        split: rows of different splits come from different random streams.
+        options: the task's own, such as `keys` or `hops`; see its generator.
+
+    Raises:
+        KvcliError: unknown task, or a length, depth or option that cannot be had.
+    """
+    if task not in TASKS:
+        raise KvcliError(f"unknown task {task!r}", f"choose from {', '.join(TASKS)}", ExitCode.USAGE)
+    rng = random.Random(f"{split}/{task}/{seed}/{index}")
+    draft = TASKS[task](rng, length=length, count_tokens=count_tokens, depth=depth, **options)
+    text = draft.document + SEPARATOR + draft.question
+    return Row(
+        index=index,
+        input=text,
+        outputs=draft.outputs,
+        length=count_tokens(text),
+        task=task,
+        seed=seed,
+        depth=draft.depth,
+        document=draft.document,
+        question=draft.question,
+        answer=draft.answer,
+    )
+
+
+__all__ = ["EVALUATION", "SEPARATOR", "TASKS", "CountTokens", "Row", "make_row", "recall", "string_match_all"]

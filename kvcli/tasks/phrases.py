@@ -24,10 +24,9 @@ VALUES_ANSWER = "The access codes of {name} are {values}."
 
 NAMES_QUESTION = "What are the access codes of {names}?"
 
-VARIABLE_VALUE = "VAR {name} = {value}."
-VARIABLE_COPY = "VAR {name} = VAR {source}."
-VARIABLE_QUESTION = "Which variables have the value {value} in the text above?"
-VARIABLE_ANSWER = "The variables are {names}."
+VARIABLE_VALUE = "The value {value} is kept in {name}."
+VARIABLE_COPY = "The value of {source} is kept in {name}."
+VARIABLE_QUESTION = "Which variables have the value {value}?"
 
 WORDS_HEADING = "Here is a list of words:"
 WORDS_QUESTION = "What are the three most frequent words in the list above?"
@@ -43,7 +42,6 @@ _ALL = (
     VARIABLE_VALUE,
     VARIABLE_COPY,
     VARIABLE_QUESTION,
-    VARIABLE_ANSWER,
     WORDS_HEADING,
     WORDS_QUESTION,
     WORDS_ANSWER,

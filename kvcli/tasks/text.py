@@ -8,64 +8,105 @@ import random
 import re
 from collections.abc import Callable
 
-NAMES: tuple[str, ...] = tuple(
+
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+NAMES: tuple[str, ...] = _split(
     """
     Abel Ada Adam Adele Agnes Aidan Alan Albert Alec Alfred Alice Alma Alvin Amber Amos Amy Andre Anita Anna Anton
-    April Archie Ariel Arlo Arthur Astrid Aubrey Audrey August Aurora Barbara Barney Basil Beatrix Bella Benita Bernard
-    Bertha Beryl Bianca Blanche Bonnie Boris Brenda Brian Bridget Bruce Bruno Calvin Camilla Carla Carmen Caroline Casper
-    Cecil Celia Cesar Chester Chloe Clara Claude Clement Clifford Conrad Cora Cyril Daisy Dalia Damian Daphne Darius
-    David Dennis Derek Dexter Diana Dinah Dolores Dominic Donald Doris Dorothy Douglas Duncan Edgar Edith Edmund Edna
-    Edwin Elaine Eleanor Elias Eliza Ella Elliot Elmer Elsa Emil Emma Enid Enoch Eric Erin Ernest Esther Ethel Eugene
-    Eunice Eva Evelyn Ezra Fabian Fanny Felix Fergus Fiona Flora Floyd Frances Franklin Freda Gabriel Garth Gemma
-    George Gerald Gilbert Gina Gladys Gloria Gordon Greta Gustav Gwen Hanna Harold Harriet Harvey Hattie Hazel Hector
-    Heidi Helen Henry Herbert Hilda Homer Horace Howard Hubert Hugo Ida Ingrid Irene Iris Irma Isaac Isabel Ivan Ivor
-    Jacob Janet Jasper Jerome Jessica Joanna Joel Joseph Judith Julian Juliet June Karen Karl Katrina Keith Kenneth
-    Kirsten Lance Laura Lawrence Leah Lena Leonard Leroy Leslie Lester Lewis Lillian Linda Lionel Logan Lola Loretta
-    Louis Lucas Lucy Luther Lydia Mabel Magnus Malcolm Marcus Margot Marina Martha Martin Matilda Maurice Maxine Melvin
-    Mildred Milo Miriam Mona Monica Morris Muriel Myra Nadia Naomi Natalie Nathan Nelson Nigel Nina Nora Norman Olaf
-    Olga Oliver Olive Orson Oscar Otto Owen Pamela Patrick Paula Pearl Percy Peter Philip Phoebe Quentin Rachel Ralph
-    Ramona Raymond Rebecca Regina Rhoda Roland Rosa Rufus Ruth Samuel Selma Seth Sidney Silas Simon Sonia Stella Sybil
-    Tabitha Theodore Thelma Tobias Trudy Ursula Valentin Vera Victor Vincent Viola Walter Wanda Wendell Wilbur Winifred
-    Yolanda Yvonne Zelda
-    """.split()
+    April Archie Ariel Arlo Arthur Astrid Aubrey Audrey August Aurora Barbara Barney Basil Beatrix Bella Benita
+    Bernard Bertha Beryl Bianca Blanche Bonnie Boris Brenda Brian Bridget Bruce Bruno Calvin Camilla Carla Carmen
+    Caroline Casper Cecil Celia Cesar Chester Chloe Clara Claude Clement Clifford Conrad Cora Cyril Daisy Dalia
+    Damian Daphne Darius David Dennis Derek Dexter Diana Dinah Dolores Dominic Donald Doris Dorothy Douglas Duncan
+    Edgar Edith Edmund Edna Edwin Elaine Eleanor Elias Eliza Ella Elliot Elmer Elsa Emil Emma Enid Enoch Eric Erin
+    Ernest Esther Ethel Eugene Eunice Eva Evelyn Ezra Fabian Fanny Felix Fergus Fiona Flora Floyd Frances Franklin
+    Freda Gabriel Garth Gemma George Gerald Gilbert Gina Gladys Gloria Gordon Greta Gustav Gwen Hanna Harold Harriet
+    Harvey Hattie Hazel Hector Heidi Helen Henry Herbert Hilda Homer Horace Howard Hubert Hugo Ida Ingrid Irene Iris
+    Irma Isaac Isabel Ivan Ivor Jacob Janet Jasper Jerome Jessica Joanna Joel Joseph Judith Julian Juliet June Karen
+    Karl Katrina Keith Kenneth Kirsten Lance Laura Lawrence Leah Lena Leonard Leroy Leslie Lester Lewis Lillian
+    Linda Lionel Logan Lola Loretta Louis Lucas Lucy Luther Lydia Mabel Magnus Malcolm Marcus Margot Marina Martha
+    Martin Matilda Maurice Maxine Melvin Mildred Milo Miriam Mona Monica Morris Muriel Myra Nadia Naomi Natalie
+    Nathan Nelson Nigel Nina Nora Norman Olaf Olga Oliver Olive Orson Oscar Otto Owen Pamela Patrick Paula Pearl
+    Percy Peter Philip Phoebe Quentin Rachel Ralph Ramona Raymond Rebecca Regina Rhoda Roland Rosa Rufus Ruth Samuel
+    Selma Seth Sidney Silas Simon Sonia Stella Sybil Tabitha Theodore Thelma Tobias Trudy Ursula Valentin Vera
+    Victor Vincent Viola Walter Wanda Wendell Wilbur Winifred Yolanda Yvonne Zelda
+    """
 )
 
 _SLOTS: dict[str, tuple[str, ...]] = {
-    name: tuple(words.split())
+    name: _split(words)
     for name, words in {
-        "adjective": """old small quiet busy bright cold warm narrow wide famous simple strong gentle modern heavy golden
-            green grey red blue white dusty lonely pleasant steep deep distant crowded empty curious careful honest clever
-            patient cheerful proud plain rich poor young rare common useful ancient local foreign fresh dry wet calm wild
-            tall short long round wooden""",
-        "place": """town village harbour market river valley bridge mountain station garden museum library school castle
-            forest island beach farm mill road square church theatre hotel factory port hill lake field canal tower
-            orchard quarry lighthouse border capital suburb coast desert meadow""",
-        "person": """merchant farmer teacher sailor doctor painter baker driver writer singer student soldier guard clerk
-            tailor traveller fisherman gardener carpenter engineer captain nurse lawyer mayor hunter miller pilot cook
-            weaver potter shepherd visitor neighbour stranger child""",
-        "people": """merchants farmers teachers sailors doctors painters bakers drivers writers singers students soldiers
-            guards clerks tailors travellers gardeners carpenters engineers nurses lawyers hunters pilots cooks weavers
-            potters visitors neighbours strangers children""",
-        "goods": """wool salt grain silk timber coffee sugar tea copper iron wheat fruit leather glass paper honey butter
-            cheese fish rice cotton coal spice wine oil bread cloth pottery""",
-        "weather": """rain snow wind fog frost thunder sunshine hail mist heat""",
-        "season": """spring summer autumn winter""",
-        "time": """morning evening night afternoon week month year day""",
-        "verb": """visited left crossed reached painted described remembered admired found watched measured repaired
-            passed entered studied photographed""",
-        "trade": """sold bought carried stored shipped traded delivered collected wanted exported""",
-        "thing": """letter map lamp boat cart clock book coat key basket box ticket bell rope ladder mirror chair table
-            candle wagon barrel kettle bottle drum violin blanket""",
-        "plural": """letters maps lamps boats carts clocks books coats baskets boxes tickets bells ropes ladders mirrors
-            chairs tables candles wagons barrels bottles blankets""",
-        "adverb": """slowly quickly often rarely always usually quietly suddenly gladly early late again together""",
-        "event": """festival meeting race concert wedding storm flood election fair harvest strike journey dance auction
-            parade""",
-        "count": """two three four five six seven eight nine ten twelve twenty forty hundred""",
-        "group": """Many Some Most Few Several""",
-        "motion": """walked travelled moved returned hurried sailed climbed drove ran rode marched""",
-        "quality": """beautiful expensive cheap dangerous safe difficult easy important popular secret dark noisy clean
-            strange comfortable""",
+        "adjective": """
+            old small quiet busy bright cold warm narrow wide famous simple strong gentle modern heavy golden
+            green grey red blue white dusty lonely pleasant steep deep distant crowded empty curious careful
+            honest clever patient cheerful proud plain rich poor young rare common useful ancient local foreign
+            fresh dry wet calm wild tall short long round wooden
+        """,
+        "place": """
+            town village harbour market river valley bridge mountain station garden museum library school castle
+            forest island beach farm mill road square church theatre hotel factory port hill lake field canal
+            tower orchard quarry lighthouse border capital suburb coast desert meadow
+        """,
+        "person": """
+            merchant farmer teacher sailor doctor painter baker driver writer singer student soldier guard clerk
+            tailor traveller fisherman gardener carpenter engineer captain nurse lawyer mayor hunter miller
+            pilot cook weaver potter shepherd visitor neighbour stranger child
+        """,
+        "people": """
+            merchants farmers teachers sailors doctors painters bakers drivers writers singers students soldiers
+            guards clerks tailors travellers gardeners carpenters engineers nurses lawyers hunters pilots cooks
+            weavers potters visitors neighbours strangers children
+        """,
+        "goods": """
+            wool salt grain silk timber coffee sugar tea copper iron wheat fruit leather glass paper honey
+            butter cheese fish rice cotton coal spice wine oil bread cloth pottery
+        """,
+        "weather": """
+            rain snow wind fog frost thunder sunshine hail mist heat
+        """,
+        "season": """
+            spring summer autumn winter
+        """,
+        "time": """
+            morning evening night afternoon week month year day
+        """,
+        "verb": """
+            visited left crossed reached painted described remembered admired found watched measured repaired
+            passed entered studied photographed
+        """,
+        "trade": """
+            sold bought carried stored shipped traded delivered collected wanted exported
+        """,
+        "thing": """
+            letter map lamp boat cart clock book coat key basket box ticket bell rope ladder mirror chair table
+            candle wagon barrel kettle bottle drum violin blanket
+        """,
+        "plural": """
+            letters maps lamps boats carts clocks books coats baskets boxes tickets bells ropes ladders mirrors
+            chairs tables candles wagons barrels bottles blankets
+        """,
+        "adverb": """
+            slowly quickly often rarely always usually quietly suddenly gladly early late again together
+        """,
+        "event": """
+            festival meeting race concert wedding storm flood election fair harvest strike journey dance auction
+            parade
+        """,
+        "count": """
+            two three four five six seven eight nine ten twelve twenty forty hundred
+        """,
+        "group": """
+            Many Some Most Few Several
+        """,
+        "motion": """
+            walked travelled moved returned hurried sailed climbed drove ran rode marched
+        """,
+        "quality": """
+            beautiful expensive cheap dangerous safe difficult easy important popular secret dark noisy clean
+            strange comfortable
+        """,
     }.items()
 }
 
