@@ -17,7 +17,7 @@ from kvcli.observer import Observer
 from kvcli.report import Report
 from kvcli.sizes import format_bytes
 
-_TIMELINE_LINES = 36
+_TIMELINE_LINES = 40
 _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -131,7 +131,8 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
     if not single:
         for table in summary.batch_tables(report, titles):
             console.print(_table(table))
-    rows.append(("memory", summary.memory_row(report)))
+            console.print()
+    rows += summary.memory_rows(report)
     if verbose:
         rows.append(("settings", summary.settings_line(report.profile)))
         rows.append(("versions", ", ".join(f"{key} {value}" for key, value in report.environment.items())))
@@ -147,7 +148,7 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
 def print_timeline(report: Report, titles: Sequence[str], console: Console | None = None) -> None:
     """Time, corrected heads, misses and bytes of every step, or of ranges of steps in a long run."""
     console = console or stderr_console()
-    most = max(4, _TIMELINE_LINES // max(1, len(report.sequences)))
+    most = max(4, _TIMELINE_LINES // max(1, len(report.sequences)) - 3)
     for name, sequence in zip(titles, report.sequences, strict=True):
         console.print()
         if len(report.sequences) > 1:
@@ -216,33 +217,35 @@ def _grid(*columns: tuple[str, bool]) -> Table:
 def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
     slowest = max(row.ms for row in rows)
     ranged = any(row.last > row.first for row in rows)
-    columns = ("steps" if ranged else "step", "mean time" if ranged else "time", "", "corrected", "missed", "recalled")
-    shown = [True, True, True, *(any(values) for values in zip(*map(_work, rows), strict=True))]
+    columns = {
+        "steps" if ranged else "step": [f"{r.first}-{r.last}" if r.last > r.first else f"{r.first}" for r in rows],
+        "mean time" if ranged else "time": [summary.duration(row.ms) for row in rows],
+        "corrected": [f"{row.heads_corrected:,} / {row.heads_checked:,}" for row in rows],
+        "missed": [f"{row.misses:,} / {row.pages_requested:,}" for row in rows],
+        "recalled": [format_bytes(row.bytes_to_device) for row in rows],
+    }
+    columns = {name: cells for name, cells in columns.items() if not set(cells) <= {"0 / 0", "0 B"}}
+    taken = sum(2 + max(map(len, [name, *cells])) for name, cells in columns.items())
+    width = min(_BAR, max(8, console.width - taken - 2))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column, show in zip(columns, shown, strict=True):
-        if show:
-            table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for row in rows:
-        cells: tuple[RenderableType, ...] = (
-            f"{row.first}-{row.last}" if row.last > row.first else f"{row.first}",
-            summary.duration(row.ms),
-            Text(_bar(row.ms / slowest if slowest else 0, console), style="cyan"),
-            Text(f"{row.heads_corrected} / {row.heads_checked}", style="yellow" if row.heads_corrected else "dim"),
-            f"{row.misses:,} / {row.pages_requested:,}",
-            format_bytes(row.bytes_to_device),
-        )
-        table.add_row(*(cell for cell, show in zip(cells, shown, strict=True) if show))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right", no_wrap=True)
+        if i == 1:
+            table.add_column("", style="cyan", no_wrap=True)
+    for i, row in enumerate(rows):
+        cells = [Text(cells[i], style=_timeline_style(name, row)) for name, cells in columns.items()]
+        table.add_row(*cells[:2], _bar(row.ms / slowest if slowest else 0, width, console), *cells[2:])
     return table
 
 
-def _work(row: summary.TimelineRow) -> tuple[int, int, int]:
-    return row.heads_checked, row.pages_requested, row.bytes_to_device
+def _timeline_style(column: str, row: summary.TimelineRow) -> str:
+    return "yellow" if column == "corrected" and row.heads_corrected else ""
 
 
-def _bar(share: float, console: Console) -> str:
+def _bar(share: float, width: int, console: Console) -> str:
     if console.options.ascii_only:
-        return "#" * round(share * _BAR)
-    eighths = round(share * _BAR * 8)
+        return "#" * round(share * width)
+    eighths = round(share * width * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
@@ -256,7 +259,10 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
 def _table(content: summary.Table) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(content.columns):
-        table.add_column(column, justify="right" if i else "left", overflow="ellipsis" if i == 0 else "fold")
+        if i:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="ellipsis", min_width=8)
     for row in content.rows:
         table.add_row(*map(Text, row))
     return table

@@ -2,7 +2,7 @@
 
 import re
 
-_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 _COUNT = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _BYTES = {
     "": 1,

@@ -9,6 +9,8 @@ from typing import Any
 from kvcli.report import Report, Sequence, Step
 from kvcli.sizes import format_bytes
 
+_NAME = 18
+
 
 @dataclass(frozen=True)
 class Table:
@@ -40,9 +42,9 @@ def duration(ms: float | None) -> str:
     if ms < 1:
         return f"{1000 * ms:.0f} us"
     if ms < 1000:
-        return f"{ms:.3g} ms" if ms < 999.5 else "1.00 s"
+        return _digits(ms, "ms") if ms < 999.5 else "1.00 s"
     if ms < 99_950:
-        return f"{ms / 1000:#.3g} s"
+        return _digits(ms / 1000, "s")
     minutes, seconds = divmod(round(ms / 1000), 60)
     return f"{minutes} min {seconds} s"
 
@@ -103,27 +105,26 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_row(report: Report) -> str:
-    """Where the bytes were, in one line."""
+def memory_rows(report: Report) -> list[tuple[str, str]]:
+    """Where the KV was, and the most that was held at once."""
     memory = report.memory
-    parts = [f"KV on device {format_bytes(memory.device_kv_bytes)}"]
+    cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
     if memory.host_kv_bytes:
-        parts.append(f"KV on host {format_bytes(memory.host_kv_bytes)}")
+        cache.append(f"{format_bytes(memory.host_kv_bytes)} on the host")
     if memory.host_pinned_bytes:
-        parts.append(f"pinned {format_bytes(memory.host_pinned_bytes)}")
-    if memory.device_peak_bytes is not None:
-        parts.append(f"device peak {format_bytes(memory.device_peak_bytes)}")
-    if memory.process_peak_bytes:
-        parts.append(f"process peak {format_bytes(memory.process_peak_bytes)}")
-    return " · ".join(parts)
+        cache.append(f"{format_bytes(memory.host_pinned_bytes)} of it pinned")
+    peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]
+    peak = " · ".join(f"{name} {format_bytes(size)}" for name, size in peaks if size)
+    return [("KV cache", " · ".join(cache))] + ([("peak memory", peak)] if peak else [])
 
 
 def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
     """Several sequences, one a row: times, and below them what was selected and moved where anything was."""
     times: list[tuple[str, ...]] = []
     moves: list[tuple[str, ...]] = []
-    for name, sequence in zip(titles, report.sequences, strict=True):
-        timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
+    for label, sequence in zip(titles, report.sequences, strict=True):
+        name = label if len(label) <= _NAME else "…" + label[1 - _NAME :]  # paths differ at their end
+        timing, cache = sequence.timing, sequence.cache
         if sequence.finish_reason == "error":
             times.append((name, "-", "-", "-", "-", "error", "-", "-", "-"))
             continue
@@ -135,23 +136,18 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
                 duration(timing.ttft_ms),
                 f"{sequence.output_tokens:,}",
                 sequence.finish_reason,
-                f"{timing.tokens_per_s:.3g}" if timing.tokens_per_s else "-",
+                _speed(timing.tokens_per_s).removesuffix(" tokens/s"),
                 duration(timing.p50_ms),
                 duration(timing.p99_ms),
             )
         )
-        moves.append(
-            (
-                name,
-                rate(correction.heads_corrected, correction.heads_checked),
-                rate(cache.hits, cache.pages_requested),
-                format_bytes(cache.bytes_to_device),
-                format_bytes(cache.bytes_to_host),
-            )
-        )
+        if cache.pages_requested or cache.bytes_to_device or cache.bytes_to_host:
+            moves.append(_moves(name, [sequence]))
     columns = ("", "prompt", "prefill", "first token", "output", "end", "tok/s", "p50", "p99")
     tables = [Table(columns, times)]
-    if any(s.cache.pages_requested or s.cache.bytes_to_device or s.cache.bytes_to_host for s in report.sequences):
+    if len(moves) > 1:
+        moves.append(_moves("all", report.sequences))
+    if moves:
         tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
     return [_without_empty_columns(table) for table in tables]
 
@@ -187,7 +183,7 @@ def ending(sequence: Sequence) -> str:
 
 def settings_line(profile: dict[str, Any]) -> str:
     """Every setting of a profile with its value, and the hash."""
-    settings = ", ".join(f"{key} {value}" for key, value in profile.get("settings", {}).items())
+    settings = ", ".join(f"{key}={value}" for key, value in profile.get("settings", {}).items())
     return f"{settings or 'no settings'} (hash {profile.get('hash', '-')})"
 
 
@@ -205,6 +201,20 @@ def _merge(steps: Many[Step]) -> TimelineRow:
     )
 
 
+def _moves(name: str, sequences: Many[Sequence]) -> tuple[str, ...]:
+    return (
+        name,
+        rate(sum(s.correction.heads_corrected for s in sequences), sum(s.correction.heads_checked for s in sequences)),
+        rate(sum(s.cache.hits for s in sequences), sum(s.cache.pages_requested for s in sequences)),
+        format_bytes(sum(s.cache.bytes_to_device for s in sequences)),
+        format_bytes(sum(s.cache.bytes_to_host for s in sequences)),
+    )
+
+
+def _digits(value: float, unit: str) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
 def _moved(size: int, steps: int) -> str:
     return format_bytes(size) + (f" · {format_bytes(size / steps)} a step" if steps else "")
 
@@ -212,7 +222,7 @@ def _moved(size: int, steps: int) -> str:
 def _speed(tokens_per_s: float | None) -> str:
     if tokens_per_s is None:
         return "-"
-    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else f"{tokens_per_s:#.3g} tokens/s"
+    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else _digits(tokens_per_s, "tokens/s")
 
 
 def _without_empty_columns(table: Table) -> Table:
