@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -70,7 +70,7 @@ class RunConsole(Observer):
         if self._quiet or not self._console.is_terminal:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
-        counted = (BarColumn(bar_width=_BAR), MofNCompleteColumn()) if total is not None else ()
+        counted = (BarColumn(bar_width=_BAR), TaskProgressColumn()) if total is not None else ()
         self._progress = Progress(
             *columns,
             *counted,
@@ -168,7 +168,9 @@ def render(content: RenderableType, to_file: bool = False) -> str:
 def method_list(entries: Sequence[dict[str, Any]]) -> RenderableType:
     """Every method with its profiles below it."""
     table = _grid(("bold cyan", True), ("", False), ("dim", False))
-    for entry in entries:
+    for i, entry in enumerate(entries):
+        if i:
+            table.add_row()
         table.add_row(entry["name"], entry["title"], entry["paper"])
         for profile in entry["profiles"]:
             table.add_row(Text(f"  {profile['name']}", style="dim"), Text(profile["description"], style="dim"), "")

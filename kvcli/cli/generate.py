@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvcli.cli.options import by_precedence, flag, given, option, positive_count
+from kvcli.cli.options import by_precedence, flag, given, number, option, positive_count, whole
 from kvcli.cli.output import check_writable
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, KvcliError
@@ -103,27 +103,43 @@ def generate(
     ] = 256,
     temperature: Annotated[
         float,
-        option("--temperature", panel=_SAMPLING, metavar="T", help="0 takes the likeliest token, more is more random."),
+        option(
+            "--temperature",
+            panel=_SAMPLING,
+            parser=number,
+            metavar="T",
+            help="0 takes the likeliest token, more is more random.",
+        ),
     ] = 0.0,
     top_p: Annotated[
         float,
         option(
             "--top-p",
             panel=_SAMPLING,
+            parser=number,
             metavar="P",
             help="Draw from the likeliest tokens that hold this probability, 0 to 1.",
         ),
     ] = 1.0,
     top_k: Annotated[
-        int, option("--top-k", panel=_SAMPLING, metavar="K", help="Draw from the K likeliest tokens; 0 for all.")
+        int,
+        option(
+            "--top-k", panel=_SAMPLING, parser=whole, metavar="K", help="Draw from the K likeliest tokens; 0 for all."
+        ),
     ] = 0,
     min_p: Annotated[
         float,
         option(
-            "--min-p", panel=_SAMPLING, metavar="P", help="Drop tokens below this share of the likeliest one's, 0 to 1."
+            "--min-p",
+            panel=_SAMPLING,
+            parser=number,
+            metavar="P",
+            help="Drop tokens below this share of the likeliest one's, 0 to 1.",
         ),
     ] = 0.0,
-    seed: Annotated[int, option("--seed", panel=_SAMPLING, metavar="N", help="Same seed, same text.")] = 0,
+    seed: Annotated[
+        int, option("--seed", panel=_SAMPLING, parser=whole, metavar="N", help="Same seed, same text.")
+    ] = 0,
     stop: Annotated[
         list[str] | None,
         option("--stop", panel=_SAMPLING, env=False, metavar="TEXT", help="End before this text; repeatable."),
@@ -132,7 +148,7 @@ def generate(
         bool, flag("--ignore-eos", panel=_SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
     ] = False,
     num_samples: Annotated[
-        int, option("--num-samples", panel=_SAMPLING, metavar="N", help="Texts to draw for each prompt.")
+        int, option("--num-samples", panel=_SAMPLING, parser=whole, metavar="N", help="Texts to draw for each prompt.")
     ] = 1,
     timeline: Annotated[
         bool, flag("--timeline", panel=_OUTPUT, help="Show time, corrections and recall step by step.")

@@ -28,6 +28,11 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     try:
         code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
         sys.stdout.flush()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # typer turns a broken pipe into a plain exit
+            raise
+        _forget_stdout()
+        return BROKEN_PIPE
     except BrokenPipeError:
         _forget_stdout()
         return BROKEN_PIPE
@@ -43,7 +48,7 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
     if isinstance(error, KvcliError):
         return error
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return KvcliError("interrupted", exit_code=ExitCode.INTERRUPTED)
+        return KvcliError("interrupted before there was any text", exit_code=ExitCode.INTERRUPTED)
     if _is_usage_error(error):
         return _usage(error)
     if _is_out_of_memory(error):
@@ -80,7 +85,7 @@ def _usage(error: Any) -> KvcliError:
     if type(error).__name__ == "NoArgsIsHelpError":
         return KvcliError("no command", "see kvcli --help", ExitCode.USAGE)
     if type(error).__name__ in ("BadParameter", "MissingParameter"):
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().replace("Value error, ", "").split())
     hint = f"see {command} --help"
     if close := _nearest(error):
         hint = f"did you mean {close}? {hint}"

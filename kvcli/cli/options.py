@@ -22,12 +22,28 @@ def flag(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
     return option(*names, panel=panel, env=env, metavar="", **settings)
 
 
-def positive_count(text: str) -> int:
+def positive_count(text: object) -> int:
     """Read a count of at least one: 512, 32K, 1M."""
     value = parse_count(str(text))
     if value < 1:
         raise ValueError(f"{text} is not at least 1")
     return value
+
+
+def whole(text: object) -> int:
+    """Read a whole number."""
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+def number(text: object) -> float:
+    """Read a number."""
+    try:
+        return float(str(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

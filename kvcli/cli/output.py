@@ -29,6 +29,7 @@ class SequenceWriter:
         self._turn = 0
         self._last = ""  # the end of what was written for the sequence whose turn it is
         self._begun = False
+        self._gap = ""  # what parts the next text from the one before it
 
     def text(self, sequence: int, piece: str) -> None:
         """Write `piece`, or keep it until the turn of `sequence` has come."""
@@ -61,7 +62,8 @@ class SequenceWriter:
         if not piece:
             return
         if not self._begun and self._headed:
-            self._stream.write(("\n" if self._turn else "") + header(self._titles[self._turn]))
+            self._stream.write(self._gap + header(self._titles[self._turn]))
+            self._gap = "\n"
         self._begun, self._last = True, piece
         self._stream.write(piece)
         self._stream.flush()

@@ -1,0 +1,169 @@
+"""What holds for every command: help, version, usage errors, and how a process ends."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from command import COMMAND, MODULE, assert_refused, environment, kvcli
+
+from kvcli import __version__
+from kvcli.cli.guard import BROKEN_PIPE, as_kvcli_error, run
+from kvcli.errors import ExitCode, KvcliError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["generate", "--help"], ["methods", "--help"]])
+def test_help(arguments):
+    result = kvcli(*arguments)
+    assert result.returncode == 0
+    assert "Usage: kvcli" in result.stdout
+    assert result.stderr == ""
+
+
+def test_help_is_quick():
+    def took():
+        started = time.perf_counter()
+        kvcli("generate", "--help")
+        return time.perf_counter() - started
+
+    assert min(took() for _ in range(5)) < 0.5
+
+
+def test_help_loads_no_heavy_library():
+    code = (
+        "import sys; sys.argv = ['kvcli', 'generate', '--help']\n"
+        "import kvcli.cli\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert 'rich' not in loaded, 'rich before it is needed'\n"
+        "try: kvcli.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'kvcli.console'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert result.stderr == "[]\n"
+
+
+def test_help_names_groups_units_and_defaults():
+    text = kvcli("generate", "--help").stdout
+    for group in ("Input", "Model", "Method", "Sampling", "Output"):
+        assert f" {group} " in text
+    assert "TOKENS" in text
+    assert "[default: 256]" in text
+
+
+def test_version():
+    assert kvcli("--version").stdout == f"kvcli {__version__}\n"
+
+
+@pytest.mark.parametrize("cwd", [ROOT, ROOT.parent])
+def test_the_module_runs_like_the_command(cwd):
+    assert kvcli("--version", command=MODULE, cwd=cwd).stdout == f"kvcli {__version__}\n"
+
+
+def test_the_module_in_a_checkout_leaves_the_name_kernels_to_others(tmp_path):
+    spy = "import atexit, importlib.util, sys\n"
+    spy += "atexit.register(lambda: print(importlib.util.find_spec('kernels'), file=sys.stderr))\n"
+    (tmp_path / "sitecustomize.py").write_text(spy)
+    result = kvcli("--version", command=MODULE, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0
+    assert str(ROOT / "kernels") not in result.stderr
+    assert result.stderr.startswith(("None", "ModuleSpec"))
+
+
+def test_no_command_shows_the_help():
+    result = kvcli()
+    assert result.returncode == ExitCode.USAGE
+    assert "Usage: kvcli" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generat"], ["'generat'"]),
+        (["generate", "--bugdet", "2K"], ["--bugdet"]),
+        (["generate", "--max-tokens"], ["--max-tokens"]),
+        (["generate", "-p", "x", "--max-tokens", "many"], ["--max-tokens", "'many'"]),
+        (["generate", "-p", "x", "--max-tokens", "0"], ["--max-tokens", "0"]),
+        (["generate", "-p", "x", "--temperature", "warm"], ["--temperature", "warm"]),
+        (["generate", "-p", "x", "--top-k", "1.5"], ["--top-k", "1.5"]),
+        (["generate", "-p", "x", "--load-format", "fast"], ["--load-format", "fast"]),
+        (["methods", "freekv", "quest"], ["quest"]),
+    ],
+)
+def test_usage_errors_have_one_style(arguments, words):
+    assert_refused(kvcli(*arguments), ExitCode.USAGE, *words)
+
+
+def test_a_mistyped_option_comes_with_the_nearest():
+    assert "did you mean --budget?" in kvcli("generate", "--bugdet", "2K").stderr
+
+
+def failing(error):
+    app = typer.Typer()
+
+    @app.command()
+    def command(debug: bool = False):  # noqa: ARG001
+        raise error
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "what"),
+    [
+        (KvcliError("will not fit", "try", ExitCode.WILL_NOT_FIT), 3, "will not fit"),
+        (ZeroDivisionError("division by zero\nsecond line"), 1, "ZeroDivisionError: division by zero"),
+        (OSError(28, "No space left on device", "a.txt"), 1, "a.txt: No space left on device"),
+        (AssertionError(), 1, "AssertionError"),
+        (MemoryError(), 3, "out of memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            3,
+            "out of memory: DefaultCPUAllocator",
+        ),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory."), 3, "out of memory: CUDA"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_any_error_becomes_one_line_and_a_code(capsys, error, code, what):
+    assert as_kvcli_error(error).exit_code == code
+    assert run(failing(error), []) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert what in (lines or ["interrupted"])[0]
+    assert len(lines) <= 2
+    assert "Traceback" not in captured.err
+
+
+def test_the_traceback_is_for_debug(capsys, monkeypatch):
+    assert run(failing(ZeroDivisionError("no")), ["--debug"]) == ExitCode.RUNTIME
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("KVCLI_DEBUG", "1")
+    run(failing(ZeroDivisionError("no")), [])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_closed_stdout_ends_quietly():
+    process = subprocess.Popen(
+        [*COMMAND, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == BROKEN_PIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+        )
+    assert result.returncode == ExitCode.RUNTIME
+    assert "No space left on device" in result.stderr.splitlines()[0]
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
