@@ -55,8 +55,10 @@ def block_attention(
     if causal:
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     rows = max(1, SCORES_AT_ONCE // (k.shape[0] * k.shape[1]))
-    masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
-    parts = [block_attention_ref(part, k, v, softmax, m) for part, m in zip(q.split(rows, 1), masks, strict=True)]
+    parts = []
+    for start in range(0, q.shape[1], rows):
+        some = slice(start, start + rows)
+        parts.append(block_attention_ref(q[:, some], k, v, softmax, None if mask is None else mask[some]))
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 

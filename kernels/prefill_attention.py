@@ -17,9 +17,7 @@ from kvcli.kernels.softmax import Softmax
 SLIDING_ROWS = 256
 
 
-def prefill_attention_ref(
-    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None
-) -> Tensor:
+def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None) -> Tensor:
     """Plain torch with the whole m*n mask, in the precision of its input."""
     groups = q.shape[0] // k.shape[0]
     mask = _causal_mask(q.shape[1], k.shape[1], window, q.device).repeat(groups, 1)

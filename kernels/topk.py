@@ -3,7 +3,6 @@
 Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, ascending.
 """
 
-import torch
 from torch import Tensor
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kvcli.geometry import attention_modules
 from kvcli.kernels.softmax import Softmax
 
 NAME = "kvcli"
@@ -39,7 +40,7 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
     """
     hook = Hook()
     before = model.config._attn_implementation
-    modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    modules = attention_modules(model)
     for module in modules:
         module.kvcli_hook = hook  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
@@ -64,9 +65,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if attention_mask is not None:
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
-    hook, layer = module.kvcli_hook, module.layer_idx
+    hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.layer_idx)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    return hook.handler(layer, query, key, value, softmax), None  # type: ignore[operator]
+    return hook.handler(layer, query, key, value, softmax), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -1,4 +1,4 @@
-"""What a run will need in each tier, by the allocations it will make, and whether it fits: before anything is allocated.
+"""What a run will need in each tier, by the allocations it will make, and whether it fits, before it makes any.
 
 A method built on the meta device owns tensors of the right shapes and no bytes, so its KV is counted, not estimated.
 The workspace of the prefill is an estimate of the largest tensors that live at once.
@@ -7,7 +7,7 @@ The workspace of the prefill is an estimate of the largest tensors that live at 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -17,8 +17,10 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import ModelGeometry
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
+from kvcli.model import Checkpoint
 from kvcli.prefill import CHUNK
 from kvcli.profile import Profile
+from kvcli.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.stats import Counters
 from kvcli.store.cache import Footprint, Tiers
@@ -65,30 +67,31 @@ def need(
     return Need(geometry.weight_bytes, kv, _workspace(geometry, max(prompts), dtype.itemsize))
 
 
-def check(device: torch.device, geometry: ModelGeometry, plan: Callable[[Sequence[int]], Need], prompts: list[int]) -> None:
-    """Refuse a run that does not fit; `plan` gives the need of prompts of given lengths.
+def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling) -> None:
+    """Refuse a run over prompts of these lengths (in tokens) that will not fit.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
     """
-    free = available(device)
-    if _fits(plan(prompts).on(device), free):
+
+    def planned(longest: int) -> Need:
+        lengths = [min(longest, length) for length in prompts]
+        return need(profile, checkpoint.geometry, checkpoint.dtype, lengths, sampling.max_tokens, sampling.num_samples)
+
+    device, longest = checkpoint.device, max(prompts)
+    free, wanted = available(device), planned(longest)
+    if _fits(wanted.on(device), free):
         return
-    needed = plan(prompts).on(device)
-    pool = next(name for name in needed if needed[name] > free[name])
-    scale = max(prompts)
-    longest = bisect_left(
-        range(1, scale), True, key=lambda n: not _fits(plan([min(n, length) for length in prompts]).on(device), free)
+    pool = next(name for name, size in wanted.on(device).items() if size > free[name])
+    fitting = bisect_left(range(1, longest), True, key=lambda n: not _fits(planned(n).on(device), free))
+    raise KvcliError(
+        f"a context of {longest:,} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
+        f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
+        f"{format_bytes(free[pool])} are free",
+        (f"up to {fitting:,} tokens would fit" if fitting else "not even the weights fit")
+        + "; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
+        ExitCode.WILL_NOT_FIT,
     )
-    parts = plan(prompts)
-    kv = parts.kv.host if pool == "host" and device.type == "cuda" else parts.kv.host + parts.kv.device
-    what = (
-        f"{scale:,} tokens need {format_bytes(needed[pool])} of {pool} memory "
-        f"(weights {format_bytes(parts.weights)}, KV {format_bytes(kv)}) and {format_bytes(free[pool])} are free"
-    )
-    fewer = f"up to {longest:,} tokens would fit" if longest else "no context fits beside the weights"
-    less = ", or a smaller --dtype, --budget or fewer prompts at once"
-    raise KvcliError(what, fewer + less, ExitCode.WILL_NOT_FIT)
 
 
 def available(device: torch.device) -> dict[str, int]:

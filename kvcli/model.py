@@ -20,12 +20,14 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import LayerGeometry, ModelGeometry, geometry_of
 
 __all__ = [
+    "Checkpoint",
     "LayerGeometry",
     "Model",
     "ModelGeometry",
     "ModelSpec",
     "geometry_of",
     "load_model",
+    "open_checkpoint",
     "read_config",
     "resolve_device",
     "resolve_dtype",
@@ -93,30 +95,67 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
-    """Load what `spec` names; `config` (from `read_config`, perhaps changed) instead of the checkpoint's own.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model before its weights are read: all that is needed to tell what it can do and whether it will fit."""
 
-    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing, damaged
-    or out of reach, will-not-fit where the weights are larger than the device's free memory.
+    spec: ModelSpec
+    path: Path | None
+    config: PreTrainedConfig
+    geometry: ModelGeometry
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        return "demo" if self.spec.name is None else self.spec.name
+
+    @property
+    def source(self) -> str:
+        """Where the weights come from: dummy, bundled, hub or directory."""
+        if self.spec.dummy:
+            return "dummy"
+        return "bundled" if self.spec.name is None else "hub" if self.path is None else "directory"
+
+    def load(self) -> Model:
+        """Read the weights, or make them up.
+
+        Raises KvcliError: runtime for files that are missing, damaged or out of reach.
+        """
+        if self.path is not None and not self.spec.dummy:
+            check_files(self.path)
+        try:
+            with quiet():
+                module = random_model(self.config, self.dtype, self.device) if self.spec.dummy else _weights(self)
+        except Exception as error:
+            raise explain(error, self.spec.label, self.spec.offline) from error
+        module.requires_grad_(False).train(False)
+        return Model(module, self.tokenizer, self.geometry, self.device, self.dtype, self.name, self.source)
+
+
+def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:
+    """Read everything of a model but its weights; `config` (perhaps changed) replaces the checkpoint's own.
+
+    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for broken files.
     """
     device = resolve_device(spec.device)
     path = _locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
     geometry = geometry_of(config, dtype)
-    _check_room(geometry, device, spec.label)
-    if path is not None and not spec.dummy:
-        check_files(path)
     try:
         with quiet():
-            module = random_model(config, dtype, device) if spec.dummy else _weights(spec, path, config, dtype, device)
             tokenizer = _tokenizer(spec, path, geometry)
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
-    source = "dummy" if spec.dummy else "bundled" if spec.name is None else "hub" if path is None else "directory"
-    name = "demo" if spec.name is None else spec.name
-    module.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    return Model(module, tokenizer, geometry, device, dtype, name, source)
+    return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype)
+
+
+def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
+    """Open and load in one go; raises what `open_checkpoint` and `Checkpoint.load` raise."""
+    return open_checkpoint(spec, config).load()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -164,26 +203,14 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
     return spec.offline or path is not None
 
 
-def _check_room(geometry: ModelGeometry, device: torch.device, label: str) -> None:
-    if device.type != "cuda":
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    if geometry.weight_bytes > free:
-        what = (
-            f"the weights of {label} take {geometry.weight_bytes / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} free"
-        )
-        raise KvcliError(what, "choose a smaller model or dtype, or --device cpu", ExitCode.WILL_NOT_FIT)
-
-
-def _weights(
-    spec: ModelSpec, path: Path | None, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
+def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
+    spec, path = checkpoint.spec, checkpoint.path
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         _target(spec, path),
-        config=config,
-        dtype=dtype,
-        device_map={"": device},
+        config=checkpoint.config,
+        dtype=checkpoint.dtype,
+        device_map={"": checkpoint.device},
         local_files_only=_local(spec, path),
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # so that they are named below

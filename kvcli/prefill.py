@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcli.attention import Hook
+from kvcli.geometry import LayerGeometry
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
-from kvcli.geometry import LayerGeometry
 
 # Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
 CHUNK = 1024
@@ -66,20 +66,17 @@ def prefill(
     hook.handler = PrefillAttention(method, layers, length)
     tokens = torch.tensor([ids], device=model.device)  # [1, s]
     positions = torch.arange(length, device=model.device)[None]  # [1, s]
-    decoder_layers = model.get_decoder().layers
-    with _layer_major(decoder_layers, length, chunk, advance):
+    with _layer_major(model.get_decoder().layers, length, chunk, advance):  # type: ignore[no-untyped-call]
         out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
     return out.logits[0, -1]  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _layer_major(
-    layers: nn.ModuleList, length: int, chunk: int, advance: Callable[[int], None]
-) -> Iterator[None]:
+def _layer_major(layers: nn.ModuleList, length: int, chunk: int, advance: Callable[[int], None]) -> Iterator[None]:
     """Make every decoder layer run over its input in chunks, in place; the last one keeps its last token only."""
     try:
         for layer in layers:
-            layer.forward = _chunked(layer.forward, length, chunk, advance, layer is layers[-1])  # type: ignore[method-assign]
+            layer.forward = _chunked(layer.forward, length, chunk, advance, layer is layers[-1])
         yield
     finally:
         for layer in layers:

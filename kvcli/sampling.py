@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -73,6 +74,6 @@ class Sampler:
         """Choose from logits [vocab]."""
         if self.greedy:
             return int(logits.argmax())
-        ids = torch.empty(1, 0, dtype=torch.int64, device=logits.device)  # no warper here reads the history
-        scores = self.warpers(ids, logits[None].float())
+        history = cast(torch.LongTensor, torch.empty(1, 0, dtype=torch.int64))  # no warper here reads it
+        scores = self.warpers(history, cast(torch.FloatTensor, logits[None].float()))
         return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self.generator))

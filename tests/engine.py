@@ -16,6 +16,9 @@ from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
 
 
+SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
+
+
 class NoText:
     """A tokenizer that spells nothing."""
 
@@ -44,7 +47,7 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
     sequences = []
     with attached(model) as hook:
         for index, ids in enumerate(prompts):
-            method = new_method(name, settings, layers, len(ids) + max_tokens, max_tokens, model.dtype, rotary)
+            method = new_method(name, settings, layers, len(ids) + max_tokens + SPARE, max_tokens, model.dtype, rotary)
             if watch:
                 watch(method)
             logits = prefill(model, hook, ids, method, layers, lambda _: None, chunk)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from kvcli.kernels.softmax import Softmax
 from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
 from kvcli.stats import Count, Counters
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers
 from kvcli.store.pages import PageBudget

@@ -16,12 +16,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvcli.geometry import LayerGeometry
 from kvcli.kernels.page_scores import Pooling, page_scores
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
-from kvcli.geometry import LayerGeometry
 from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
 

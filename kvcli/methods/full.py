@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import Method, MethodConfig
 from kvcli.geometry import LayerGeometry
+from kvcli.methods.base import Method, MethodConfig
 from kvcli.store.cache import DenseCache
 
 

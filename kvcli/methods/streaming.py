@@ -14,10 +14,9 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
-from kvcli.geometry import LayerGeometry
 from kvcli.store.cache import SlidingCache
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers
-from kvcli.store.pages import PageBudget
+from kvcli.store.pages import PageBudget, paged
 from kvcli.store.summaries import PageSummaries
 
 
@@ -51,7 +51,7 @@ class IndexedCache(DenseCache):
         heads = torch.arange(pages.shape[0], device=pages.device)[:, None]
         parts = []
         for kv in (self.k, self.v):
-            chosen = kv.unflatten(1, (-1, size))[heads, pages].flatten(1, 2)  # [Hk, k * p, d]
+            chosen = paged(kv, size)[heads, pages].flatten(1, 2)  # [Hk, k * p, d]
             sink, window = kv[:, : candidates.start * size], kv[:, candidates.stop * size : self.length]
             parts.append(torch.cat((sink, chosen, window), 1))
         return decode_attention(q, parts[0], parts[1], softmax)
@@ -63,4 +63,4 @@ class IndexedCache(DenseCache):
     def _summarise(self, first: int, last: int) -> None:
         if last > first:
             size = self.budget.size
-            self.summaries.fill(first, self.k[:, first * size : last * size].unflatten(1, (-1, size)))
+            self.summaries.fill(first, paged(self.k[:, first * size : last * size], size))

@@ -18,7 +18,7 @@ from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
 from kvcli.store.host import HostPool
-from kvcli.store.pages import PageBudget
+from kvcli.store.pages import PageBudget, paged
 from kvcli.store.summaries import PageSummaries
 
 EMPTY = -1  # a selected slot that holds no page
@@ -51,7 +51,7 @@ class OffloadedCache(LayerCache):
         """See `LayerCache.load`; full pages go to the host, nothing is selected yet."""
         budget, self.length = self.budget, k.shape[1]
         full = self.length // budget.size
-        paged_k, paged_v = (x[:, : full * budget.size].unflatten(1, (full, budget.size)) for x in (k, v))
+        paged_k, paged_v = (paged(x[:, : full * budget.size], budget.size) for x in (k, v))
         self.summaries.fill(0, paged_k)
         written = self.pool.write(0, paged_k, paged_v)
         if not self.active:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class PageBudget:
@@ -40,3 +42,8 @@ class PageBudget:
     def candidates(self, length: int) -> range:
         """Pages that can be selected: neither sink nor window."""
         return range(self.sink, self.count(length) - self.window)
+
+
+def paged(kv: Tensor, size: int) -> Tensor:
+    """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
+    return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]

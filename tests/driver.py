@@ -1,0 +1,40 @@
+"""Drive one method object with made-up queries, keys and values, without a model."""
+
+import torch
+
+from engine import new_method
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
+
+H, HK, D = 6, 2, 16
+SOFTMAX = Softmax(D**-0.5)
+
+
+def layers(count=2, window=None):
+    return [LayerGeometry(index, H, HK, D, window, True) for index in range(count)]
+
+
+class Stream:
+    """Random KV and slowly turning queries: cosine of consecutive queries spreads around `turn`."""
+
+    def __init__(self, prompt, steps, seed=0, turn=0.85):
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.prompt, self.steps = prompt, steps
+        self.k, self.v = 2 * noise(HK, prompt + steps, D), noise(HK, prompt + steps, D)
+        self.q = [noise(H, D)]
+        for _ in range(steps - 1):
+            mix = turn + 0.3 * (torch.rand(H, 1, generator=generator) - 0.5)
+            self.q.append(mix * self.q[-1] + (1 - mix.clamp(max=1) ** 2).sqrt() * noise(H, D))
+
+    def run(self, name, settings, layer=1):
+        """Feed everything to one layer; yields (step, method, output [H, d])."""
+        method = new_method(name, settings, layers(), self.prompt + self.steps, self.steps)
+        method.prefill(layer, self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone())
+        for step in range(self.steps):
+            at = self.prompt + step
+            method.context.counters.next_step()
+            yield step, method, method.attend(layer, self.q[step], self.k[:, at], self.v[:, at], SOFTMAX)

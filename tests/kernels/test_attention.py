@@ -1,0 +1,100 @@
+"""Attention kernels against a float64 softmax over an explicit mask."""
+
+import pytest
+import torch
+
+from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
+from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
+from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref
+from kvcli.kernels.softmax import Softmax
+
+VARIANTS = {
+    "plain": (None, False),
+    "softcap": (5.0, False),
+    "sinks": (None, True),
+    "softcap and sinks": (5.0, True),
+}
+
+
+def inputs(heads, kv_heads, m, n, d, dtype=torch.float32, variant="plain"):
+    torch.manual_seed(heads * n + d)
+    q, k, v = (torch.randn(h, t, d).to(dtype) for h, t in ((heads, m), (kv_heads, n), (kv_heads, n)))
+    softcap, sinks = VARIANTS[variant]
+    return q, k, v, Softmax(d**-0.5, softcap, torch.randn(heads) if sinks else None)
+
+
+def explicit(q, k, v, softmax, mask):
+    """Attention head by head in float64: q [H, m, d], k and v [Hk, n, d], mask [m, n] -> [H, m, d]."""
+    out = []
+    for head in range(q.shape[0]):
+        kv = head * k.shape[0] // q.shape[0]
+        scores = q[head].double() @ k[kv].double().T * softmax.scale
+        if softmax.softcap is not None:
+            scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
+        scores[~mask] = float("-inf")
+        if softmax.sinks is not None:
+            scores = torch.cat((scores, softmax.sinks[head].double().expand(len(scores), 1)), 1)
+        out.append(scores.softmax(1)[:, : k.shape[1]] @ v[kv].double())
+    return torch.stack(out)
+
+
+def relative_rms(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "n", "d"), [(6, 2, 1, 16), (4, 4, 37, 64), (8, 1, 130, 80), (14, 2, 65, 128)])
+def test_decode(heads, kv_heads, n, d, variant):
+    q, k, v, softmax = inputs(heads, kv_heads, 1, n, d, variant=variant)
+    expected = explicit(q, k, v, softmax, torch.ones(1, n, dtype=torch.bool))[:, 0]
+    for attend in (decode_attention, decode_attention_ref):
+        assert relative_rms(attend(q[:, 0], k, v, softmax), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decode_in_half_precision(dtype):
+    q, k, v, softmax = inputs(6, 2, 1, 51, 64, dtype)
+    expected = explicit(q, k, v, softmax, torch.ones(1, 51, dtype=torch.bool))[:, 0]
+    out = decode_attention(q[:, 0], k, v, softmax)
+    assert out.dtype == dtype
+    assert relative_rms(out, expected) < 1e-2
+
+
+def test_decode_reads_strided_keys_and_nothing_beyond_them():
+    q, k, v, softmax = inputs(6, 2, 1, 20, 16)
+    slots = torch.full((29, 2, 16), float("nan"))  # [tokens, Hk, d], poisoned past the 20 valid rows
+    slots[:20] = k.transpose(0, 1)
+    out = decode_attention(q[:, 0], slots[:20].transpose(0, 1), v, softmax)
+    assert torch.equal(out, decode_attention(q[:, 0], k, v, softmax))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [None, 1, 13, 500])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 7), (33, 90), (1, 90), (300, 700)])
+def test_prefill(m, n, window, variant):
+    q, k, v, softmax = inputs(6, 2, m, n, 16, variant=variant)
+    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m)
+    if window is not None:
+        mask = mask.triu(n - m - window + 1)
+    expected = explicit(q, k, v, softmax, mask)
+    for attend in (prefill_attention, prefill_attention_ref):
+        assert relative_rms(attend(q, k, v, softmax, window), expected) < 1e-5
+
+
+def test_rows_at_once_change_nothing(monkeypatch):
+    q, k, v, softmax = inputs(4, 2, 30, 30, 16, variant="softcap")
+    whole = block_attention(q[:2], k, v, softmax, causal=True)
+    monkeypatch.setattr("kvcli.kernels.block_attention.SCORES_AT_ONCE", 7 * 2 * 30)
+    parts = block_attention(q[:2], k, v, softmax, causal=True)
+    assert SCORES_AT_ONCE > 7 * 2 * 30
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_merged_blocks_are_attention_over_their_union():
+    q, k, v, softmax = inputs(2, 2, 5, 40, 16)
+    halves = [block_attention_ref(q, k[:, part], v[:, part], softmax) for part in (slice(0, 11), slice(11, 40))]
+    out, lse = merge_blocks(*halves)
+    expected, expected_lse = block_attention_ref(q.double(), k, v, softmax)
+    assert relative_rms(out, expected) < 1e-5
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
