@@ -122,10 +122,8 @@ class Checkpoint:
     def load(self) -> Model:
         """Read the weights, or make them up.
 
-        Raises KvcliError: runtime for files that are missing, damaged or out of reach.
+        Raises KvcliError: runtime for weights that are missing or out of reach, will-not-fit where memory runs out.
         """
-        if self.path is not None and not self.spec.dummy:
-            check_files(self.path)
         try:
             with quiet():
                 module = random_model(self.config, self.dtype, self.device) if self.spec.dummy else _weights(self)
@@ -138,13 +136,15 @@ class Checkpoint:
 def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:
     """Read everything of a model but its weights; `config` (perhaps changed) replaces the checkpoint's own.
 
-    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for broken files.
+    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing or broken.
     """
     device = resolve_device(spec.device)
     path = _locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
     geometry = geometry_of(config, dtype)
+    if path is not None and not spec.dummy:
+        check_files(path)
     try:
         with quiet():
             tokenizer = _tokenizer(spec, path, geometry)

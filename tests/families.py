@@ -192,8 +192,10 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
             elif weight.dim() > 1:
                 gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
                 weight.copy_(noise * gain / weight.shape[-1] ** 0.5)
-            else:  # norms, biases and sinks move away from the ones and zeros that would hide a mistake
+            elif "norm" in name:  # away from the ones or zeros that would hide a mistake
                 weight.add_(0.1 * noise + (1.0 if "q_norm" in name else 0.0))
+            else:  # biases and attention sinks, which transformers may have drawn from the global random state
+                weight.copy_(noise if "sinks" in name else 0.1 * noise)
     return model
 
 
