@@ -21,6 +21,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvcli.errors import ExitCode, KvcliError
 
 _PROBE = "kvcli_probe"
+# What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
+_UNDERSTOOD = {
+    "scaling",
+    "softcap",
+    "s_aux",
+    "sliding_window",
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "past_key_values",
+}
 _SUPPORTED_HINT = (
     "kvcli needs a decoder whose layers keep keys and values, with full or sliding-window attention "
     "(llama, qwen2, qwen3, mistral, gemma2, gemma3, phi3, glm4, granite, gpt_oss and their like)"
@@ -113,9 +124,9 @@ def _windows(config: PreTrainedConfig) -> list[int | None]:
         raise refusal(config, "it is an encoder-decoder model")
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
-    if "chunked_attention" in kinds or getattr(text, "attention_chunk_size", None):
+    if "chunked_attention" in kinds or _sets(text, "attention_chunk_size"):
         raise refusal(config, "it uses chunked attention")
-    if getattr(text, "kv_lora_rank", None):
+    if _sets(text, "kv_lora_rank"):
         raise refusal(config, "multi-head latent attention keeps a compressed latent instead of keys and values")
     try:
         layers = DynamicCache(config=config).layers
@@ -129,6 +140,13 @@ def _windows(config: PreTrainedConfig) -> list[int | None]:
             config, f"layers of type {named} (state-space, linear attention, convolution or shared) keep no KV cache"
         )
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+
+
+def _sets(config: PreTrainedConfig, name: str) -> bool:
+    try:
+        return bool(getattr(config, name, None))
+    except Exception:  # transformers' way to say that the layers have values of their own
+        return True
 
 
 def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -161,8 +179,16 @@ def _layers(model: PreTrainedModel, text: PreTrainedConfig, windows: list[int | 
     seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []
 
     def attention(
-        _: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+        _: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
+        if attention_mask is not None or unknown:
+            raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
         seen.append((query.shape, key.shape, value.shape))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -173,11 +199,11 @@ def _layers(model: PreTrainedModel, text: PreTrainedConfig, windows: list[int | 
     for index, (module, window) in enumerate(zip(modules, windows, strict=True)):
         if not getattr(module, "is_causal", True):
             raise refusal(model.config, "its attention is bidirectional")
-        layer_type = layer_type_of(real_rotary, text, index)
-        arguments = () if layer_type is None else (layer_type,)
-        cos, sin = real_rotary(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long), *arguments)
-        cos, sin = cos.to("meta", model.dtype), sin.to("meta", model.dtype)
         try:
+            layer_type = layer_type_of(real_rotary, text, index)
+            arguments = () if layer_type is None else (layer_type,)
+            cos, sin = real_rotary(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long), *arguments)
+            cos, sin = cos.to("meta", model.dtype), sin.to("meta", model.dtype)
             with _UseOf(cos) as use:
                 module(
                     hidden_states=torch.empty(1, 1, text.hidden_size, dtype=model.dtype, device="meta"),

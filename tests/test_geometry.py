@@ -120,6 +120,23 @@ def test_attention_that_cannot_be_replaced_is_refused():
         geometry_of(transformers.BloomConfig(n_layer=1, hidden_size=32, n_head=2, vocab_size=VOCAB), torch.float32)
 
 
+def test_attention_with_a_mask_of_its_own_is_refused():
+    config = transformers.DogeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(KvcliError, match="hands a mask of its own to attention"):
+        geometry_of(config, torch.float32)
+
+
+def test_attention_with_unknown_arguments_is_refused(monkeypatch):
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: forward(self, *args, tilt=3, **kwargs))
+    monkeypatch.setattr("kvcli.geometry._is_attention", lambda module: isinstance(module, attention))
+    with pytest.raises(KvcliError, match="hands tilt to attention"):
+        geometry_of(FAMILIES["llama"](), torch.float32)
+
+
 def test_impossible_sizes_are_a_usage_error():
     config = FAMILIES["llama"]()
     config.num_key_value_heads = 0
