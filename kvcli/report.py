@@ -70,13 +70,17 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Cache:
-    """Hits and misses of the selected pages (one page of one KV head counts one), and what crossed the bus."""
+    """Hits and misses of the selected pages (one page of one KV head counts one), and what crossed the bus.
+
+    `bytes_to_host` is all that was written out, `prefill_bytes_to_host` the prompt's part of it.
+    """
 
     pages_requested: int = 0
     hits: int = 0
     misses: int = 0
     bytes_to_device: int = 0
     bytes_to_host: int = 0
+    prefill_bytes_to_host: int = 0
     layers: list[LayerCache] = field(default_factory=list)
 
 

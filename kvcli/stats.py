@@ -62,6 +62,7 @@ class Counters:
             misses=misses,
             bytes_to_device=_total(counts, Count.BYTES_TO_DEVICE),
             bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
+            prefill_bytes_to_host=self.prefill_bytes_to_host,
             layers=[_layer(index, row) for index, row in enumerate(counts.sum(0).tolist())],
         )
 

@@ -13,6 +13,7 @@ from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
+from kvcli.text import TextStream
 from kvcli.timeline import Timeline
 
 
@@ -38,18 +39,14 @@ def new_method(name, settings, layers, capacity, steps, dtype=torch.float32, rot
     return method(method.Config(**settings), layers, context)
 
 
-def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, watch=None, rotary=None):
+def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, rotary=None, eos=()):
     """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences."""
-    from kvcli.text import TextStream
-
     layers = geometry_of(model.config, model.dtype).layers
     sampling = sampling or Sampling(max_tokens=max_tokens)
     sequences = []
     with attached(model) as hook:
         for index, ids in enumerate(prompts):
             method = new_method(name, settings, layers, len(ids) + max_tokens + SPARE, max_tokens, model.dtype, rotary)
-            if watch:
-                watch(method)
             logits = prefill(model, hook, ids, method, layers, lambda _: None, chunk)
             sequence = RunningSequence(
                 index=index,
@@ -60,7 +57,7 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
                 counters=method.context.counters,
                 sampler=Sampler(sampling, 0, torch.device("cpu")),
                 stream=TextStream(NoText()),
-                eos=(),
+                eos=eos,
                 max_tokens=max_tokens,
                 prefill_ms=0.0,
             )

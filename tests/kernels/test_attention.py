@@ -43,7 +43,9 @@ def relative_rms(actual, expected):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("heads", "kv_heads", "n", "d"), [(6, 2, 1, 16), (4, 4, 37, 64), (8, 1, 130, 80), (14, 2, 65, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "n", "d"), [(6, 2, 1, 16), (4, 4, 37, 64), (8, 1, 130, 80), (14, 2, 65, 128)]
+)
 def test_decode(heads, kv_heads, n, d, variant):
     q, k, v, softmax = inputs(heads, kv_heads, 1, n, d, variant=variant)
     expected = explicit(q, k, v, softmax, torch.ones(1, n, dtype=torch.bool))[:, 0]

@@ -42,7 +42,8 @@ def test_scores_follow_the_formula(pooling):
         rows = []
         for query in group:
             bounds = [
-                scale * sum(max(query[c] * float(x), query[c] * float(y)) for c, (x, y) in enumerate(zip(*page, strict=True)))
+                scale
+                * sum(max(query[c] * float(x), query[c] * float(y)) for c, (x, y) in enumerate(zip(*page, strict=True)))
                 for page in zip(k[head].amin(1), k[head].amax(1), strict=True)
             ]
             total = sum(math.exp(bound) for bound in bounds)

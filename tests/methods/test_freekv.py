@@ -45,7 +45,9 @@ class Oracle:
             bounds = []
             for page in candidates:
                 keys = self.k[head][page * P : page * P + P]
-                bound = sum(max(query[c] * min(k[c] for k in keys), query[c] * max(k[c] for k in keys)) for c in range(D))
+                bound = sum(
+                    max(query[c] * min(k[c] for k in keys), query[c] * max(k[c] for k in keys)) for c in range(D)
+                )
                 bounds.append(bound / math.sqrt(D))
             scores = [a + b / G for a, b in zip(scores, softmax(bounds), strict=True)]
         order = sorted(range(len(candidates)), key=lambda i: (-scores[i], i))
@@ -86,7 +88,9 @@ class Oracle:
     def attention(self, head, q, tokens):
         out = []
         for query in q[head * G : head * G + G]:
-            weights = softmax([sum(a * b for a, b in zip(query, self.k[head][t], strict=True)) / math.sqrt(D) for t in tokens])
+            weights = softmax(
+                [sum(a * b for a, b in zip(query, self.k[head][t], strict=True)) / math.sqrt(D) for t in tokens]
+            )
             out.append([sum(w * self.v[head][t][c] for w, t in zip(weights, tokens, strict=True)) for c in range(D)])
         return out
 
@@ -112,7 +116,9 @@ def test_every_step_matches_the_oracle(prompt, tau):
     assert cache.misses == oracle.misses
     assert cache.hits == oracle.requested - oracle.misses
     assert cache.bytes_to_device == oracle.misses * 2 * P * D * 4
-    assert cache.bytes_to_host == (prompt + 110) // P * HK * 2 * P * D * 4
+    page_bytes = HK * 2 * P * D * 4
+    assert cache.prefill_bytes_to_host == prompt // P * page_bytes
+    assert cache.bytes_to_host == (prompt + 110) // P * page_bytes
     if tau == 0.8:
         assert 0 < correction.heads_corrected < correction.heads_checked
     else:

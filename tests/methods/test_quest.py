@@ -1,0 +1,51 @@
+"""Quest against a slow re-derivation in float64, sharing no code with it."""
+
+import math
+
+import torch
+from driver import HK, H, D, Stream
+
+P, SINK, WINDOW, SELECTED = 4, 1, 2, 3  # in pages
+SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}
+G = H // HK
+
+
+def softmax(values):
+    exps = [math.exp(value - max(values)) for value in values]
+    return [value / sum(exps) for value in exps]
+
+
+def selection(stream, head, step, length):
+    candidates = range(SINK, -(-length // P) - WINDOW)
+    best = [0.0] * len(candidates)
+    for query in stream.q[step][head * G : head * G + G].double().tolist():
+        bounds = []
+        for page in candidates:
+            keys = stream.k[head, page * P : page * P + P].double().tolist()
+            sides = [(min(channel), max(channel)) for channel in zip(*keys, strict=True)]
+            bounds.append(
+                sum(max(q * low, q * high) for q, (low, high) in zip(query, sides, strict=True)) / math.sqrt(D)
+            )
+        best = [max(a, b) for a, b in zip(best, softmax(bounds), strict=True)]  # max_s pooling
+    order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
+    return sorted(candidates[i] for i in order[:SELECTED])
+
+
+def test_every_step_matches_the_oracle():
+    stream = Stream(21, steps=110)
+    for step, method, out in stream.run("quest", {**SETTINGS, "dense_layers": 0}):
+        length = stream.prompt + step + 1
+        for head in range(HK):
+            tokens = list(range(length))
+            if length > SETTINGS["budget"]:
+                pages = selection(stream, head, step, length)
+                recent = range((-(-length // P) - WINDOW) * P, length)
+                tokens = [*range(SINK * P), *(page * P + row for page in pages for row in range(P)), *recent]
+            k, v = stream.k[head, tokens].double(), stream.v[head, tokens].double()
+            q = stream.q[step][head * G : head * G + G].double()
+            expected = (q @ k.T / math.sqrt(D)).softmax(-1) @ v
+            assert torch.allclose(out[head * G : head * G + G].double(), expected, rtol=1e-4, atol=1e-5), f"step {step}"
+    cache = method.context.counters.cache()
+    active = sum(stream.prompt + step + 1 > SETTINGS["budget"] for step in range(110))
+    assert cache.pages_requested == cache.hits == active * HK * SELECTED
+    assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
