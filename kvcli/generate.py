@@ -170,7 +170,7 @@ class _Reader:
         return SequenceContext(
             capacity=prompt_tokens + sampling.max_tokens,
             tiers=Tiers.for_device(model.device, model.dtype),
-            counters=Counters(sampling.max_tokens, len(model.geometry.layers)),
+            counters=Counters(len(model.geometry.layers)),
             timeline=self.timeline,
             rotary=self.rotary,
             track=f"sequence {index * sampling.num_samples + sample}",

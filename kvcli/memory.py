@@ -51,7 +51,7 @@ def kv_footprint(profile: Profile, geometry: ModelGeometry, capacity: int, dtype
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("meta"), dtype),
-        counters=Counters(0, 0),
+        counters=Counters(len(geometry.layers)),
         timeline=Timeline(),
         rotary=[None] * len(geometry.layers),
     )

@@ -23,21 +23,21 @@ class Count(IntEnum):
 
 
 class Counters:
-    """counts [steps, layers, Count] int64. Prefill is no step: its bytes are kept in `prefill_bytes_to_host`."""
+    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept."""
 
-    def __init__(self, max_steps: int, num_layers: int):
-        self.counts = torch.zeros(max_steps, num_layers, len(Count), dtype=torch.int64)
-        self.step = -1
+    def __init__(self, num_layers: int):
+        self.num_layers = num_layers
+        self.counts: list[list[list[int]]] = []  # [steps][layers][Count]
         self.prefill_bytes_to_host = 0
 
     def next_step(self) -> None:
         """Begin the next decode step."""
-        self.step += 1
+        self.counts.append([[0] * len(Count) for _ in range(self.num_layers)])
 
     def add(self, layer: int, count: Count, amount: int) -> None:
-        """Count in the current step; before the first one, only bytes written out are kept."""
-        if self.step >= 0:
-            self.counts[self.step, layer, count] += amount
+        """Count in the current step."""
+        if self.counts:
+            self.counts[-1][layer][count] += amount
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
 
@@ -84,7 +84,8 @@ class Counters:
         ]
 
     def _done(self) -> Tensor:
-        return self.counts[: self.step + 1]
+        """Everything counted: [steps, layers, Count]."""
+        return torch.tensor(self.counts, dtype=torch.int64).view(-1, self.num_layers, len(Count))
 
 
 def _total(counts: Tensor, count: Count) -> int:

@@ -32,7 +32,7 @@ class Stream:
 
     def run(self, name, settings, layer=1):
         """Feed everything to one layer; yields (step, method, output [H, d])."""
-        method = new_method(name, settings, layers(), self.prompt + self.steps, self.steps)
+        method = new_method(name, settings, layers(), self.prompt + self.steps)
         method.prefill(layer, self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone())
         for step in range(self.steps):
             at = self.prompt + step

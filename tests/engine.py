@@ -27,12 +27,12 @@ class NoText:
         return ""
 
 
-def new_method(name, settings, layers, capacity, steps, dtype=torch.float32, rotary=None):
+def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None):
     method = get_method(name)
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("cpu"), dtype),
-        counters=Counters(steps, len(layers)),
+        counters=Counters(len(layers)),
         timeline=Timeline(),
         rotary=rotary or [None] * len(layers),
     )
@@ -46,7 +46,7 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
     sequences = []
     with attached(model) as hook:
         for index, ids in enumerate(prompts):
-            method = new_method(name, settings, layers, len(ids) + max_tokens + SPARE, max_tokens, model.dtype, rotary)
+            method = new_method(name, settings, layers, len(ids) + max_tokens + SPARE, model.dtype, rotary)
             logits = prefill(model, hook, ids, method, layers, lambda _: None, chunk)
             sequence = RunningSequence(
                 index=index,

@@ -10,7 +10,7 @@ from kvcli.prefill import prefill
 
 def read(model, ids, chunk, advance=lambda _: None):
     layers = geometry_of(model.config, model.dtype).layers
-    method = new_method("full", {}, layers, len(ids), 1)
+    method = new_method("full", {}, layers, len(ids))
     with attached(model) as hook:
         return prefill(model, hook, ids, method, layers, advance, chunk), method
 

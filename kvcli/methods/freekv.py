@@ -58,8 +58,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             return cache.attend(q, softmax)
         corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
-        if corrected.any():
-            self._recall(layer, cache, selected, corrected)
+        self._recall(layer, cache, selected, corrected)
         with self.span("attention", layer):
             out = cache.attend(q, softmax)
         self._recall(layer, cache, selected, ~corrected)
@@ -90,6 +89,9 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         return selected
 
     def _recall(self, layer: int, cache: OffloadedCache, selected: Tensor, heads: Tensor) -> None:
+        """Fetch what `heads` [Hk] miss of their selection."""
+        if not heads.any():
+            return
         with self.span("recall", layer):
             misses, moved = cache.recall(selected, heads)
         self.count(layer, Count.MISSES, misses)

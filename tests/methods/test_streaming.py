@@ -26,7 +26,7 @@ def test_holds_sinks_and_the_last_tokens():
 
 def test_memory_does_not_grow_with_the_context():
     sizes = [
-        new_method("streaming", {"budget": BUDGET, "sink": SINK}, layers(), capacity, 1).footprint()
+        new_method("streaming", {"budget": BUDGET, "sink": SINK}, layers(), capacity).footprint()
         for capacity in (100, 100_000)
     ]
     assert sizes[0] == sizes[1]
@@ -38,7 +38,7 @@ def test_cache_positions_put_the_sinks_right_before_the_window():
     rope = model.model.rotary_emb
     with attached(model), installed(model, 200) as rotary:
         method = new_method(
-            "streaming", {"budget": BUDGET, "sink": SINK, "positions": "cache"}, layers(), 200, 60, rotary=rotary
+            "streaming", {"budget": BUDGET, "sink": SINK, "positions": "cache"}, layers(), 200, rotary=rotary
         )
         stream = Stream(33, steps=20)
         rotate = rotary[1].rotate

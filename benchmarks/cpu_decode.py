@@ -1,0 +1,165 @@
+"""Decode step of freekv against transformers' `generate` with its default cache, on the CPU.
+
+A dummy Llama (8 layers, width 512, 8 heads, 4 KV heads, fp32) continues contexts of 4K, 16K and 64K tokens; freekv
+attends to 1,024 of them (sink = window = 128). Both start from the same made-up KV, because decode time does not
+depend on its values, but for one thing: random weights give queries that turn completely at every step, so that
+freekv corrects nearly every head and recalls nearly every page. That is its worst case.
+
+The two are run in turn, repeat after repeat; a ratio is taken within each repeat.
+
+    python benchmarks/cpu_decode.py
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from common import add_output, save, spread
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from kvcli.attention import attached
+from kvcli.decode import forward_step
+from kvcli.geometry import geometry_of
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.freekv import FreeKV, FreeKVConfig
+from kvcli.rope import installed
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.text import TextStream
+from kvcli.timeline import Timeline
+
+CONFIG = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=131_072,
+)
+SETTINGS = FreeKVConfig(budget=1024, sink=128, window=128)
+WARMUP = 2
+
+
+class Clock(BaseStreamer):
+    """Notes when each token of `generate` arrives."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take a token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+    def steps_ms(self) -> list[float]:
+        """Time between tokens; the first put is the prompt, the step after it fills caches."""
+        times = self.times[1 + WARMUP :]
+        return [1000 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+
+
+def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [Hk, context, d] of every layer."""
+    generator = torch.Generator().manual_seed(context)
+    shape = (CONFIG.num_key_value_heads, context, CONFIG.hidden_size // CONFIG.num_attention_heads)
+    return [tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(CONFIG.num_hidden_layers)]
+
+
+@torch.inference_mode()
+def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) -> list[float]:
+    """Step times of `generate`, in milliseconds."""
+    cache, clock = DynamicCache(config=CONFIG), Clock()
+    for layer, (k, v) in enumerate(kv):
+        cache.update(k[None], v[None], layer)
+    ids = torch.ones(1, context + 1, dtype=torch.long)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=steps + WARMUP + 1,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        streamer=clock,
+    )
+    return clock.steps_ms()
+
+
+@torch.inference_mode()
+def freekv_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], dict]:
+    """Step times of kvcli's loop, in milliseconds, and what they moved."""
+    layers, total = geometry_of(CONFIG, torch.float32).layers, steps + WARMUP
+    with attached(model) as hook, installed(model, context + total + 1) as rotary:
+        counters = Counters(len(layers))
+        tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
+        method = FreeKV(SETTINGS, layers, SequenceContext(context + total + 1, tiers, counters, Timeline(), rotary))
+        for layer, (k, v) in enumerate(kv):
+            method.prefill(layer, k, v)
+        sampler = Sampler(Sampling(), 0, torch.device("cpu"))
+        sequence = RunningSequence(
+            0, "made up", 0, context, method, counters, sampler, TextStream(None), (), total + 1, 0.0
+        )
+        sequence.token_ids.append(1)
+        times = []
+        for _ in range(total):
+            started = time.perf_counter()
+            counters.next_step()
+            sequence.token_ids.append(sampler(forward_step(model, hook, [sequence])[0]))
+            times.append(1000 * (time.perf_counter() - started))
+    correction, cache = counters.correction(), counters.cache()
+    moved = {
+        "corrected_heads": correction.heads_corrected / correction.heads_checked,
+        "missed_pages": cache.misses / cache.pages_requested,
+    }
+    return times[WARMUP:], moved
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16_384, 65_536], help="tokens")
+    parser.add_argument("--steps", type=int, default=20, help="timed decode steps a run")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
+    add_output(parser, "cpu_decode")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval()
+    rows = []
+    for context in args.contexts:
+        kv = made_up_kv(context)
+        theirs, ours = [], []
+        for _ in range(args.repeats):
+            theirs.append(statistics.median(transformers_steps(model, kv, context, args.steps)))
+            steps, moved = freekv_steps(model, kv, context, args.steps)
+            ours.append(statistics.median(steps))
+        rows.append(
+            {
+                "context": context,
+                "transformers_ms": spread(theirs),
+                "freekv_ms": spread(ours),
+                "speedup": spread([a / b for a, b in zip(theirs, ours, strict=True)]),
+                **moved,
+            }
+        )
+        speedup = rows[-1]["speedup"]
+        print(
+            f"{context:>7,} tokens: transformers {statistics.median(theirs):7.1f} ms, freekv {statistics.median(ours):6.1f} "
+            f"ms a step, {speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f}); "
+            f"{moved['corrected_heads']:.0%} of heads corrected, {moved['missed_pages']:.0%} of pages missed",
+            flush=True,
+        )
+    growth = rows[-1]["freekv_ms"]["median"] / rows[0]["freekv_ms"]["median"]
+    print(f"freekv at {rows[-1]['context']:,} tokens takes {growth:.2f}x the step of {rows[0]['context']:,}")
+    save(
+        args.output, {"model": CONFIG.to_diff_dict(), "settings": SETTINGS.model_dump(), "rows": rows, "growth": growth}
+    )
+
+
+if __name__ == "__main__":
+    main()
