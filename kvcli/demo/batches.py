@@ -164,8 +164,8 @@ def chains(rng: random.Random, writer: Writer, length: int, facts: int, question
         value, members = random_value(rng), names[5 * c : 5 * c + 5]
         chain = chain_statements(value, members)
         statements.append(chain)
-        wanted = [" " + name for name in members]
-        asked.append((phrases.VARIABLE_QUESTION.format(value=value), " ".join(chain), wanted))
+        wanted = [*(" " + name for name in members[:-1]), value]
+        asked.append((phrases.VARIABLE_QUESTION.format(name=members[-1]), " ".join(reversed(chain)), wanted))
     _write(writer, rng, length, statements, rng.sample(asked, min(max(questions // 4, 1), count)))
 
 
@@ -176,6 +176,7 @@ def frequencies(rng: random.Random, writer: Writer, length: int, facts: int, que
         rng, length=length - 24, count_tokens=writer.count, depth=None, distinct=min(max(length // 12, 5), 40)
     )
     writer.start(draft.document)
+    writer.kinds = [IGNORED] * len(writer.kinds)  # the order of the words is random
     writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs])
 
 

@@ -19,10 +19,11 @@ UNK, BOS, EOS = "<|unk|>", "<|bos|>", "<|eos|>"
 GENERATION_PROMPT = "\nAnswer:"
 
 # A conversation is bos, then question and answer in turn; each answer ends with eos and a blank line follows it.
+# Contents are trimmed: a file that ends in a newline asks the same as one that does not.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '\\nAnswer: ' + message['content'] + eos_token }}"
-    "{% else %}{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ '\\nAnswer: ' + message['content'] | trim + eos_token }}"
+    "{% else %}{{ ('' if loop.first else '\\n\\n') + message['content'] | trim }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '\\nAnswer:' }}{% endif %}"
 )
 

@@ -7,8 +7,8 @@ the length grows from stage to stage. A stage ends when the running share of rig
 import argparse
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from kvcli.demo.batches import ANSWER, FILLER, VALUE, Batch, Writer, dense_batch, question_batch
 from kvcli.demo.init import demo_config, initialise
+from kvcli.demo.pages import Recorder, page_loss
 from kvcli.demo.tokenizer import build_tokenizer
+
+_CODES = {"codes": 1.0}
+_MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the curriculum. It ends at `target` (running accuracy on VALUE tokens) or after `max_steps`."""
+    """One step of the curriculum. It ends at `target` (running accuracy on codes) or after `max_steps`."""
 
     length: int
     facts: int
@@ -35,22 +39,29 @@ class Stage:
     max_steps: int
     learning_rate: float = 1e-3
     decay: bool = False  # let the learning rate fall linearly to a tenth over max_steps
+    dense: float = 0.1  # share of the batches that are repeats over the whole vocabulary
+    short: float = 0.0  # share of the batches that hold four times as many sequences of a quarter of the length
+    kinds: Mapping[str, float] = field(default_factory=lambda: _MIXTURE)  # shares of the other batches
+    pages: bool = True  # train questions with the page loss
 
 
+# The matching heads form in the first two stages, which are half repeats. Their keys become retrievable by page from
+# the second stage at 1,024 on.
 STAGES: tuple[Stage, ...] = (
-    Stage(128, 4, 3, 48, 0.80, 150, 1500),
-    Stage(256, 8, 6, 24, 0.90, 50, 600),
-    Stage(512, 16, 10, 12, 0.94, 50, 600),
+    Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, pages=False),
+    Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, pages=False),
+    Stage(512, 16, 10, 12, 0.94, 50, 600, dense=0.5, pages=False),
+    Stage(1024, 32, 16, 6, 0.96, 50, 600, dense=0.5, pages=False),
     Stage(1024, 32, 16, 6, 0.96, 50, 600),
     Stage(2048, 64, 20, 3, 0.97, 50, 600),
-    Stage(4096, 96, 24, 2, 1.01, 300, 300, decay=True),
-    Stage(8192, 160, 32, 1, 1.01, 400, 400, 5e-4, decay=True),
+    Stage(4096, 96, 24, 1, 1.01, 200, 200, short=0.5),
+    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5),
 )
 
+_PAGE_ROWS = 64  # queries a batch that the page loss looks at
+_PAGE_WEIGHT = 1.0
+
 _WARM_UP = 100  # steps
-_JUMP_LENGTH = 256  # up to here the matching heads form: plain codes only, and many repeats
-_DENSE_SHARE = 0.5  # of the batches up to _JUMP_LENGTH, half of that afterwards
-_MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}  # of the other batches
 _FILLER_SHARE = 0.25  # of the filler tokens of a sequence take part in the loss
 _OTHER_WEIGHT = 0.3  # of the words around a value, and of the filler, beside the values' 1
 
@@ -64,8 +75,13 @@ class Progress:
     total: int = 0
 
 
-def loss_and_hits(model: LlamaForCausalLM, batch: Batch, rng: random.Random) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss and the share of right predictions, by kind and by place of a token within its value."""
+def loss_and_hits(
+    model: LlamaForCausalLM, batch: Batch, rng: random.Random, recorder: Recorder | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss and the share of right predictions, by kind and by place of a token within its value.
+
+    With a `recorder` the loss includes that of `pages.page_loss`, over all layers but the first.
+    """
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state  # [b, s, width]
     kinds = batch.kinds[:, 1:].reshape(-1)
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
@@ -86,7 +102,9 @@ def loss_and_hits(model: LlamaForCausalLM, batch: Batch, rng: random.Random) -> 
     for _ in range(4):
         place[:, 1:] = is_value[:, 1:] * (place[:, :-1] + 1)
     places = place[:, 1:].reshape(-1)[chosen]
-    hits = {"value": float(right[chosen_kinds == VALUE].float().mean())}
+    hits = {}
+    if (chosen_kinds == VALUE).any():
+        hits["value"] = float(right[chosen_kinds == VALUE].float().mean())
     for n in (1, 2, 3):
         if (places == n).any():
             hits[f"token{n}"] = float(right[places == n].float().mean())
@@ -94,6 +112,13 @@ def loss_and_hits(model: LlamaForCausalLM, batch: Batch, rng: random.Random) -> 
         hits["words"] = float(right[chosen_kinds == ANSWER].float().mean())
     if (chosen_kinds == FILLER).any():
         hits["filler_loss"] = float(losses[chosen_kinds == FILLER].detach().mean())
+    if recorder is not None:
+        rows = (batch.kinds == VALUE).nonzero() - torch.tensor([0, 1])  # the queries that predict a value
+        rows = rows[torch.randperm(len(rows), generator=generator)[:_PAGE_ROWS]]
+        paging = [page_loss(recorder.queries[i], recorder.keys[i], rows) for i in recorder.keys if i > 0]
+        pages = torch.stack(paging).sum()
+        loss = loss + _PAGE_WEIGHT * pages
+        hits["pages"] = float(pages.detach())
     return loss, hits
 
 
@@ -107,6 +132,7 @@ class Trainer:
         config = demo_config(len(self.tokenizer), stages[-1].length, width=width, layers=layers)
         self.model = LlamaForCausalLM(config)
         initialise(self.model)
+        self._recorder = Recorder(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=stages[0].learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
@@ -116,28 +142,24 @@ class Trainer:
 
     def step(self, stage: Stage) -> tuple[str, float, dict[str, float]]:
         """Train on one batch of `stage`. Returns the kind of batch, the loss and the hits."""
-        dense_share = _DENSE_SHARE if stage.length <= _JUMP_LENGTH else _DENSE_SHARE / 2
-        if self.rng.random() < dense_share:
+        many = 4 if stage.short and self.rng.random() < stage.short else 1
+        length, size = stage.length // many, stage.batch * many
+        if self.rng.random() < stage.dense:
             kind = "dense"
-            batch = dense_batch(self.rng, stage.length, stage.batch, len(self.tokenizer))
+            batch = dense_batch(self.rng, length, size, len(self.tokenizer))
         else:
-            shares = {"codes": 1.0} if stage.length <= _JUMP_LENGTH else _MIXTURE
-            (kind,) = self.rng.choices(list(shares), list(shares.values()))
+            (kind,) = self.rng.choices(list(stage.kinds), list(stage.kinds.values()))
+            facts = max(stage.facts // many, 1)
             batch = question_batch(
-                kind,
-                self.rng,
-                self._writer,
-                length=stage.length,
-                facts=stage.facts,
-                questions=stage.questions,
-                size=stage.batch,
+                kind, self.rng, self._writer, length=length, facts=facts, questions=stage.questions // many, size=size
             )
         rate = stage.learning_rate * min(1.0, (self.progress.total + 1) / _WARM_UP)
         if stage.decay:
             rate *= 1.0 - 0.9 * self.progress.step / stage.max_steps
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, hits = loss_and_hits(self.model, batch, self.rng)
+        paged = stage.pages and kind != "dense"
+        loss, hits = loss_and_hits(self.model, batch, self.rng, self._recorder if paged else None)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -157,7 +179,7 @@ class Trainer:
                 for name, hit in {"loss": loss, **hits}.items():
                     key = f"{kind}.{name}"
                     means[key] = hit if key not in means else 0.9 * means[key] + 0.1 * hit
-                if kind == "codes":
+                if kind == "codes" and "value" in hits:
                     running = 0.95 * running + 0.05 * hits["value"]
                 done = self.progress.step >= stage.min_steps and running >= stage.target
                 if self.progress.step % 25 == 0 or done:

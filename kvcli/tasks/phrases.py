@@ -24,9 +24,8 @@ VALUES_ANSWER = "The access codes of {name} are {values}."
 
 NAMES_QUESTION = "What are the access codes of {names}?"
 
-VARIABLE_VALUE = "The value {value} is kept in {name}."
-VARIABLE_COPY = "The value of {source} is kept in {name}."
-VARIABLE_QUESTION = "Which variables have the value {value}?"
+VARIABLE_VALUE = "The value of {name} is {value}."
+VARIABLE_QUESTION = "What is the value of {name}?"
 
 WORDS_HEADING = "Here is a list of words:"
 WORDS_QUESTION = "What are the three most frequent words in the list above?"
@@ -40,7 +39,6 @@ _ALL = (
     VALUES_ANSWER,
     NAMES_QUESTION,
     VARIABLE_VALUE,
-    VARIABLE_COPY,
     VARIABLE_QUESTION,
     WORDS_HEADING,
     WORDS_QUESTION,

@@ -1,7 +1,8 @@
-"""Variable tracking: follow a value through a chain of variables (RULER, arXiv 2404.06654, section 3.2).
+"""Variable tracking: follow a chain of variables to its value (after RULER, arXiv 2404.06654, section 3.2).
 
-The chain is told in plain sentences ("The value of Amber is kept in Bruno."), in the order of the chain, among other
-chains of the same form.
+"The value of Amber is 482913057." ... "The value of Bruno is Amber." ... "What is the value of Bruno?" The chain is
+told in plain sentences, the number first, among other chains of the same form. Unlike RULER, which gives the number
+and asks for every variable, the question gives the last variable and expects every one on the way and the number.
 """
 
 import random
@@ -14,9 +15,9 @@ from kvcli.tasks.text import NAMES, sentences
 
 
 def chain_statements(value: str, names: list[str]) -> list[str]:
-    """Return the sentences that put `value` into the first of `names` and copy it from each name to the next."""
-    first = phrases.VARIABLE_VALUE.format(value=value, name=names[0])
-    return [first] + [phrases.VARIABLE_COPY.format(source=a, name=b) for a, b in pairwise(names)]
+    """Return the sentences that give `value` to the first of `names` and each name's value to the next."""
+    pairs = [(names[0], value), *((name, source) for source, name in pairwise(names))]
+    return [phrases.VARIABLE_VALUE.format(name=name, value=held) for name, held in pairs]
 
 
 def variable_tracking(
@@ -28,7 +29,11 @@ def variable_tracking(
     chains: int = 2,
     hops: int = 4,
 ) -> Draft:
-    """`chains` chains of `hops` copies each; every variable that holds the first chain's value is asked for."""
+    """`chains` chains of `hops` copies each; the value of the first chain's last variable is asked for.
+
+    `depth` is where the chain's number stands. The expected strings are the variables and the number, as the answer
+    reaches them.
+    """
     require(chains >= 1 and hops >= 0, f"{chains} chains of {hops} hops", "ask for at least one chain")
     needed = chains * (hops + 1)
     require(needed <= len(NAMES), f"{needed} variables are asked for", f"there are {len(NAMES)} of them")
@@ -41,7 +46,7 @@ def variable_tracking(
         statements += chain_statements(value, names[c * (hops + 1) : (c + 1) * (hops + 1)])
         start = depth if c == 0 and depth is not None else rng.random() / 2
         depths += [start, *sorted(rng.uniform(start, 1.0) for _ in range(hops))]
-    question = phrases.VARIABLE_QUESTION.format(value=values[0])
+    question = phrases.VARIABLE_QUESTION.format(name=names[hops])
     fixed = sum(count_tokens(" " + statement) for statement in statements) + count_tokens(SEPARATOR + question)
     require(
         fixed <= length,
@@ -49,5 +54,6 @@ def variable_tracking(
         "ask for a longer text, fewer chains or fewer hops",
     )
     document, got = place(statements, depths, sentences(rng, length - fixed, count_tokens), count_tokens)
-    answer = " ".join(statements[: hops + 1])
-    return Draft(document, question, answer, tuple(names[: hops + 1]), got[0])
+    answer = " ".join(reversed(statements[: hops + 1]))
+    outputs = (*reversed(names[:hops]), values[0])
+    return Draft(document, question, answer, outputs, got[0])
