@@ -140,13 +140,13 @@ class Rotary:
 
 
 def _tabulate(frequencies: Frequencies, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    cosines, sines = [], []
+    width = frequencies.at(torch.zeros(1, dtype=torch.long, device=frequencies.device), dtype, layer_type)[0].shape[-1]
+    cos, sin = (torch.empty(frequencies.length, width, dtype=dtype, device=frequencies.device) for _ in range(2))
     for start in range(0, frequencies.length, _CHUNK):
-        stop = min(start + _CHUNK, frequencies.length)
-        cos, sin = frequencies.at(torch.arange(start, stop, device=frequencies.device), dtype, layer_type)
-        cosines.append(cos)
-        sines.append(sin)
-    return torch.cat(cosines), torch.cat(sines)
+        part = slice(start, min(start + _CHUNK, frequencies.length))
+        positions = torch.arange(part.start, part.stop, device=frequencies.device)
+        cos[part], sin[part] = frequencies.at(positions, dtype, layer_type)
+    return cos, sin
 
 
 def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary | None]:
