@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,32 +20,40 @@ from kvcli.attention import Hook
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.store.handover import HandOver
 
 # Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
 CHUNK = 1024
 
 
+class TakesPrompt(Protocol):
+    """Whoever wants a prompt's KV: a method, or several at once."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take over the KV [Hk, s, d] of a layer; the tensors are used again afterwards."""
+
+
 class PrefillAttention:
     """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over."""
 
-    def __init__(self, method: Method[Any, Any], layers: Sequence[LayerGeometry], length: int):
+    def __init__(self, method: TakesPrompt, layers: Sequence[LayerGeometry], length: int, device: torch.device):
         self.method, self.layers, self.length = method, layers, length
+        self.handover = HandOver(device)
         self.done = 0  # tokens of the current layer
-        self.k = self.v = torch.empty(0)  # [Hk, length, d] of the current layer
+        self.kv = torch.empty(0)  # [2, Hk, length, d] of the current layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
-        shape = (k.shape[1], self.length, k.shape[3])
-        if self.k.shape != shape:  # layers of one shape share one buffer
-            self.k, self.v = k.new_empty(shape), v.new_empty(shape)
+        if self.done == 0:
+            self.kv = self.handover.buffer((2, k.shape[1], self.length, k.shape[3]), k.dtype)
         stop = self.done + k.shape[2]
-        self.k[:, self.done : stop] = k[0]
-        self.v[:, self.done : stop] = v[0]
-        out = prefill_attention(q[0], self.k[:, :stop], self.v[:, :stop], softmax, self.layers[layer].window)
+        self.kv[0, :, self.done : stop] = k[0]
+        self.kv[1, :, self.done : stop] = v[0]
+        seen_k, seen_v = self.kv[:, :, :stop]
+        out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
         self.done = stop % self.length
         if stop == self.length:
-            self.method.prefill(layer, self.k, self.v)
+            self.handover.start(self.kv, partial(self.method.prefill, layer, *self.kv))
         return out.transpose(0, 1)[None]
 
 
@@ -53,7 +62,7 @@ def prefill(
     model: PreTrainedModel,
     hook: Hook,
     ids: Sequence[int],
-    method: Method[Any, Any],
+    method: TakesPrompt,
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     chunk: int = CHUNK,
@@ -63,11 +72,12 @@ def prefill(
     `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
     """
     length = len(ids)
-    hook.handler = PrefillAttention(method, layers, length)
+    attention = hook.handler = PrefillAttention(method, layers, length, model.device)
     tokens = torch.tensor([ids], device=model.device)  # [1, s]
     positions = torch.arange(length, device=model.device)[None]  # [1, s]
     with _layer_major(model.get_decoder().layers, length, chunk, advance):  # type: ignore[no-untyped-call]
         out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+    attention.handover.finish()
     return out.logits[0, -1]  # type: ignore[no-any-return]
 
 

@@ -6,6 +6,7 @@ piece (16 KiB at p = 32, d = 128 in bf16).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvcli.store.cache import Tiers, nbytes
@@ -20,12 +21,18 @@ class HostPool:
     def write(self, first: int, k: Tensor, v: Tensor) -> int:
         """Store consecutive full pages from page `first` on: k, v [Hk, n, p, d]. Returns the bytes moved."""
         target = self.blocks[first : first + k.shape[1]]
-        target[:, :, 0].copy_(k.transpose(0, 1))
-        target[:, :, 1].copy_(v.transpose(0, 1))
+        if k.is_cuda:  # change the layout on the device, so that one contiguous copy crosses the bus
+            target.copy_(torch.stack((k, v), 2).transpose(0, 1).contiguous(), non_blocking=True)
+        else:
+            target[:, :, 0].copy_(k.transpose(0, 1))
+            target[:, :, 1].copy_(v.transpose(0, 1))
         return nbytes(target)
 
     def gather(self, pages: Tensor, heads: Tensor) -> Tensor:
-        """Collect block (pages[i], heads[i]) for every i -> [m, 2, p, d] in host memory."""
+        """Collect block (pages[i], heads[i]) for every i -> [m, 2, p, d] in host memory.
+
+        Bringing the indices to the host waits for the device, and with it for every earlier `write` of its stream.
+        """
         return self.blocks[pages.to(self.blocks.device), heads.to(self.blocks.device)]
 
     def nbytes(self) -> int:
