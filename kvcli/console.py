@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -90,9 +91,12 @@ class RunConsole(Observer):
 
     def stage_done(self) -> None:
         """Take the bar away."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            # Ctrl-C within rich's own start or stop leaves it half set up; the cursor has to come back all the same.
+            with suppress(IndexError):
+                progress.stop()
+            self._console.show_cursor(True)
 
     def text(self, sequence: int, piece: str) -> None:
         """Hand the piece on; a bar must not share the screen with it."""

@@ -17,7 +17,7 @@ class Table:
     """A small table: heads of the columns and its rows; all but the first column are numbers."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Many[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     if cache.bytes_to_device:
         rows.append(("to device", _moved(cache.bytes_to_device, steps)))
     if cache.bytes_to_host:
-        rows.append(("to host", _moved(cache.bytes_to_host, steps)))
+        in_decode = sum(step.bytes_to_host for step in sequence.steps)
+        prefill = f"prefill {format_bytes(cache.bytes_to_host - in_decode)} · decode "
+        rows.append(("to host", prefill + _moved(in_decode, steps)))
     budget = report.profile.get("settings", {}).get("budget")
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
@@ -125,8 +127,8 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
     for label, sequence in zip(titles, report.sequences, strict=True):
         name = label if len(label) <= _NAME else "…" + label[1 - _NAME :]  # paths differ at their end
         timing, cache = sequence.timing, sequence.cache
-        if sequence.finish_reason == "error":
-            times.append((name, "-", "-", "-", "-", "error", "-", "-", "-"))
+        if not sequence.output_tokens:  # it failed, or was interrupted before its turn came
+            times.append((name, "-", "-", "-", "-", sequence.finish_reason, "-", "-", "-"))
             continue
         times.append(
             (

@@ -19,7 +19,7 @@ def retrieving_sequence(source: str = "notes.txt", steps: int = 9, sample: int =
         timing=Timing.of(1240.0, 1262.5, [20.0 + i for i in range(steps)]),
         correction=Correction(340, 12, 170, 9, 2),
         cache=Cache(11000, 10201, 799, 12 * MIB, 3 * MIB, [LayerCache(1, 11000, 10201, 799, 340, 12, 12 * MIB)]),
-        steps=[Step(i, 20.0 + i, 6, i % 3, 40, 2 * i, 2 * i * 4096, 0) for i in range(steps)],
+        steps=[Step(i, 20.0 + i, 6, i % 3, 40, 2 * i, 2 * i * 4096, i * 1024) for i in range(steps)],
     )
 
 

@@ -1,5 +1,6 @@
 """The command line, one module a command."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -39,4 +40,9 @@ def root(
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
-    sys.exit(run(app, sys.argv[1:]))
+    code = run(app, sys.argv[1:])
+    if "torch" in sys.modules:
+        # Taking an interpreter with torch apart costs a second that the user would wait for. Everything is written.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

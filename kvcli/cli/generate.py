@@ -192,11 +192,11 @@ def generate(
     for path, name in ((output, "-o"), (trace, "--trace")):
         if path is not None:
             check_writable(path, name)
+    entries = read_prompts(files or [], prompt)
     _hush_libraries(verbose)
     template = Template(system, raw, _json_object(chat_template_kwargs))
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
     chosen = _profile(context, method, profile, settings or [], short)
-    entries = read_prompts(files or [], prompt)
 
     from kvcli.generate import Request
     from kvcli.generate import generate as run
@@ -245,6 +245,9 @@ def _profile(
     twice = [key for key in given(context, direct) if key in overrides and given(context, ["settings"])]
     if twice:
         raise KvcliError(f"{twice[0]} is set twice, by --set and by its own option", "leave one out", ExitCode.USAGE)
+    # A default from the environment is meant for the methods that have the setting.
+    known = type(resolve_profile(named.get("method"), named.get("profile")).settings).model_fields
+    direct = {key: value for key, value in direct.items() if key in known or key in given(context, direct)}
     layers = (direct, overrides) if given(context, ["settings"]) else (overrides, direct)
     return resolve_profile(named.get("method"), named.get("profile"), {**layers[0], **layers[1]})
 

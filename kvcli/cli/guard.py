@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from types import FrameType
 from typing import Any
 
 import typer
@@ -25,6 +27,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     # A text that the terminal's encoding cannot show must not cost the run.
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    interrupts = _count_interrupts()
     try:
         code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
         sys.stdout.flush()
@@ -37,6 +40,9 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         _forget_stdout()
         return BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
+        # Some libraries, interrupted while they load, raise an error of their own.
+        if interrupts and not isinstance(error, KvcliError):
+            return _end(ExitCode.INTERRUPTED)
         if debug and not _is_usage_error(error):
             traceback.print_exc()
         return _show(as_kvcli_error(error))
@@ -47,8 +53,8 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
     """Say any exception in kvcli's terms: what, hint and exit code."""
     if isinstance(error, KvcliError):
         return error
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return KvcliError("interrupted before there was any text", exit_code=ExitCode.INTERRUPTED)
+    if isinstance(error, KeyboardInterrupt):
+        return KvcliError("interrupted", exit_code=ExitCode.INTERRUPTED)
     if _is_usage_error(error):
         return _usage(error)
     if _is_out_of_memory(error):
@@ -62,16 +68,34 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
     return KvcliError(what, "run again with --debug to see where it comes from")
 
 
+def _count_interrupts() -> list[int]:
+    """Make Ctrl-C leave a mark in the list returned, besides raising KeyboardInterrupt as ever."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    with suppress(ValueError):  # not the main thread: nobody's Ctrl-C
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
+    return interrupts
+
+
 def _show(error: KvcliError) -> int:
     from kvcli.console import print_error
 
     with suppress(OSError):
         print_error(error)
+    return _end(error.exit_code)
+
+
+def _end(code: ExitCode) -> int:
     try:
         sys.stdout.flush()
     except OSError:
         _forget_stdout()
-    return int(error.exit_code)
+    return int(code)
 
 
 def _is_usage_error(error: BaseException) -> bool:

@@ -63,9 +63,10 @@ class Presentation:
         whole = self._with_failed(report)
         unwritten = self._write(whole)
         titles = [title(s.source, s.sample, self._num_samples) for s in whole.sequences]
-        if self._timeline:
+        any_text = any(sequence.output_tokens for sequence in whole.sequences)
+        if self._timeline and any_text:
             print_timeline(whole, titles)
-        if self._stats:
+        if self._stats and any_text:
             print_statistics(whole, titles, self._verbose)
         for sequence in report.sequences:
             if sequence.finish_reason == "error":
@@ -74,7 +75,7 @@ class Presentation:
             raise unwritten
         reasons = [sequence.finish_reason for sequence in whole.sequences]
         if "interrupted" in reasons:
-            print_note("interrupted; the text up to here was kept")
+            print_note("interrupted; " + ("the text up to here was kept" if any_text else "there was no text yet"))
             return ExitCode.INTERRUPTED
         if "error" not in reasons:
             return ExitCode.OK

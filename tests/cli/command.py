@@ -1,10 +1,14 @@
-"""Running the real command in a process of its own."""
+"""Running the real command, in a process of its own or as a child of one that has torch loaded already."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kvcli")]
 MODULE = [sys.executable, "-m", "kvcli"]
@@ -31,6 +35,37 @@ def kvcli(*arguments, command=COMMAND, text=None, cwd=None, **variables):
         timeout=120,
         check=False,
     )
+
+
+@contextmanager
+def warm_command(directory):
+    """Yield a function like `kvcli` whose commands start at once; `directory` takes its files."""
+    ours, theirs = socket.socketpair()
+    server = Path(__file__).with_name("warm.py")
+    process = subprocess.Popen(
+        [sys.executable, str(server), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment()
+    )
+    theirs.close()
+    files = [directory / name for name in ("stdin", "stdout", "stderr")]
+    modes = [os.O_RDONLY, os.O_WRONLY, os.O_WRONLY]
+    with ours, ours.makefile("rw") as lines:
+
+        def run(*arguments, text="", cwd=directory, **variables):
+            for file in files:
+                file.write_text(text if file.name == "stdin" else "")
+            request = {
+                "arguments": [str(argument) for argument in arguments],
+                "cwd": str(cwd),
+                "environment": environment(**variables),
+                "streams": [(str(file), mode) for file, mode in zip(files, modes, strict=True)],
+            }
+            lines.write(json.dumps(request) + "\n")
+            lines.flush()
+            code = int(lines.readline())
+            return SimpleNamespace(returncode=code, stdout=files[1].read_text(), stderr=files[2].read_text())
+
+        yield run
+    process.wait(timeout=60)
 
 
 def assert_refused(result, code, *words):

@@ -1,21 +1,21 @@
 import json
 
-from command import assert_refused, kvcli
+from command import assert_refused
 
 from kvcli.methods import get_method, method_names
 from kvcli.profile import profile_names
 
 
-def test_the_list_names_every_method_and_profile():
-    result = kvcli("methods")
+def test_the_list_names_every_method_and_profile(warm):
+    result = warm("methods")
     assert result.returncode == 0
     assert result.stderr == ""
     for name in [*method_names(), *profile_names()]:
         assert name in result.stdout
 
 
-def test_a_page_shows_settings_profiles_and_paper():
-    text = kvcli("methods", "freekv", COLUMNS="200").stdout
+def test_a_page_shows_settings_profiles_and_paper(warm):
+    text = warm("methods", "freekv", COLUMNS="200").stdout
     method = get_method("freekv")
     assert method.paper in text
     for key, field in method.Config.model_fields.items():
@@ -27,12 +27,12 @@ def test_a_page_shows_settings_profiles_and_paper():
     assert "tau 0.8" in text
 
 
-def test_a_method_without_settings_says_so():
-    assert "no settings" in kvcli("methods", "full").stdout
+def test_a_method_without_settings_says_so(warm):
+    assert "no settings" in warm("methods", "full").stdout
 
 
-def test_json_is_one_object():
-    body = json.loads(kvcli("methods", "--json").stdout)
+def test_json_is_one_object(warm):
+    body = json.loads(warm("methods", "--json").stdout)
     assert body["schema_version"] == 1
     assert [entry["name"] for entry in body["methods"]] == method_names()
     freekv = next(entry for entry in body["methods"] if entry["name"] == "freekv")
@@ -41,15 +41,15 @@ def test_json_is_one_object():
     assert {profile["name"] for profile in freekv["profiles"]} == {"freekv", "freekv-long-input", "freekv-reasoning"}
 
 
-def test_the_list_can_go_to_a_file(tmp_path):
-    result = kvcli("methods", "-o", tmp_path / "methods.txt", FORCE_COLOR="1")
+def test_the_list_can_go_to_a_file(warm, tmp_path):
+    result = warm("methods", "-o", tmp_path / "methods.txt", FORCE_COLOR="1")
     assert (result.returncode, result.stdout) == (0, "")
     text = (tmp_path / "methods.txt").read_text()
     assert "freekv" in text
     assert "\x1b" not in text
 
 
-def test_an_unknown_method_comes_with_the_nearest():
-    result = kvcli("methods", "frekv")
+def test_an_unknown_method_comes_with_the_nearest(warm):
+    result = warm("methods", "frekv")
     assert_refused(result, 2, "'frekv'")
     assert "did you mean 'freekv'?" in result.stderr

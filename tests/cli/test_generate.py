@@ -1,0 +1,238 @@
+"""The whole command on a tiny checkpoint."""
+
+import json
+import signal
+import subprocess
+import time
+from functools import partial
+from inspect import signature
+
+import pytest
+from command import COMMAND, assert_refused, environment, kvcli
+from families import tiny_checkpoint
+
+from kvcli.cli.generate import generate as command
+from kvcli.sampling import Sampling
+
+WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
+RETRIEVE = ["--budget", "96", "--sink", "16", "--window", "32", "--page-size", "16", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "fox.txt"
+    path.write_text(WORDS * 12)
+    return path
+
+
+@pytest.fixture
+def generate(model, warm):
+    return partial(warm, "generate", "-m", model)
+
+
+def test_text_on_stdout_and_statistics_on_stderr(model, document):
+    result = kvcli("generate", "-m", model, document, "-p", "which fox?", *RETRIEVE, "--max-tokens", 6)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert "6 tokens, ended by --max-tokens" in result.stderr
+    assert "corrected" in result.stderr
+    assert "page hits" in result.stderr
+
+
+def test_quiet_leaves_the_text_alone_and_the_same(generate, document):
+    arguments = [document, *RETRIEVE, "--max-tokens", 5]
+    loud, quiet = generate(*arguments), generate(*arguments, "-q")
+    assert quiet.stderr == ""
+    assert quiet.stdout == loud.stdout
+
+
+def test_json_is_one_object_with_the_settings_asked_for(generate, document):
+    arguments = [
+        document,
+        "--profile",
+        "freekv-long-input",
+        *RETRIEVE,
+        "--set",
+        "tau=1",
+        "--max-tokens",
+        4,
+        "--no-stats",
+    ]
+    result = generate(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    body = json.loads(result.stdout)
+    assert body["profile"]["name"] == "freekv-long-input"
+    settings = body["profile"]["settings"]
+    assert (settings["budget"], settings["sink"], settings["window"], settings["tau"]) == (96, 16, 32, 1.0)
+    (sequence,) = body["sequences"]
+    assert (sequence["source"], sequence["output_tokens"], sequence["finish_reason"]) == (str(document), 4, "length")
+    assert sequence["correction"]["heads_corrected"] == sequence["correction"]["heads_checked"] > 0
+    assert len(sequence["timing"]["decode_ms"]) == 3
+
+
+def test_several_documents_one_of_them_missing(generate, document, tmp_path):
+    (tmp_path / "dog.txt").write_text(WORDS)
+    files = [tmp_path / "missing.txt", document, tmp_path / "dog.txt"]
+    result = generate(*files, "-p", "why?", *RETRIEVE, "--max-tokens", 3, "--json")
+    assert result.returncode == 4
+    assert result.stderr.startswith(f"kvcli: error: {files[0]}: no such file\nhint: ")
+    sequences = json.loads(result.stdout)["sequences"]
+    assert [sequence["source"] for sequence in sequences] == [str(file) for file in files]
+    assert [sequence["finish_reason"] for sequence in sequences] == ["error", "length", "length"]
+    assert "no such file" in sequences[0]["error"]
+
+
+def test_several_texts_stand_under_headers_on_stdout_as_in_a_file(generate, document, tmp_path):
+    (tmp_path / "dog.txt").write_text(WORDS)
+    arguments = [document, tmp_path / "dog.txt", "--num-samples", 2, "--temperature", 1, "--max-tokens", 3, "-q"]
+    shown = generate(*arguments)
+    assert [line for line in shown.stdout.splitlines() if line.startswith("==> ")] == [
+        f"==> {path} (sample {i}) <==" for path in (document, tmp_path / "dog.txt") for i in (1, 2)
+    ]
+    written = generate(*arguments, "-o", tmp_path / "out.txt")
+    assert (written.returncode, written.stdout) == (0, "")
+    assert (tmp_path / "out.txt").read_text() == shown.stdout
+
+
+def test_standard_input_is_a_document(generate):
+    body = json.loads(generate("-", "--max-tokens", 2, "--json", text=WORDS).stdout)
+    assert body["sequences"][0]["source"] == "stdin"
+    assert body["sequences"][0]["prompt_tokens"] > 20
+
+
+def test_the_timeline_has_a_line_a_step(generate, document):
+    result = generate(document, *RETRIEVE, "--max-tokens", 7, "--timeline", "--no-stats")
+    assert len(result.stderr.splitlines()) == 2 + 6
+    assert "corrected" in result.stderr
+
+
+def test_full_attention_has_no_corrections_to_show(generate):
+    result = generate("-p", "hello", "--method", "full", "--max-tokens", 3)
+    assert result.returncode == 0, result.stderr
+    assert "decode" in result.stderr
+    assert not any(word in result.stderr for word in ("corrected", "hits", "to device"))
+
+
+def test_the_command_line_beats_the_environment_and_the_environment_the_profile(model, warm):
+    def settings(*arguments, **variables):
+        variables["KVCLI_MODEL"] = str(model)
+        result = warm("generate", "-p", "x", "--max-tokens", 1, "--json", *arguments, **variables)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)["profile"]
+
+    assert settings(KVCLI_SINK="256", KVCLI_TAU="0.5")["settings"]["sink"] == 256
+    assert settings("--sink", "128", KVCLI_SINK="256")["settings"]["sink"] == 128
+    assert settings("--set", "sink=64", KVCLI_SINK="256")["settings"]["sink"] == 64
+    assert settings("--method", "quest", KVCLI_PROFILE="freekv-long-input")["name"] == "quest"
+    assert settings("--method", "full", KVCLI_BUDGET="4K")["settings"] == {}
+
+
+def test_samples_without_temperature_are_warned_of(generate):
+    result = generate("-p", "x", "--num-samples", 2, "--max-tokens", 1, "--no-stats")
+    assert "all samples will be the same" in result.stderr
+
+
+def test_a_file_that_cannot_be_written_costs_no_text(generate):
+    shown = generate("-p", "fox", "--max-tokens", 3, "-q")
+    result = generate("-p", "fox", "--max-tokens", 3, "-q", "-o", "/dev/full")
+    assert result.returncode == 1
+    assert result.stdout == shown.stdout
+    assert "kvcli: error: /dev/full: cannot be written: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_keeps_the_text_and_the_statistics(model, document):
+    arguments = [document, *RETRIEVE, "--max-tokens", 3000, "-m", model]
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    first = process.stdout.read(1)  # there is text: decode has begun
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first + rest) > 1
+    assert b"ended by Ctrl-C" in errors
+    assert b"interrupted; the text up to here was kept" in errors
+    assert b"Traceback" not in errors
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(model, document):
+    arguments = [document, *RETRIEVE, "--max-tokens", 3000, "-m", model]
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+
+
+def test_the_defaults_of_the_command_are_those_of_sampling():
+    defaults = {name: parameter.default for name, parameter in signature(command).parameters.items()}
+    for name, value in vars(Sampling()).items():
+        assert (defaults[name] or ()) == (value or ()), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["no document and no prompt"]),
+        (["missing.txt"], ["missing.txt: no such file"]),
+        (["."], [".: is a directory"]),
+        (["empty.txt"], ["empty.txt: is empty"]),
+        (["blank.txt"], ["blank.txt: holds only blanks"]),
+        (["binary.dat"], ["binary.dat: binary file", "NUL"]),
+        (["latin.txt"], ["latin.txt: not UTF-8", "0xfc"]),
+        (["-", "-"], ["standard input (-) is named twice"]),
+        (["-"], ["stdin: is empty"]),
+        (["-p", " "], ["the prompt ' ' is empty"]),
+        (["-p", "x", "--method", "frekv"], ["unknown method 'frekv'"]),
+        (["-p", "x", "--profile", "fast"], ["unknown profile 'fast'"]),
+        (["-p", "x", "--profile", "none.toml"], ["none.toml", "No such file"]),
+        (["-p", "x", "--profile", "bad.toml"], ["bad.toml", "line 2, column"]),
+        (["-p", "x", "--method", "full", "--profile", "freekv"], ["--method full", "freekv"]),
+        (["-p", "x", "--set", "bugdet=2K"], ["'bugdet'"]),
+        (["-p", "x", "--set", "budget"], ["'budget'", "KEY=VALUE"]),
+        (["-p", "x", "--set", "budget=1K", "--budget", "2K"], ["budget is set twice"]),
+        (["-p", "x", "--budget", "lots"], ["budget = 'lots'", "integer"]),
+        (["-p", "x", "--budget", "64"], ["budget 64", "at least"]),
+        (["-p", "x", "--tau", "2"], ["tau = 2"]),
+        (["-p", "x", "--page-size", "24"], ["page_size = 24", "power of two"]),
+        (["-p", "x", "--method", "full", "--budget", "2K"], ["full has no setting 'budget'"]),
+        (["-p", "x", "--temperature", "-1"], ["--temperature -1"]),
+        (["-p", "x", "--temperature", "nan"], ["--temperature nan"]),
+        (["-p", "x", "--top-p", "0"], ["--top-p 0"]),
+        (["-p", "x", "--min-p", "1.5"], ["--min-p 1.5"]),
+        (["-p", "x", "--top-k", "-1"], ["--top-k -1"]),
+        (["-p", "x", "--seed", "-1"], ["--seed -1"]),
+        (["-p", "x", "--num-samples", "0"], ["--num-samples 0"]),
+        (["-p", "x", "--max-tokens", "-5"], ["--max-tokens", "-5"]),
+        (["-p", "x", "--stop", ""], ["--stop"]),
+        (["-p", "x", "--chat-template-kwargs", "{"], ["--chat-template-kwargs", "bad JSON"]),
+        (["-p", "x", "--chat-template-kwargs", "3"], ["--chat-template-kwargs", "'3'"]),
+        (["-p", "x", "-o", "none/out.txt"], ["-o none/out.txt", "no directory none"]),
+        (["-p", "x", "-o", "."], ["-o .", "is a directory"]),
+        (["-p", "x", "--trace", "none/trace.json"], ["--trace none/trace.json"]),
+        (["-p", "x", "--raw", "-s", "be brief"], ["--system", "--raw"]),
+        (["-p", "x", "--device", "tpu"], ["'tpu'"]),
+        (["-p", "x", "--dtype", "int3"], ["'int3'"]),
+    ],
+)
+def test_bad_input_is_one_line_a_hint_and_exit_code_2(generate, tmp_path, arguments, words):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "blank.txt").write_bytes(b" \n")
+    (tmp_path / "binary.dat").write_bytes(b"a\0b")
+    (tmp_path / "latin.txt").write_bytes("grün".encode("latin-1"))
+    (tmp_path / "bad.toml").write_text('method = "freekv"\nbudget 3\n')
+    assert_refused(generate(*arguments, cwd=tmp_path), 2, *words)
+
+
+def test_a_context_that_will_not_fit_is_refused_before_the_work(generate):
+    assert_refused(generate("-p", "x", "--max-tokens", "1000M"), 3)
