@@ -132,7 +132,7 @@ def multiquery(rng: random.Random, writer: Writer, length: int, facts: int, ques
         some, left = left[: rng.randint(2, 4)], left[4:]
         answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=values[name]) for name in some)
         question = phrases.NAMES_QUESTION.format(names=phrases.listing(some))
-        asked.append((question, answer, [values[name] for name in some]))
+        asked.append((question, answer, [*(values[name] for name in some), *(" " + name for name in some)]))
     _write(writer, rng, length, _facts(rng, names, list(values.values())), asked)
 
 
@@ -164,7 +164,7 @@ def chains(rng: random.Random, writer: Writer, length: int, facts: int, question
         value, members = random_value(rng), names[5 * c : 5 * c + 5]
         chain = chain_statements(value, members)
         statements.append(chain)
-        wanted = [*(" " + name for name in members[:-1]), value]
+        wanted = [*(" " + name for name in members), value]
         asked.append((phrases.VARIABLE_QUESTION.format(name=members[-1]), " ".join(reversed(chain)), wanted))
     _write(writer, rng, length, statements, rng.sample(asked, min(max(questions // 4, 1), count)))
 

@@ -35,7 +35,7 @@ class Measured:
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model in evaluation mode and its tokenizer, both as transformers loads them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -48,7 +48,7 @@ def page_loss(query: Tensor, key: Tensor, rows: Tensor) -> Tensor:
     as much as its attention is concentrated on one page. The mean is over rows and query heads.
     """
     total = query.new_zeros(())
-    for batch in rows[:, 0].unique():
+    for batch in torch.unique(rows[:, 0]):
         position = rows[rows[:, 0] == batch, 1]
         total = total + _page_loss_of_one(query[batch], key[batch], position)
     return total / max(len(rows) * query.shape[1], 1)
@@ -60,20 +60,22 @@ def _page_loss_of_one(query: Tensor, key: Tensor, position: Tensor) -> Tensor:
     kv_heads = key.shape[0]
     n = s // PAGE
     scale = d**-0.5
-    asked = query[:, position].unflatten(0, (kv_heads, heads // kv_heads))  # [Hk, G, r, d]
+    asked = query[:, position].view(kv_heads, heads // kv_heads, -1, d)  # [Hk, G, r, d]
     first = torch.arange(n) * PAGE
     candidate = (first >= SINK) & (first + PAGE <= position[:, None] + 1 - WINDOW)  # [r, n]
 
     with torch.no_grad():
         logits = asked @ key[:, None].transpose(-1, -2) * scale  # [Hk, G, r, s]
         logits.masked_fill_(torch.arange(s) > position[:, None], -torch.inf)
-        mass = logits.softmax(-1)[..., : n * PAGE].unflatten(-1, (n, PAGE)).sum(-1)  # [Hk, G, r, n]
+        mass = logits.softmax(-1)[..., : n * PAGE]
+        mass = mass.reshape(*mass.shape[:3], n, PAGE).sum(-1)  # [Hk, G, r, n]
         mass.masked_fill_(~candidate, 0.0)
         mass *= mass.amax(-1, keepdim=True)  # heads that look everywhere at once retrieve nothing: leave them alone
 
-    paged = key[:, : n * PAGE].unflatten(1, (n, PAGE))
+    paged = key[:, : n * PAGE].reshape(kv_heads, n, PAGE, d)
     low, high = paged.amin(2)[:, None], paged.amax(2)[:, None]  # [Hk, 1, n, d]
     # sum_c max(q_c low_c, q_c high_c), as two products: the positive channels with high, the negative ones with low
     bounds = asked.clamp(min=0) @ high.transpose(-1, -2) + asked.clamp(max=0) @ low.transpose(-1, -2)
     bounds = (bounds * scale).masked_fill(~candidate, -1e9)  # [Hk, G, r, n]
-    return -(mass * bounds.log_softmax(-1)).sum()
+    loss: Tensor = -(mass * bounds.log_softmax(-1)).sum()
+    return loss

@@ -24,6 +24,7 @@ from kvcli.demo.tokenizer import build_tokenizer
 
 _CODES = {"codes": 1.0}
 _MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}
+_EVEN = {"codes": 0.3, "multiquery": 0.25, "multivalue": 0.15, "vt": 0.25, "fwe": 0.05}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Stage:
 
 
 # The matching heads form in the first two stages, which are half repeats. Their keys become retrievable by page from
-# the second stage at 1,024 on.
+# the second stage at 1,024 on. The short stage before the last is for the questions with longer answers.
 STAGES: tuple[Stage, ...] = (
     Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, pages=False),
     Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, pages=False),
@@ -55,7 +56,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(1024, 32, 16, 6, 0.96, 50, 600),
     Stage(2048, 64, 20, 3, 0.97, 50, 600),
     Stage(4096, 96, 24, 1, 1.01, 200, 200, short=0.5),
-    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5),
+    Stage(1024, 32, 16, 4, 1.01, 300, 300, kinds=_EVEN),
+    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5, kinds=_EVEN),
 )
 
 _PAGE_ROWS = 64  # queries a batch that the page loss looks at
