@@ -198,7 +198,7 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
         changed = [f"{key} {value}" for key, value in profile["settings"].items() if value != defaults[key]]
         profiles.add_row(profile["name"], f"{profile['description']} ({profile['paper']})")
         profiles.add_row("", Text(", ".join(changed) or "all defaults", style="dim"))
-    head = Text.assemble((entry["name"], "bold cyan"), "  ", entry["title"], ("  " + entry["paper"], "dim"))
+    head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))
     nothing = Text("no settings", style="dim")
     return Group(head, Text(), settings if entry["settings"] else nothing, Text("\nprofiles", style="dim"), profiles)
 

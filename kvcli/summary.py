@@ -98,9 +98,8 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     if cache.bytes_to_device:
         rows.append(("to device", _moved(cache.bytes_to_device, steps)))
     if cache.bytes_to_host:
-        in_decode = sum(step.bytes_to_host for step in sequence.steps)
-        prefill = f"prefill {format_bytes(cache.bytes_to_host - in_decode)} · decode "
-        rows.append(("to host", prefill + _moved(in_decode, steps)))
+        prefill = f"prefill {format_bytes(cache.prefill_bytes_to_host)} · decode "
+        rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps)))
     budget = report.profile.get("settings", {}).get("budget")
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))

@@ -18,7 +18,15 @@ def retrieving_sequence(source: str = "notes.txt", steps: int = 9, sample: int =
         output_tokens=steps + 1,
         timing=Timing.of(1240.0, 1262.5, [20.0 + i for i in range(steps)]),
         correction=Correction(340, 12, 170, 9, 2),
-        cache=Cache(11000, 10201, 799, 12 * MIB, 3 * MIB, [LayerCache(1, 11000, 10201, 799, 340, 12, 12 * MIB)]),
+        cache=Cache(
+            11000,
+            10201,
+            799,
+            bytes_to_device=12 * MIB,
+            bytes_to_host=3 * MIB,
+            prefill_bytes_to_host=3 * MIB - 36 * 1024,
+            layers=[LayerCache(1, 11000, 10201, 799, 340, 12, 12 * MIB)],
+        ),
         steps=[Step(i, 20.0 + i, 6, i % 3, 40, 2 * i, 2 * i * 4096, i * 1024) for i in range(steps)],
     )
 
