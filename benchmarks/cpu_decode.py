@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcli.attention import attached
 from kvcli.decode import forward_step
 from kvcli.geometry import geometry_of
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.rope import installed
@@ -43,6 +44,7 @@ CONFIG = LlamaConfig(
 )
 SETTINGS = FreeKVConfig(budget=1024, sink=128, window=128)
 WARMUP = 2
+SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
 
 
 class Clock(BaseStreamer):
@@ -100,7 +102,7 @@ def freekv_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) ->
         tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
         method = FreeKV(SETTINGS, layers, SequenceContext(context + total + 1, tiers, counters, Timeline(), rotary))
         for layer, (k, v) in enumerate(kv):
-            method.prefill(layer, k, v)
+            method.prefill(layer, k, v, k[:, :0], SOFTMAX)
         sampler = Sampler(Sampling(), 0, torch.device("cpu"))
         sequence = RunningSequence(
             0, "made up", 0, context, method, counters, sampler, TextStream(None), (), total + 1, 0.0

@@ -17,6 +17,7 @@ from common import add_output, save
 from kvcli import report
 from kvcli.attention import Hook, attached
 from kvcli.decode import decode
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model, ModelSpec, load_model
@@ -42,10 +43,12 @@ class Tee:
     def __init__(self, methods: list[Method[Any, Any]]):
         self.methods = methods
 
-    def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Give every method the KV [Hk, s, d] of a layer."""
+        self.query_rows = max(method.query_rows for method in methods)
+
+    def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, softmax: Softmax) -> None:
+        """Give every method the KV [Hk, s, d] of a layer and as many of its last queries as it wants."""
         for method in self.methods:
-            method.prefill(layer, k, v)
+            method.prefill(layer, k, v, q[:, q.shape[1] - min(method.query_rows, q.shape[1]) :], softmax)
 
 
 @dataclass

@@ -29,8 +29,12 @@ CHUNK = 1024
 class TakesPrompt(Protocol):
     """Whoever wants a prompt's KV: a method, or several at once."""
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take over the KV [Hk, s, d] of a layer; the tensors are used again afterwards."""
+    @property
+    def query_rows(self) -> int:
+        """How many of the prompt's last queries are wanted."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; not to be kept."""
 
 
 class PrefillAttention:
@@ -41,19 +45,24 @@ class PrefillAttention:
         self.handover = HandOver(device)
         self.done = 0  # tokens of the current layer
         self.kv = torch.empty(0)  # [2, Hk, length, d] of the current layer
+        self.q = torch.empty(0)  # [H, rows, d], its last queries
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         if self.done == 0:
             self.kv = self.handover.buffer((2, k.shape[1], self.length, k.shape[3]), k.dtype)
+            self.q = q.new_empty(q.shape[1], 0, q.shape[3])
         stop = self.done + k.shape[2]
         self.kv[0, :, self.done : stop] = k[0]
         self.kv[1, :, self.done : stop] = v[0]
         seen_k, seen_v = self.kv[:, :, :stop]
         out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
+        rows = self.method.query_rows
+        self.q = torch.cat((self.q, q[0, :, -rows:]), 1)[:, -rows:] if rows else self.q
         self.done = stop % self.length
         if stop == self.length:
-            self.handover.start(self.kv, partial(self.method.prefill, layer, *self.kv))
+            k, v = self.kv
+            self.handover.start(self.kv, partial(self.method.prefill, layer, k, v, self.q, softmax))
         return out.transpose(0, 1)[None]
 
 

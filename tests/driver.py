@@ -25,6 +25,7 @@ class Stream:
 
         self.prompt, self.steps = prompt, steps
         self.k, self.v = 2 * noise(HK, prompt + steps, D), noise(HK, prompt + steps, D)
+        self.prompt_q = noise(H, prompt, D)  # the prompt's last queries; a method sees as many as it asks for
         self.q = [noise(H, D)]
         for _ in range(steps - 1):
             mix = turn + 0.3 * (torch.rand(H, 1, generator=generator) - 0.5)
@@ -33,7 +34,8 @@ class Stream:
     def run(self, name, settings, layer=1):
         """Feed everything to one layer; yields (step, method, output [H, d])."""
         method = new_method(name, settings, layers(), self.prompt + self.steps)
-        method.prefill(layer, self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone())
+        k, v = self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone()
+        method.prefill(layer, k, v, self.prompt_q[:, max(0, self.prompt - method.query_rows) :], SOFTMAX)
         for step in range(self.steps):
             at = self.prompt + step
             method.context.counters.next_step()

@@ -72,3 +72,27 @@ def test_a_full_length_tensor_lives_only_in_hidden_states_and_kv():
         hook.remove()
     assert longest[model.lm_head] == 1
     assert {longest[m] for m in longest if m is not model.lm_head} == {16}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 80])
+def test_the_last_queries_are_handed_over_whatever_the_chunks(rows):
+    model = tiny_model("llama")
+    layers = geometry_of(model.config, model.dtype).layers
+
+    class Wants:
+        def __init__(self):
+            self.query_rows, self.queries = rows, {}
+
+        def prefill(self, layer, k, v, q, softmax):
+            self.queries[layer] = q.clone()
+            assert softmax.scale == 0.25
+
+    taken = []
+    with attached(model) as hook:
+        for chunk in (7, 1000):
+            taken.append(Wants())
+            prefill(model, hook, prompt(51), taken[-1], layers, lambda _: None, chunk)
+    for layer in range(4):
+        small, whole = (wants.queries[layer] for wants in taken)
+        assert small.shape == (4, min(rows, 51), 16)
+        assert torch.allclose(small, whole, rtol=1e-4, atol=1e-5)

@@ -129,8 +129,16 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d]."""
         return cache.attend(q, softmax)
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take over the prompt's KV of a layer: k, v [Hk, s, d]; the caller reuses the tensors."""
+    @property
+    def query_rows(self) -> int:
+        """How many of the prompt's last queries `prefill` wants to see."""
+        return 0
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+        """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
+
+        The caller uses the tensors again afterwards.
+        """
         self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

@@ -22,12 +22,13 @@ class HandOver:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._turns = 1 if self.stream is None else 2
-        self._lent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        # The work stays with its buffer, so that whatever else it reads outlives it too.
+        self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Lend an uninitialised buffer."""
         if len(self._lent) == self._turns:
-            buffer, done = self._lent.popleft()
+            buffer, _, done = self._lent.popleft()
             if done is not None:
                 torch.cuda.current_stream(self.device).wait_event(done)
             if buffer.shape == shape and buffer.dtype == dtype:
@@ -44,7 +45,7 @@ class HandOver:
             with torch.cuda.stream(self.stream):
                 work()
                 done = self.stream.record_event()
-        self._lent.append((buffer, done))
+        self._lent.append((buffer, work, done))
 
     def finish(self) -> None:
         """Wait until all work is done."""

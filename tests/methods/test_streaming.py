@@ -44,7 +44,7 @@ def test_cache_positions_put_the_sinks_right_before_the_window():
         rotate = rotary[1].rotate
         everywhere = torch.arange(stream.prompt + stream.steps)
         k = rotate(stream.k, everywhere)
-        method.prefill(1, k[:, : stream.prompt], stream.v[:, : stream.prompt])
+        method.prefill(1, k[:, : stream.prompt], stream.v[:, : stream.prompt], k[:, :0], SOFTMAX)
         for step in range(stream.steps):
             at = stream.prompt + step
             q = rotate(stream.q[step][:, None], torch.tensor([at]))[:, 0]
