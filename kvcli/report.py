@@ -100,7 +100,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why)."""
+    """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
+
+    `method` holds what only the method knows, see `Method.statistics`.
+    """
 
     source: str
     sample: int
@@ -113,6 +116,7 @@ class Sequence:
     correction: Correction = field(default_factory=Correction)
     cache: Cache = field(default_factory=Cache)
     steps: list[Step] = field(default_factory=list)
+    method: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
 

@@ -77,4 +77,5 @@ class RunningSequence:
             correction=self.counters.correction(),
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),
+            method=self.method.statistics(),
         )

@@ -152,6 +152,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Count the bytes this sequence holds in each tier."""
         return sum((cache.footprint() for cache in self.caches), Footprint())
 
+    def statistics(self) -> dict[str, Any]:
+        """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
+        return {}
+
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one."""
         context = replace(self.context, counters=counters, track=track)
