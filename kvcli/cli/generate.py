@@ -220,8 +220,9 @@ def generate(
     )
     try:
         report = run(request, show.observer)
-    finally:
-        show.observer.stage_done()
+    except BaseException:
+        show.abandon()
+        raise
     raise typer.Exit(show.conclude(report))
 
 

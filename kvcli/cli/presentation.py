@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,6 +81,13 @@ class Presentation:
         if "error" not in reasons:
             return ExitCode.OK
         return ExitCode.RUNTIME if set(reasons) == {"error"} else ExitCode.PARTIAL
+
+    def abandon(self) -> None:
+        """Leave the screen in order when the run ended with an error: no bar, and all the text that there is."""
+        self.observer.stage_done()
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
 
     def _write(self, report: Report) -> KvcliError | None:
         """Put the result where it belongs; when the file cannot take it, stdout does, and the error comes back."""
