@@ -100,6 +100,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     if cache.bytes_to_host:
         prefill = f"prefill {format_bytes(cache.prefill_bytes_to_host)} · decode "
         rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps)))
+    for key, value in sequence.method.items():
+        if isinstance(value, int | float | str):  # longer data is for the JSON
+            rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
     budget = report.profile.get("settings", {}).get("budget")
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))

@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from reports import dense_sequence, report_of, retrieving_sequence
@@ -74,6 +75,13 @@ def test_statistics_leave_out_what_does_not_apply():
 
 def test_statistics_say_when_the_context_fits_into_the_budget():
     assert any("fits into the budget of 256 tokens" in line for line in statistics(dense_sequence()))
+
+
+def test_statistics_show_what_only_the_method_knows():
+    sequence = replace(dense_sequence(), method={"realised_budget": 0.123456, "kept_by_layer": [1, 2]})
+    rows = statistics(sequence)
+    assert "realised budget  0.1235" in "\n".join(rows)
+    assert not any("kept" in row for row in rows)
 
 
 def test_a_single_token_has_no_decode_row():
