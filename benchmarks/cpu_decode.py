@@ -97,10 +97,14 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
 def freekv_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], dict]:
     """Step times of kvcli's loop, in milliseconds, and what they moved."""
     layers, total = geometry_of(CONFIG, torch.float32).layers, steps + WARMUP
-    with attached(model) as hook, installed(model, context + total + 1) as rotary:
+    with attached(model) as hook, installed(model, [context + total + 1]) as rope:
         counters = Counters(len(layers))
         tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
-        method = FreeKV(SETTINGS, layers, SequenceContext(context + total + 1, tiers, counters, Timeline(), rotary))
+        method = FreeKV(
+            SETTINGS,
+            layers,
+            SequenceContext(context + total + 1, tiers, counters, Timeline(), rope.rotary(context + total + 1)),
+        )
         for layer, (k, v) in enumerate(kv):
             method.prefill(layer, k, v, k[:, :0], SOFTMAX)
         sampler = Sampler(Sampling(), 0, torch.device("cpu"))

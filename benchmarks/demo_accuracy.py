@@ -108,8 +108,9 @@ def main() -> None:
     def count_tokens(text: str) -> int:
         return len(model.tokenizer.encode(text, add_special_tokens=False))
 
-    rows = []
-    with attached(model.module) as hook, installed(model.module, max(args.lengths) + MAX_TOKENS) as rotary:
+    rows, longest = [], max(args.lengths) + MAX_TOKENS
+    with attached(model.module) as hook, installed(model.module, [longest]) as rope:
+        rotary = rope.rotary(longest)
         for task in args.tasks:
             for length in args.lengths:
                 answers: dict[str, list[Answer]] = {name: [] for name in profiles}

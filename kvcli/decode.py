@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvcli.attention import Hook
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
+from kvcli.rope import Rope
 from kvcli.sequence import RunningSequence
 from kvcli.timeline import Timeline
 
@@ -37,8 +38,15 @@ class BlockingPipeline:
 
 
 @torch.inference_mode()
-def forward_step(model: PreTrainedModel, hook: Hook, batch: Sequence[RunningSequence]) -> Tensor:
-    """Run the newest token of every sequence through the model -> logits [b, vocab]."""
+def forward_step(
+    model: PreTrainedModel, hook: Hook, batch: Sequence[RunningSequence], rope: Rope | None = None
+) -> Tensor:
+    """Run the newest token of every sequence through the model -> logits [b, vocab].
+
+    `rope` is what stands in for the model's rotary module, where something does.
+    """
+    if rope is not None:
+        rope.use([sequence.method.context.capacity for sequence in batch])
     hook.handler = BlockingPipeline([sequence.method for sequence in batch])
     tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=model.device)  # [b, 1]
     positions = torch.tensor([[sequence.length] for sequence in batch], device=model.device)  # [b, 1]
@@ -47,7 +55,11 @@ def forward_step(model: PreTrainedModel, hook: Hook, batch: Sequence[RunningSequ
 
 
 def decode(
-    model: PreTrainedModel, hook: Hook, sequences: Sequence[RunningSequence], timeline: Timeline
+    model: PreTrainedModel,
+    hook: Hook,
+    sequences: Sequence[RunningSequence],
+    timeline: Timeline,
+    rope: Rope | None = None,
 ) -> Iterator[list[tuple[RunningSequence, str]]]:
     """Continue sequences until each has ended; yields every step's sequences with their new text.
 
@@ -59,7 +71,7 @@ def decode(
         for sequence in batch:
             sequence.counters.next_step()
         with timeline.span("step", index=step, batch=len(batch)):
-            logits = forward_step(model, hook, batch)
+            logits = forward_step(model, hook, batch, rope)
             pieces = [sequence.accept(row) for sequence, row in zip(batch, logits, strict=True)]
         elapsed = 1000 * (time.perf_counter() - started)
         for sequence in batch:

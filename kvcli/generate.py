@@ -24,7 +24,7 @@ from kvcli.observer import Observer
 from kvcli.prefill import prefill
 from kvcli.profile import Profile
 from kvcli.prompts import Prompt, Template, encode
-from kvcli.rope import Rotary, installed
+from kvcli.rope import Rope, installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.stats import Counters
@@ -64,11 +64,11 @@ def generate(request: Request, observer: Observer) -> report.Report:
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
     try:
-        with attached(model.module) as hook, installed(model.module, _capacity(request, prompts)) as rotary:
-            reader = _Reader(request, model, hook, rotary, observer, timeline)
+        with attached(model.module) as hook, installed(model.module, _capacities(request, prompts)) as rope:
+            reader = _Reader(request, model, hook, rope, observer, timeline)
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)
-            for step in decode(model.module, hook, sequences, timeline):  # all together, one token each
+            for step in decode(model.module, hook, sequences, timeline, rope):  # all together, one token each
                 _announce(step, request.sampling.max_tokens, observer)
     except KeyboardInterrupt:
         _flush(sequences, observer)
@@ -86,27 +86,28 @@ class _Encoded:
 
 
 def _encode_all(request: Request, checkpoint: Checkpoint) -> list[_Encoded]:
+    """Tokenise every prompt; one that fails is kept with its error, unless none is left to go on with."""
     encoded = []
     for prompt in request.prompts:
         try:
             encoded.append(_Encoded(prompt.source, encode(prompt, request.template, checkpoint.tokenizer)))
         except KvcliError as error:
-            if len(request.prompts) == 1:
-                raise
             encoded.append(_Encoded(prompt.source, [], error))
+    if all(prompt.error is not None for prompt in encoded):
+        raise next(prompt.error for prompt in encoded if prompt.error is not None)
     return encoded
 
 
-def _capacity(request: Request, prompts: Sequence[_Encoded]) -> int:
-    """Tokens of the longest sequence when it ends."""
-    return max(len(prompt.ids) for prompt in prompts) + request.sampling.max_tokens
+def _capacities(request: Request, prompts: Sequence[_Encoded]) -> list[int]:
+    """Tokens of each sequence if it runs to its end."""
+    return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
 
 
 def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[_Encoded], observer: Observer) -> None:
     """Refuse what memory does not hold; warn of what the model was not made for."""
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
     memory.check(request.profile, checkpoint, lengths, request.sampling)
-    limit, capacity = checkpoint.geometry.max_positions, _capacity(request, prompts)
+    limit, capacity = checkpoint.geometry.max_positions, max(_capacities(request, prompts))
     if limit is not None and capacity > limit:
         observer.notice(
             f"{capacity:,} tokens (prompt and output) are more than the {limit:,} positions {checkpoint.name} was "
@@ -122,11 +123,11 @@ class _Reader:
         request: Request,
         model: Model,
         hook: Hook,
-        rotary: Sequence[Rotary | None],
+        rope: Rope,
         observer: Observer,
         timeline: Timeline,
     ):
-        self.request, self.model, self.hook, self.rotary = request, model, hook, rotary
+        self.request, self.model, self.hook, self.rope = request, model, hook, rope
         self.observer, self.timeline = observer, timeline
         self.started = time.perf_counter()
         self.eos = frozenset() if request.sampling.ignore_eos else _eos_ids(model)
@@ -140,6 +141,7 @@ class _Reader:
         method_class = get_method(self.request.profile.method)
         contexts = [self._context(index, len(prompt.ids), sample) for sample in range(sampling.num_samples)]
         method = method_class(self.request.profile.settings, layers, contexts[0])
+        self.rope.use([contexts[0].capacity])
         begun = time.perf_counter()
         with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
             logits = prefill(model.module, self.hook, prompt.ids, method, layers, self.observer.advance)
@@ -167,12 +169,13 @@ class _Reader:
 
     def _context(self, index: int, prompt_tokens: int, sample: int) -> SequenceContext:
         sampling, model = self.request.sampling, self.model
+        capacity = prompt_tokens + sampling.max_tokens
         return SequenceContext(
-            capacity=prompt_tokens + sampling.max_tokens,
+            capacity=capacity,
             tiers=Tiers.for_device(model.device, model.dtype),
             counters=Counters(len(model.geometry.layers)),
             timeline=self.timeline,
-            rotary=self.rotary,
+            rotary=self.rope.rotary(capacity),
             track=f"sequence {index * sampling.num_samples + sample}",
         )
 

@@ -84,12 +84,17 @@ def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], samp
         return
     pool = next(name for name, size in wanted.on(device).items() if size > free[name])
     fitting = bisect_left(range(1, longest), True, key=lambda n: not _fits(planned(n).on(device), free))
+    if fitting:
+        way_out = f"up to {fitting:,} tokens would fit"
+    elif wanted.weights + RUNTIME_BYTES > max(free.values()):
+        way_out = "not even the weights fit"
+    else:
+        way_out = f"with --max-tokens {sampling.max_tokens:,} no context fits"
     raise KvcliError(
         f"a context of {longest:,} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
         f"{format_bytes(free[pool])} are free",
-        (f"up to {fitting:,} tokens would fit" if fitting else "not even the weights fit")
-        + "; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
+        f"{way_out}; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
         ExitCode.WILL_NOT_FIT,
     )
 

@@ -1,8 +1,9 @@
 """Rotary positions: tables in place of trigonometry at every step, and keys taken out of their rotation and back.
 
 Both start from the model's own rotary module, so that they know nothing of scaling rules. Some rules (dynamic,
-longrope) choose the frequencies by the length of the sequence: here the choice is made once, for the full length, as
-the module itself would make it when that length is reached. Keys of one sequence then never mix two sets.
+longrope) choose the frequencies by the length of the sequence: here the choice is made once for each sequence, for its
+full length, as the module itself would make it when that length is reached. Keys of one sequence then never mix two
+sets, and a sequence's frequencies do not depend on its company.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,21 +26,51 @@ _CHUNK = 1 << 16
 
 
 @contextmanager
-def installed(model: PreTrainedModel, length: int) -> Iterator[list[Rotary | None]]:
-    """Replace the rotary module of `model` by a table of `length` positions; gives back the original at the end.
+def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope]:
+    """Replace the rotary module of `model` by tables for sequences of these lengths, each when it ends, in tokens.
 
-    Yields one Rotary per layer, None for a layer without rotary positions.
+    The original comes back at the end. Sequences whose frequencies are the same share a table.
     """
     decoder = decoder_of(model)
     original = decoder.rotary_emb
     assert isinstance(original, nn.Module)
-    frozen = Frequencies(original, length, model.device)
-    rotary = _per_layer(model, frozen)
-    decoder.rotary_emb = RopeTable(frozen, model.dtype)
+    rope = Rope(model, original, lengths)
+    decoder.rotary_emb = rope
     try:
-        yield rotary
+        yield rope
     finally:
         decoder.rotary_emb = original
+
+
+class Rope(nn.Module):
+    """Drop-in for a decoder's `rotary_emb` that serves a batch of sequences of several lengths."""
+
+    def __init__(self, model: PreTrainedModel, original: nn.Module, lengths: Collection[int]):
+        super().__init__()
+        self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
+        for length in sorted(set(lengths), reverse=True):
+            frequencies = Frequencies(original, length, model.device)
+            same = [entry for entry in self._of_length.values() if frequencies.begin(entry[0])]
+            self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
+        distinct = {id(frequencies): frequencies for frequencies, _ in self._of_length.values()}
+        self._rotary = {key: _per_layer(model, frequencies) for key, frequencies in distinct.items()}
+        self.use([max(lengths)])
+
+    def use(self, lengths: Sequence[int]) -> None:
+        """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
+        self._rows = [self._of_length[length][1] for length in lengths]
+
+    def rotary(self, length: int) -> list[Rotary | None]:
+        """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""
+        return self._rotary[id(self._of_length[length][0])]
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table."""
+        first, *others = self._rows
+        if all(table is first for table in others):
+            return first(x, position_ids, layer_type)  # type: ignore[no-any-return]
+        rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
+        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
 
 
 class Frequencies:
@@ -65,6 +96,14 @@ class Frequencies:
         cos, sin = self._call(torch.cat((positions, self._last)), dtype, layer_type)
         return cos[:-1], sin[:-1]
 
+    def begin(self, longer: Frequencies) -> bool:
+        """Tell whether a sequence of the other's length has, as far as this one goes, the same cosines and sines."""
+        ends = torch.cat((self._last.new_ones(1), self._last))[: self.length]
+        pairs = (
+            (self.at(ends, torch.float32, kind), longer.at(ends, torch.float32, kind)) for kind in self.layer_types
+        )
+        return all(torch.equal(mine, theirs) for pair in pairs for mine, theirs in zip(*pair, strict=True))
+
     def _call(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
         arguments = () if layer_type is None else (layer_type,)
         witness = torch.empty(1, 1, 1, dtype=dtype, device=self.device)  # tells the module its dtype and device
@@ -73,7 +112,7 @@ class Frequencies:
 
 
 class RopeTable(nn.Module):
-    """Drop-in for a decoder's `rotary_emb`: looks up what the original computes, bit for bit."""
+    """Looks up what a rotary module computes, bit for bit."""
 
     def __init__(self, frequencies: Frequencies, dtype: torch.dtype):
         super().__init__()

@@ -76,3 +76,11 @@ def test_need_adds_up_sequences_and_samples():
     assert many.kv == sum([one.kv] * 6, Footprint())
     assert (many.weights, many.workspace) == (one.weights, one.workspace)
     assert sum(one.on(torch.device("cuda")).values()) == one.on(torch.device("cpu"))["host"] + memory.RUNTIME_BYTES
+
+
+def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
+    tiny_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 30})
+    with pytest.raises(KvcliError) as caught:
+        memory.check(profile("full"), open_checkpoint(ModelSpec(str(tmp_path))), [10], Sampling(max_tokens=10**9))
+    assert "with --max-tokens 1,000,000,000 no context fits" in caught.value.hint

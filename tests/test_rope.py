@@ -16,7 +16,7 @@ from families import (
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from kvcli.geometry import attention_modules, decoder_of
-from kvcli.rope import Frequencies, RopeTable, installed
+from kvcli.rope import Frequencies, Rope, RopeTable, installed
 
 SHORT = 48  # the original length of the rules that stretch positions
 LLAMA3 = {
@@ -148,8 +148,8 @@ def test_the_model_computes_the_same_with_the_table(name):
     call = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     expected = model(**call).logits
     original = decoder_of(model).rotary_emb
-    with installed(model, n):
-        assert isinstance(decoder_of(model).rotary_emb, RopeTable)
+    with installed(model, [n]):
+        assert isinstance(decoder_of(model).rotary_emb, Rope)
         assert torch.equal(model(**call).logits, expected)
         assert not any("rotary" in key for key in model.state_dict())
     assert decoder_of(model).rotary_emb is original
@@ -158,14 +158,14 @@ def test_the_model_computes_the_same_with_the_table(name):
 def test_the_original_comes_back_after_an_error():
     model = tiny_model("gemma3")
     original = decoder_of(model).rotary_emb
-    with pytest.raises(ZeroDivisionError), installed(model, 9):
+    with pytest.raises(ZeroDivisionError), installed(model, [9]):
         1 / 0  # noqa: B018
     assert decoder_of(model).rotary_emb is original
 
 
 def test_positions_beyond_the_table_are_an_error():
     model = tiny_model("llama")
-    with installed(model, 9), pytest.raises(IndexError):
+    with installed(model, [9]), pytest.raises(IndexError):
         model(input_ids=torch.zeros(1, 10, dtype=torch.long), use_cache=False)
 
 
@@ -190,7 +190,8 @@ def test_keys_come_out_of_their_rotation_and_back(name):
     n = 61
     ids = torch.randint(3, VOCAB, (1, n), generator=torch.Generator().manual_seed(4))
     positions = torch.arange(n)
-    with installed(model, 2 * n) as rotary:
+    with installed(model, [2 * n]) as rope:
+        rotary = rope.rotary(2 * n)
         real = captured(model, ids, positions[None])
         # Attention is replaced by each token's own value: hidden states know no positions, so keys can be compared.
         same = captured(model, ids, torch.zeros_like(positions)[None])
@@ -211,14 +212,16 @@ def test_keys_come_out_of_their_rotation_and_back(name):
 
 
 def test_layers_without_rotary_positions_have_none():
-    with installed(model_of("smollm3"), 16) as rotary:
+    with installed(model_of("smollm3"), [16]) as rope:
+        rotary = rope.rotary(16)
         assert [one is None for one in rotary] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "gpt_oss", "phi", "longrope"])
 def test_positions_per_head(name):
     generator = torch.Generator().manual_seed(5)
-    with installed(model_of(name), 97) as rotary:
+    with installed(model_of(name), [97]) as rope:
+        rotary = rope.rotary(97)
         x = torch.randn(3, 2, 7, HEAD_DIM, generator=generator)
         positions = torch.randint(0, 97, (3, 2, 7), generator=generator)
         together = rotary[0].rotate(x, positions)
@@ -232,7 +235,8 @@ def test_positions_per_head(name):
 
 
 def test_attention_scaling_is_undone():
-    with installed(model_of("longrope"), 97) as rotary:
+    with installed(model_of("longrope"), [97]) as rope:
+        rotary = rope.rotary(97)
         assert rotary[0].attention_scaling > 1.1
         x = torch.randn(2, 9, HEAD_DIM)
         rotated = rotary[0].rotate(x, torch.arange(9))
@@ -242,7 +246,8 @@ def test_attention_scaling_is_undone():
 
 def test_bfloat16_keys_lose_no_more_than_their_rounding():
     model = model_of("llama").to(torch.bfloat16)
-    with installed(model, 64) as rotary:
+    with installed(model, [64]) as rope:
+        rotary = rope.rotary(64)
         x = torch.randn(2, 33, HEAD_DIM).bfloat16()
         bare = rotary[0].unrotate(x, torch.arange(33))
         again = rotary[0].rotate(bare, torch.arange(33))
@@ -250,14 +255,37 @@ def test_bfloat16_keys_lose_no_more_than_their_rounding():
 
 
 def test_rows_of_no_tokens_pass():
-    with installed(model_of("llama"), 8) as rotary:
+    with installed(model_of("llama"), [8]) as rope:
+        rotary = rope.rotary(8)
         none = rotary[0].rotate(torch.empty(2, 0, HEAD_DIM), torch.empty(0, dtype=torch.long))
         assert none.shape == (2, 0, HEAD_DIM)
 
 
 def test_modules_share_what_is_equal():
     model = model_of("gemma3")
-    with installed(model, 8) as rotary:
+    with installed(model, [8]) as rope:
+        rotary = rope.rotary(8)
         assert rotary[0] is rotary[1] is rotary[2]
         assert rotary[3] is not rotary[0]
     assert len(attention_modules(model)) == len(rotary)
+
+
+@pytest.mark.parametrize("name", ["llama", "longrope", "dynamic"])
+def test_each_row_of_a_batch_has_the_frequencies_of_its_own_length(name):
+    model = model_of(name)
+    lengths = [20, 97, 31]
+    positions = torch.tensor([[3, 19], [3, 96], [0, 30]])
+    with installed(model, lengths) as rope:
+        rope.use(lengths)
+        together = rope(torch.empty(1), positions)
+    for row, length in enumerate(lengths):
+        with installed(model, [length]) as rope:
+            alone = rope(torch.empty(1), positions[row : row + 1])
+        for whole, part in zip(together, alone, strict=True):
+            assert torch.equal(whole[row : row + 1], part)
+
+
+@pytest.mark.parametrize(("name", "tables"), [("llama", 1), ("longrope", 2), ("dynamic", 2)])
+def test_sequences_of_the_same_frequencies_share_a_table(name, tables):
+    with installed(model_of(name), [20, 31, 97]) as rope:
+        assert len({id(table) for _, table in rope._of_length.values()}) == tables

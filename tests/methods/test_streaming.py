@@ -36,7 +36,8 @@ def test_cache_positions_put_the_sinks_right_before_the_window():
     """Rotate everything by hand: sinks at 0.., the window after them, the query last, as the paper counts."""
     model = tiny_model("llama")
     rope = model.model.rotary_emb
-    with attached(model), installed(model, 200) as rotary:
+    with attached(model), installed(model, [200]) as tables:
+        rotary = tables.rotary(200)
         method = new_method(
             "streaming", {"budget": BUDGET, "sink": SINK, "positions": "cache"}, layers(), 200, rotary=rotary
         )
@@ -62,7 +63,8 @@ def test_cache_positions_put_the_sinks_right_before_the_window():
 def test_positions_matter_only_once_something_was_dropped():
     model = tiny_model("llama")
     ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    with installed(model, 200) as rotary:
+    with installed(model, [200]) as tables:
+        rotary = tables.rotary(200)
 
         def outs(budget, positions):
             wanted = {"budget": budget, "positions": positions}
