@@ -13,6 +13,7 @@ The two are run in turn, repeat after repeat; a ratio is taken within each repea
 import argparse
 import statistics
 import time
+from itertools import pairwise
 
 import torch
 from common import add_output, save, spread
@@ -53,7 +54,7 @@ class Clock(BaseStreamer):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002
         """Take a token."""
         self.times.append(time.perf_counter())
 
@@ -63,7 +64,7 @@ class Clock(BaseStreamer):
     def steps_ms(self) -> list[float]:
         """Time between tokens; the first put is the prompt, the step after it fills caches."""
         times = self.times[1 + WARMUP :]
-        return [1000 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+        return [1000 * (b - a) for a, b in pairwise(times)]
 
 
 def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,8 +156,8 @@ def main() -> None:
         )
         speedup = rows[-1]["speedup"]
         print(
-            f"{context:>7,} tokens: transformers {statistics.median(theirs):7.1f} ms, freekv {statistics.median(ours):6.1f} "
-            f"ms a step, {speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f}); "
+            f"{context:>7,} tokens: transformers {statistics.median(theirs):7.1f} ms a step, freekv "
+            f"{statistics.median(ours):6.1f} ms, {speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f}); "
             f"{moved['corrected_heads']:.0%} of heads corrected, {moved['missed_pages']:.0%} of pages missed",
             flush=True,
         )

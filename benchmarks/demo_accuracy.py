@@ -92,12 +92,13 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens attended per layer and KV head")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--window", type=int, default=64)
+    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page, for every method that has pages")
     parser.add_argument("--tau", type=float, nargs="+", default=[0.8], help="correction thresholds of freekv")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "demo_accuracy")
     args = parser.parse_args()
 
-    paged = {"budget": args.budget, "sink": args.sink, "window": args.window}
+    paged = {"budget": args.budget, "sink": args.sink, "window": args.window, "page_size": args.page_size}
     profiles = {"full": resolve_profile(method="full")}
     for tau in args.tau:
         profiles[f"freekv tau={tau:g}"] = resolve_profile(method="freekv", overrides={**paged, "tau": tau})

@@ -1,6 +1,6 @@
 """Run a kvcli command in a terminal of 100 columns and draw what it shows as SVG.
 
-    python examples/picture.py examples/generate.svg kvcli generate --method freekv examples/needle-4k.txt
+python examples/picture.py examples/generate.svg kvcli generate --method freekv examples/needle-4k.txt
 """
 
 import os
@@ -55,7 +55,7 @@ def main() -> None:
     """Draw."""
     target, *command = sys.argv[1:]
     screen = last_screen(run_in_terminal(command))
-    with open(os.devnull, "w") as nowhere:
+    with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text.assemble(("$ ", "green"), (shlex.join(command), "bold")))
         for line in screen:

@@ -16,7 +16,6 @@ from kvcli.store.cache import Tiers
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
 
-
 SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
 
 

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from driver import HK, H, D, Stream
+from driver import HK, D, H, Stream
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 3  # in pages
 SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}
@@ -33,7 +33,7 @@ def selection(stream, head, step, length):
 
 def test_every_step_matches_the_oracle():
     stream = Stream(21, steps=110)
-    for step, method, out in stream.run("quest", {**SETTINGS, "dense_layers": 0}):
+    for step, method, out in stream.run("quest", {**SETTINGS, "dense_layers": 0}):  # noqa: B007 - read afterwards
         length = stream.prompt + step + 1
         for head in range(HK):
             tokens = list(range(length))
