@@ -8,11 +8,11 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers
-from kvcli.store.pages import PageBudget, paged
+from kvcli.store.pages import PageBudget, Paged, paged
 from kvcli.store.summaries import PageSummaries
 
 
-class IndexedCache(DenseCache):
+class IndexedCache(Paged, DenseCache):
     """Dense KV whose full pages are summarised: k, v [Hk, pages * p, d]."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
@@ -20,16 +20,6 @@ class IndexedCache(DenseCache):
         super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
         self.budget = budget
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
-
-    @property
-    def active(self) -> bool:
-        """Tell whether the context has outgrown the budget."""
-        return self.budget.active(self.length)
-
-    @property
-    def candidates(self) -> range:
-        """Pages that can be selected."""
-        return self.budget.candidates(self.length)
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`."""

@@ -18,13 +18,13 @@ from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
 from kvcli.store.host import HostPool
-from kvcli.store.pages import PageBudget, paged
+from kvcli.store.pages import PageBudget, Paged, paged
 from kvcli.store.summaries import PageSummaries
 
 EMPTY = -1  # a selected slot that holds no page
 
 
-class OffloadedCache(LayerCache):
+class OffloadedCache(Paged, LayerCache):
     """Host pool, device slots, page table and page summaries of one layer."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
@@ -36,16 +36,6 @@ class OffloadedCache(LayerCache):
         self.k = tiers.on_device(budget.total, budget.size, num_kv_heads, head_dim)
         self.v = tiers.on_device(budget.total, budget.size, num_kv_heads, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
-
-    @property
-    def active(self) -> bool:
-        """Tell whether the context has outgrown the budget."""
-        return self.budget.active(self.length)
-
-    @property
-    def candidates(self) -> range:
-        """Pages that can be selected."""
-        return self.budget.candidates(self.length)
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`; full pages go to the host, nothing is selected yet."""

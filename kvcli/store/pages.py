@@ -44,6 +44,23 @@ class PageBudget:
         return range(self.sink, self.count(length) - self.window)
 
 
+class Paged:
+    """What caches with a page budget have in common."""
+
+    budget: PageBudget
+    length: int
+
+    @property
+    def active(self) -> bool:
+        """Tell whether the context has outgrown the budget."""
+        return self.budget.active(self.length)
+
+    @property
+    def candidates(self) -> range:
+        """Pages that can be selected."""
+        return self.budget.candidates(self.length)
+
+
 def paged(kv: Tensor, size: int) -> Tensor:
     """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
     return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]
