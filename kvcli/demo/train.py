@@ -43,25 +43,30 @@ class Stage:
     dense: float = 0.1  # share of the batches that are repeats over the whole vocabulary
     short: float = 0.0  # share of the batches that hold four times as many sequences of a quarter of the length
     kinds: Mapping[str, float] = field(default_factory=lambda: _MIXTURE)  # shares of the other batches
-    pages: bool = True  # train questions with the page loss
+    page_weight: float = 1.0  # of the page loss of questions
 
 
 # The matching heads form in the first two stages, which are half repeats. Their keys become retrievable by page from
-# the second stage at 1,024 on. The short stage before the last is for the questions with longer answers.
+# the second stage at 1,024 on. The longer answers of the other tasks are learnt at short lengths
+# first; the last three stages go over all of it once more.
 STAGES: tuple[Stage, ...] = (
-    Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, pages=False),
-    Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, pages=False),
-    Stage(512, 16, 10, 12, 0.94, 50, 600, dense=0.5, pages=False),
-    Stage(1024, 32, 16, 6, 0.96, 50, 600, dense=0.5, pages=False),
+    Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, page_weight=0.0),
+    Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, page_weight=0.0),
+    Stage(512, 16, 10, 12, 0.94, 50, 600, dense=0.5, page_weight=0.0),
+    Stage(1024, 32, 16, 6, 0.96, 50, 600, dense=0.5, page_weight=0.0),
     Stage(1024, 32, 16, 6, 0.96, 50, 600),
     Stage(2048, 64, 20, 3, 0.97, 50, 600),
     Stage(4096, 96, 24, 1, 1.01, 200, 200, short=0.5),
-    Stage(1024, 32, 16, 4, 1.01, 300, 300, kinds=_EVEN),
-    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5, kinds=_EVEN),
+    Stage(320, 10, 6, 16, 1.01, 250, 250, kinds=_EVEN),
+    Stage(1024, 32, 16, 4, 1.01, 150, 150, short=0.5, kinds=_EVEN),
+    Stage(4096, 96, 24, 1, 1.01, 100, 100, short=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(8192, 160, 32, 1, 1.01, 200, 200, decay=True, short=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(1024, 32, 16, 4, 1.01, 250, 250, short=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(4096, 96, 24, 1, 1.01, 150, 150, short=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5, kinds=_EVEN, page_weight=2.0),
 )
 
 _PAGE_ROWS = 64  # queries a batch that the page loss looks at
-_PAGE_WEIGHT = 1.0
 
 _WARM_UP = 100  # steps
 _FILLER_SHARE = 0.25  # of the filler tokens of a sequence take part in the loss
@@ -78,11 +83,11 @@ class Progress:
 
 
 def loss_and_hits(
-    model: LlamaForCausalLM, batch: Batch, rng: random.Random, recorder: Recorder | None
+    model: LlamaForCausalLM, batch: Batch, rng: random.Random, recorder: Recorder, page_weight: float
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss and the share of right predictions, by kind and by place of a token within its value.
 
-    With a `recorder` the loss includes that of `pages.page_loss`, over all layers but the first.
+    The loss includes `page_weight` times that of `pages.page_loss`, over all layers but the first.
     """
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state  # [b, s, width]
     kinds = batch.kinds[:, 1:].reshape(-1)
@@ -114,12 +119,12 @@ def loss_and_hits(
         hits["words"] = float(right[chosen_kinds == ANSWER].float().mean())
     if (chosen_kinds == FILLER).any():
         hits["filler_loss"] = float(losses[chosen_kinds == FILLER].detach().mean())
-    if recorder is not None:
+    if page_weight:
         rows = (batch.kinds == VALUE).nonzero() - torch.tensor([0, 1])  # the queries that predict a value
         rows = rows[torch.randperm(len(rows), generator=generator)[:_PAGE_ROWS]]
         paging = [page_loss(recorder.queries[i], recorder.keys[i], rows) for i in recorder.keys if i > 0]
         pages = torch.stack(paging).sum()
-        loss = loss + _PAGE_WEIGHT * pages
+        loss = loss + page_weight * pages
         hits["pages"] = float(pages.detach())
     return loss, hits
 
@@ -160,8 +165,8 @@ class Trainer:
             rate *= 1.0 - 0.9 * self.progress.step / stage.max_steps
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        paged = stage.pages and kind != "dense"
-        loss, hits = loss_and_hits(self.model, batch, self.rng, self._recorder if paged else None)
+        page_weight = 0.0 if kind == "dense" else stage.page_weight
+        loss, hits = loss_and_hits(self.model, batch, self.rng, self._recorder, page_weight)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -49,7 +49,7 @@ def test_length_is_reached_and_never_passed(task, length):
 def test_depth_is_honoured(task, depth):
     got = row(task, length=1500, depth=depth)
     assert got.depth == pytest.approx(depth, abs=0.03)
-    # The statement that `depth` is about, measured in characters: a chain's number, otherwise the first value asked for.
+    # What `depth` is about, measured in characters: a chain's number, otherwise the first value asked for.
     needle = got.document.index(got.outputs[-1] if task == "vt" else got.outputs[0])
     assert needle / len(got.document) == pytest.approx(depth, abs=0.06)
 
