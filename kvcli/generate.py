@@ -21,9 +21,8 @@ from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
-from kvcli.prefill import prefill
 from kvcli.profile import Profile
-from kvcli.prompts import Prompt, Template, encode
+from kvcli.prompts import Prompt, Template, encode, encode_question
 from kvcli.rope import Rope, installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
@@ -31,6 +30,7 @@ from kvcli.stats import Counters
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
+from kvcli.windowed import read_prompt
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def generate(request: Request, observer: Observer) -> report.Report:
 class _Encoded:
     source: str
     ids: list[int]
+    question: list[int] = field(default_factory=list)
     error: KvcliError | None = None
 
 
@@ -90,9 +91,10 @@ def _encode_all(request: Request, checkpoint: Checkpoint) -> list[_Encoded]:
     encoded = []
     for prompt in request.prompts:
         try:
-            encoded.append(_Encoded(prompt.source, encode(prompt, request.template, checkpoint.tokenizer)))
+            ids = encode(prompt, request.template, checkpoint.tokenizer)
+            encoded.append(_Encoded(prompt.source, ids, encode_question(prompt, checkpoint.tokenizer)))
         except KvcliError as error:
-            encoded.append(_Encoded(prompt.source, [], error))
+            encoded.append(_Encoded(prompt.source, [], error=error))
     if all(prompt.error is not None for prompt in encoded):
         raise next(prompt.error for prompt in encoded if prompt.error is not None)
     return encoded
@@ -139,12 +141,12 @@ class _Reader:
         sampling, model, layers = self.request.sampling, self.model, self.model.geometry.layers
         self.observer.stage("prefill", len(prompt.ids) * len(layers))
         method_class = get_method(self.request.profile.method)
-        contexts = [self._context(index, len(prompt.ids), sample) for sample in range(sampling.num_samples)]
+        contexts = [self._context(index, prompt, sample) for sample in range(sampling.num_samples)]
         method = method_class(self.request.profile.settings, layers, contexts[0])
         self.rope.use([contexts[0].capacity])
         begun = time.perf_counter()
         with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
-            logits = prefill(model.module, self.hook, prompt.ids, method, layers, self.observer.advance)
+            logits = read_prompt(model.module, self.hook, prompt.ids, method, layers, self.observer.advance)
         self.observer.stage_done()
         now = time.perf_counter()
         methods = [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]
@@ -167,9 +169,9 @@ class _Reader:
             _announce([(sequence, piece)], sampling.max_tokens, self.observer)
             yield sequence
 
-    def _context(self, index: int, prompt_tokens: int, sample: int) -> SequenceContext:
+    def _context(self, index: int, prompt: _Encoded, sample: int) -> SequenceContext:
         sampling, model = self.request.sampling, self.model
-        capacity = prompt_tokens + sampling.max_tokens
+        capacity = len(prompt.ids) + sampling.max_tokens
         return SequenceContext(
             capacity=capacity,
             tiers=Tiers.for_device(model.device, model.dtype),
@@ -177,6 +179,7 @@ class _Reader:
             timeline=self.timeline,
             rotary=self.rope.rotary(capacity),
             track=f"sequence {index * sampling.num_samples + sample}",
+            question=prompt.question,
         )
 
 

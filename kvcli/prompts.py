@@ -120,6 +120,13 @@ def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBas
     return list(ids)
 
 
+def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the question after the document, without special tokens; none where the text stands alone."""
+    if not prompt.question:
+        return []
+    return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def _apply_template(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> Any:
     from jinja2 import TemplateError
 

@@ -1,5 +1,7 @@
 """The engine without files and console: run a method on a model in memory."""
 
+from contextlib import nullcontext
+
 import torch
 from transformers import PreTrainedModel
 
@@ -8,13 +10,14 @@ from kvcli.decode import decode
 from kvcli.geometry import geometry_of
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
-from kvcli.prefill import prefill
+from kvcli.rope import installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
+from kvcli.windowed import read_prompt
 
 SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
 
@@ -26,7 +29,7 @@ class NoText:
         return ""
 
 
-def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None):
+def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None, question=()):
     method = get_method(name)
     context = SequenceContext(
         capacity=capacity,
@@ -34,19 +37,27 @@ def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=Non
         counters=Counters(len(layers)),
         timeline=Timeline(),
         rotary=rotary or [None] * len(layers),
+        question=question,
     )
     return method(method.Config(**settings), layers, context)
 
 
 def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, rotary=None, eos=()):
-    """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences."""
+    """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
+
+    `rotary` is for callers that have installed their own tables.
+    """
     layers = geometry_of(model.config, model.dtype).layers
     sampling = sampling or Sampling(max_tokens=max_tokens)
     sequences = []
-    with attached(model) as hook:
-        for index, ids in enumerate(prompts):
-            method = new_method(name, settings, layers, len(ids) + max_tokens + SPARE, model.dtype, rotary)
-            logits = prefill(model, hook, ids, method, layers, lambda _: None, chunk)
+    capacities = [len(ids) + max_tokens + SPARE for ids in prompts]
+    with attached(model) as hook, installed(model, capacities) if rotary is None else nullcontext() as rope:
+        for index, (ids, capacity) in enumerate(zip(prompts, capacities, strict=True)):
+            if rope is not None:
+                rope.use([capacity])
+            own = rotary if rope is None else rope.rotary(capacity)
+            method = new_method(name, settings, layers, capacity, model.dtype, own)
+            logits = read_prompt(model, hook, ids, method, layers, lambda _: None, chunk)
             sequence = RunningSequence(
                 index=index,
                 source=str(index),
@@ -62,6 +73,6 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
             )
             sequence.accept(logits)
             sequences.append(sequence)
-        for _ in decode(model, hook, sequences, Timeline()):
+        for _ in decode(model, hook, sequences, Timeline(), rope):
             pass
     return sequences

@@ -94,6 +94,8 @@ class SequenceContext:
     timeline: Timeline
     rotary: Sequence[Rotary | None]
     track: str = "sequence 0"
+    question: Sequence[int] = ()
+    """Token ids of the question after the document, where the prompt has one."""
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
@@ -106,17 +108,24 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     Config: ClassVar[type[MethodConfig]]
     title: ClassVar[str]
     paper: ClassVar[str]
+    exact: ClassVar[dict[str, Any]] = {}
+    """Settings with which an ample budget is full attention, where the defaults are not."""
+    budget_is_mean: ClassVar[bool] = False
+    """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         self.config = config
         self.context = context
         self.retrieval: dict[int, CacheT] = {}
+        self.plain: dict[int, DenseCache | SlidingCache] = {}
         self.caches: list[LayerCache] = []
         for layer in layers:
+            heads, d = layer.num_kv_heads, layer.head_dim
+            cache: LayerCache
             if layer.window is not None:
-                cache: LayerCache = SlidingCache(layer.num_kv_heads, layer.head_dim, layer.window, context.tiers)
+                cache = self.plain[layer.index] = SlidingCache(heads, d, layer.window, context.tiers)
             elif layer.index < config.leading_dense_layers:
-                cache = DenseCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers)
+                cache = self.plain[layer.index] = DenseCache(heads, d, context.capacity, context.tiers)
             else:
                 cache = self.retrieval[layer.index] = self.new_cache(layer)
             self.caches.append(cache)
@@ -148,6 +157,32 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             return self.retrieve(layer, self.retrieval[layer], q, softmax)
         return self.caches[layer].attend(q, softmax)
 
+    @property
+    def prefill_window(self) -> int | None:
+        """Tokens that the prompt is read by, each window through all layers by `attend_window`; None: see `prefill`."""
+        return None
+
+    def attend_window(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Append the prompt's next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d].
+
+        Sliding and dense layers attend exactly.
+        """
+        if layer in self.retrieval:
+            return self.retrieve_window(layer, self.retrieval[layer], q, k, v, softmax)
+        return self.plain[layer].attend_window(q, k, v, softmax)
+
+    def retrieve_window(self, layer: int, cache: CacheT, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Do what `attend_window` says in a layer of `new_cache`; for methods with a `prefill_window`."""
+        raise NotImplementedError
+
+    @property
+    def preview(self) -> Sequence[int]:
+        """Token ids whose queries the method wants to see before the prompt is read by windows."""
+        return ()
+
+    def take_preview(self, layer: int, q: Tensor) -> None:
+        """Take a layer's queries of the preview, q [H, n, d] at positions 1 to n; of its last tokens if it is long."""
+
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""
         return sum((cache.footprint() for cache in self.caches), Footprint())
@@ -159,7 +194,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one."""
         context = replace(self.context, counters=counters, track=track)
-        return copy.deepcopy(self, {id(self.context): context})
+        shared = {id(rotary): rotary for rotary in context.rotary}
+        return copy.deepcopy(self, {id(self.context): context, **shared})
 
     def count(self, layer: int, count: Count, amount: int) -> None:
         """Count in the current step."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 
 
@@ -108,6 +109,13 @@ class DenseCache(LayerCache):
         """See `LayerCache.attend`."""
         return decode_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
+    def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Append consecutive tokens k, v [Hk, n, d] and attend with q [H, n, d], each to all before it -> [H, n, d]."""
+        start, self.length = self.length, self.length + k.shape[1]
+        self.k[:, start : self.length] = k
+        self.v[:, start : self.length] = v
+        return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v))
@@ -152,6 +160,19 @@ class SlidingCache(LayerCache):
         """See `LayerCache.attend`."""
         k, v = self.resident()
         return decode_attention(q, k, v, softmax)
+
+    def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Append consecutive tokens k, v [Hk, n, d] and attend with q [H, n, d] -> [H, n, d].
+
+        Each sees the last `window` tokens up to itself; for caches without sinks.
+        """
+        held = self._row(torch.arange(self.dropped, self.length, device=k.device))  # in the order of their positions
+        seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
+        self.length += k.shape[1]
+        kept = torch.arange(self.dropped, self.length, device=k.device)
+        rows = self._row(kept)
+        self.k[:, rows], self.v[:, rows] = seen_k[:, -len(kept) :], seen_v[:, -len(kept) :]
+        return prefill_attention(q, seen_k, seen_v, softmax, self.window)
 
     def resident(self) -> tuple[Tensor, Tensor]:
         """Keys and values held: the sinks in order, then the window in ring order; [Hk, n, d] each."""
