@@ -19,10 +19,7 @@ def block_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Plain torch in the precision of its input (at least fp32); `causal` aligns the last row with the last key."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * softmax.scale  # [Hk, m, n]
-    if softmax.softcap is not None:
-        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
+    scores = attention_scores(q, k, softmax)
     if causal:
         m, n = scores.shape[-2:]
         mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
@@ -30,7 +27,16 @@ def block_attention_ref(
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(-1)  # [Hk, m]
     weights = torch.exp(scores - lse.unsqueeze(-1))
-    return (weights @ v.to(dtype)).to(q.dtype), lse
+    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+
+
+def attention_scores(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """Scores s [Hk, m, n] without a mask, in at least fp32."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * softmax.scale
+    if softmax.softcap is not None:
+        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
+    return scores
 
 
 def block_attention(

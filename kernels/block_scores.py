@@ -1,0 +1,38 @@
+"""How much a probe wants each block, one score a block for all heads, and how spread out the scores are.
+
+    dot_j = p . K_j          cosine_j = p . K_j / (|p| |K_j|)          density = entropy of softmax(scores)
+
+p [H*d] is the probe with its heads concatenated, K_j [H*d] the block's key with every KV head repeated for the G query
+heads it serves. The repetition is not made: p . K_j sums p over the group, and |K_j| is sqrt(G) times the norm over
+the KV heads.
+
+Shapes: probe [H, d], keys [n, Hk, d] -> scores [n] in at least fp32; scores [n] -> density.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
+    """Inner products."""
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    by_kv_head = probe.to(dtype).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
+    scores: Tensor = keys.to(dtype).flatten(1) @ by_kv_head.flatten()
+    return scores
+
+
+def cosine_scores(probe: Tensor, keys: Tensor) -> Tensor:
+    """Cosines; zero for a probe or key of zero length."""
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    unit_keys = normalize(keys.to(dtype).flatten(1), dim=1).view(keys.shape)
+    groups = probe.shape[0] // keys.shape[1]
+    return dot_scores(normalize(probe.to(dtype).flatten(), dim=0).view_as(probe), unit_keys) / sqrt(groups)
+
+
+def density(scores: Tensor) -> Tensor:
+    """Entropy, in nats, of the softmax over blocks (ActQKV, equation 11)."""
+    log_weights = scores.log_softmax(-1)
+    return -(log_weights.exp() * log_weights).sum(-1)

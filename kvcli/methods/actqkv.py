@@ -1,0 +1,143 @@
+"""ActQKV: InfLLM with a probe of the window's unusual queries and a cut-off by layer (arXiv 2502.13542, section 4).
+
+In prefill the query that looks for blocks is not the mean of the window's queries: each weighs as much as it deviates
+from the mean of all queries so far, per channel in units of their variance (equations 7 to 9). Blocks are ranked by
+cosine. Where the prompt is a document and a question, the question is read first, alone; its queries make a second
+probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
+
+In decode the query itself is the probe, and the layers share their budget: a layer takes of what is left the part that
+the entropy of its scores has in the entropies of itself and the layers still to come (equation 12), for which the
+means of their last 100 steps stand. What a layer really gets, rounded and clamped, is what the next ones lack; so the
+layers' mean holds the budget, unless a clamp binds.
+
+Block keys and queries have their heads concatenated, keys repeated for the query heads they serve. Windows, blocks,
+positions and exactness are InfLLM's. While the context fits into the budget there is no cut-off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.activation_probe import activation_probe
+from kvcli.kernels.block_scores import cosine_scores, density
+from kvcli.kernels.moments import Moments, merge_moments, moments_of
+from kvcli.methods.base import SequenceContext, setting
+from kvcli.methods.infllm import InfLLM, InfLLMConfig
+from kvcli.store.blocks import BlockCache
+
+RECENT_STEPS = 100  # steps whose entropies make a layer's mean
+
+
+class ActQKVConfig(InfLLMConfig):
+    """Settings of ActQKV; the cut-off's bounds are 32 and 92 blocks at the paper's budget of 46."""
+
+    question_weight: float = setting(4.0, "weight of the question's probe beside the window's; 0 leaves it out", ge=0)
+    cutoff_least: float = setting(0.7, "fewest pages of a layer in decode, of those the budget selects", ge=0, le=1)
+    cutoff_most: float = setting(2.0, "most pages of a layer in decode, of those the budget selects", ge=1)
+
+    @property
+    def least(self) -> int:
+        """Fewest blocks of a layer in decode."""
+        return max(1, round(self.cutoff_least * self.pages.selected))
+
+    @property
+    def slots(self) -> int:
+        """Retrieved blocks that the device has room for, per layer: the most that the cut-off gives."""
+        return round(self.cutoff_most * self.pages.selected)
+
+
+class CutOff:
+    """Divides `blocks` a layer among `layers` by their entropies, layer after layer within each step."""
+
+    def __init__(self, layers: Sequence[int], blocks: int, least: int, most: int):
+        self.layers, self.blocks, self.least, self.most = list(layers), blocks, least, most
+        self.recent: dict[int, deque[float]] = {layer: deque(maxlen=RECENT_STEPS) for layer in layers}
+        self.means: dict[int, float] = {}
+        self.remaining = 0.0
+
+    def allot(self, layer: int, entropy: float, candidates: int) -> int:
+        """Give `layer` its blocks of this step, at most `candidates`."""
+        if layer == self.layers[0]:
+            self.remaining = len(self.layers) * self.blocks
+        rest = self.layers[self.layers.index(layer) + 1 :]
+        if len(self.means) == len(self.layers):
+            share = entropy / (entropy + sum(self.means[other] for other in rest))
+        else:
+            share = 1 / (1 + len(rest))
+        given = min(candidates, max(self.least, min(self.most, round(share * self.remaining))))
+        self.remaining -= given
+        self.recent[layer].append(entropy)
+        self.means[layer] = fmean(self.recent[layer])
+        return given
+
+
+class ActQKV(InfLLM):
+    """Activation-aware probe, cosine with block keys, as many blocks as the layer's entropy deserves."""
+
+    Config = ActQKVConfig
+    title = "windowed prefill; blocks in host memory, found by the window's unusual queries; a cut-off by layer"
+    paper = "arXiv 2502.13542"
+    budget_is_mean = True
+
+    config: ActQKVConfig
+
+    def __init__(self, config: ActQKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.moments: dict[int, Moments] = {}  # layer -> of all the prompt's queries so far [H * d]
+        self.question: dict[int, Tensor] = {}  # layer -> the question's probe [H, d]
+        self.cutoff = CutOff(list(self.retrieval), config.pages.selected, config.least, config.slots)
+        self.entropy_sums = dict.fromkeys(self.retrieval, 0.0)
+
+    @property
+    def preview(self) -> Sequence[int]:
+        """See `Method.preview`: the question, if there is one and it matters."""
+        return self.context.question if self.config.question_weight else ()
+
+    def take_preview(self, layer: int, q: Tensor) -> None:
+        """See `Method.take_preview`: make the question's probe."""
+        if layer in self.retrieval:
+            queries = self.retrieval[layer].unrotate(q, 1)
+            self.question[layer] = _probe(queries, moments_of(_by_token(queries)))
+
+    def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
+        """See `InfLLM.window_scores`; the window joins the moments before it is judged by them."""
+        moments = moments_of(_by_token(queries))
+        if layer in self.moments:
+            moments = merge_moments(self.moments[layer], moments)
+        self.moments[layer] = moments
+        scores = cosine_scores(_probe(queries, moments), cache.block_keys)
+        if layer in self.question:
+            scores = scores + self.config.question_weight * cosine_scores(self.question[layer], cache.block_keys)
+        return scores
+
+    def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:  # noqa: ARG002
+        """See `InfLLM.step_scores`."""
+        return cosine_scores(query, cache.block_keys)
+
+    def allot(self, layer: int, scores: Tensor) -> int:
+        """See `InfLLM.allot`."""
+        entropy = float(density(scores))
+        self.entropy_sums[layer] += entropy
+        return self.cutoff.allot(layer, entropy, len(scores))
+
+    def statistics(self) -> dict[str, Any]:
+        """See `InfLLM.statistics`; with the mean entropy in nats of each layer's scores in decode."""
+        statistics = super().statistics()
+        for layer in statistics["layers"]:
+            if retrievals := layer["decode"]["retrievals"]:
+                layer["decode"]["entropy_mean"] = self.entropy_sums[layer["layer"]] / retrievals
+        return statistics
+
+
+def _by_token(queries: Tensor) -> Tensor:
+    return queries.transpose(0, 1).flatten(1)  # [H, n, d] -> [n, H * d]
+
+
+def _probe(queries: Tensor, moments: Moments) -> Tensor:
+    return activation_probe(_by_token(queries), moments).view(queries.shape[0], -1)  # [H, d]

@@ -1,0 +1,185 @@
+"""InfLLM: blocks of the past, found by a few tokens that represent them (arXiv 2402.04617, section 3).
+
+The prompt is read window by window. Each window, and later each generated token, attends to the sinks, to the local
+window and itself, and to the blocks whose representative keys have the largest inner product with its query, averaged
+over the window. Whatever leaves the local window goes to host memory by blocks, so that neither attention nor device
+memory grows with the context but for one key a block. One set of blocks serves all heads of a layer.
+
+Queries are compared with block keys without rotation on either side, so that relevance does not depend on distance.
+With `positions = "capped"` all that is not local is `window - 1` tokens away from every query, and prompts can be
+longer than the positions that the model was trained for; local tokens and the window itself keep their distances.
+
+Exactness: with `positions = "original"` this is full attention as long as the context fits into the budget. With
+"capped" it is so only while nothing has left the local window, or in layers without rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.block_scores import dot_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
+from kvcli.stats import Count
+from kvcli.store.blocks import BlockCache, BlockLayout, Positions
+
+
+class InfLLMConfig(PagedConfig):
+    """Settings of InfLLM; a page is a block."""
+
+    sink: int = setting(64, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
+    dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
+    prefill_window: int = setting(256, "tokens of the prompt read at once", "tokens", ge=1)
+    representatives: int = setting(4, "most attended tokens of a page whose mean key represents it", "tokens", ge=1)
+    positions: Positions = setting("capped", "distance of what is not local: capped (window - 1) or original")
+
+    @property
+    def slots(self) -> int:
+        """Retrieved blocks that the device has room for, per layer."""
+        return self.pages.selected
+
+    @model_validator(mode="after")
+    def _represents_by_its_own(self) -> InfLLMConfig:
+        if self.representatives > self.page_size:
+            raise ValueError(f"representatives {self.representatives} are more than a page has tokens {self.page_size}")
+        return self
+
+
+@dataclass
+class Usage:
+    """What one layer retrieved over a phase; only where something had to be left out."""
+
+    retrievals: int = 0
+    blocks: int = 0
+    fewest: float = inf
+    most: int = 0
+    misses: int = 0
+    bytes_to_device: int = 0
+    scores: float = 0.0  # sum over retrievals of the mean score of the retrieved blocks
+
+    def note(self, blocks: int, misses: int, moved: int, score: float) -> None:
+        """Add one retrieval."""
+        self.retrievals += 1
+        self.blocks += blocks
+        self.fewest, self.most = min(self.fewest, blocks), max(self.most, blocks)
+        self.misses += misses
+        self.bytes_to_device += moved
+        self.scores += score
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data for the report; means are per retrieval."""
+        if not self.retrievals:
+            return {"retrievals": 0}
+        return {
+            "retrievals": self.retrievals,
+            "blocks_mean": self.blocks / self.retrievals,
+            "blocks_min": self.fewest,
+            "blocks_max": self.most,
+            "blocks_requested": self.blocks,
+            "blocks_missed": self.misses,
+            "bytes_to_device": self.bytes_to_device,
+            "score_mean": self.scores / self.retrievals,
+        }
+
+
+@dataclass
+class Phases:
+    """Prefill and decode of one layer, counted apart."""
+
+    prefill: Usage = field(default_factory=Usage)
+    decode: Usage = field(default_factory=Usage)
+
+
+class InfLLM(Method[InfLLMConfig, BlockCache]):
+    """Mean query of a window, inner product with block keys, a fixed number of blocks."""
+
+    Config = InfLLMConfig
+    title = "windowed prefill; blocks in host memory, found by their most attended tokens"
+    paper = "arXiv 2402.04617"
+    exact: ClassVar[dict[str, Any]] = {"positions": "original"}
+
+    def __init__(self, config: InfLLMConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.usage = {layer: Phases() for layer in self.retrieval}
+
+    def new_cache(self, layer: LayerGeometry) -> BlockCache:
+        """Keep local tokens, sinks, block keys and a budget of blocks on the device, the rest in host memory."""
+        config, context = self.config, self.context
+        layout = BlockLayout(
+            config.pages, config.slots, config.prefill_window, config.representatives, config.positions
+        )
+        return BlockCache(layer, context.capacity, layout, context.rotary[layer.index], context.tiers)
+
+    @property
+    def prefill_window(self) -> int:
+        """See `Method.prefill_window`."""
+        return self.config.prefill_window
+
+    def retrieve_window(
+        self, layer: int, cache: BlockCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> Tensor:
+        """Choose blocks for the whole window, attend, then let what left the local window go."""
+        cache.extend(k, v)
+        with self.span("select", layer):
+            scores = self.window_scores(layer, cache, cache.unrotate(q, cache.length - q.shape[1]))
+        self._recall(layer, cache, scores, cache.budget.selected, self.usage[layer].prefill)
+        with self.span("attention", layer):
+            out = cache.attend_newest(q, softmax)
+        self.count(layer, Count.BYTES_TO_HOST, cache.advance())
+        return out
+
+    def retrieve(self, layer: int, cache: BlockCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Choose blocks for this token and attend."""
+        with self.span("select", layer):
+            scores = self.step_scores(layer, cache, cache.unrotate(q[:, None], cache.length - 1)[:, 0])
+            wanted = cache.budget.selected
+            if len(scores) > wanted:
+                wanted = self.allot(layer, scores)
+        self._recall(layer, cache, scores, wanted, self.usage[layer].decode)
+        with self.span("attention", layer):
+            return cache.attend(q, softmax)
+
+    def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:  # noqa: ARG002
+        """Score every block for a window of the prompt with un-rotated queries [H, n, d] -> [blocks]."""
+        return dot_scores(queries.mean(1), cache.block_keys)
+
+    def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:  # noqa: ARG002
+        """Score every block for a generated token with its un-rotated query [H, d] -> [blocks]."""
+        return dot_scores(query, cache.block_keys)
+
+    def allot(self, layer: int, scores: Tensor) -> int:  # noqa: ARG002
+        """Say how many blocks a generated token may have in this layer."""
+        return self.config.pages.selected
+
+    def statistics(self) -> dict[str, Any]:
+        """See `Method.statistics`: what each layer retrieved, in prefill and in decode."""
+        return {
+            "layers": [
+                {"layer": layer, "prefill": usage.prefill.summary(), "decode": usage.decode.summary()}
+                for layer, usage in self.usage.items()
+            ]
+        }
+
+    def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: Usage) -> None:
+        """Bring the `wanted` best blocks to the device; all of them, uncounted, where there are no more than fit."""
+        if len(scores) <= cache.budget.selected:
+            if len(scores):
+                cache.recall(torch.arange(len(scores), device=scores.device))
+            return
+        with self.span("recall", layer):
+            blocks = topk_pages(scores[None], wanted)[0]
+            misses, moved = cache.recall(blocks)
+        num_kv_heads = cache.k.shape[0]
+        self.count(layer, Count.PAGES_REQUESTED, wanted * num_kv_heads)
+        self.count(layer, Count.MISSES, misses * num_kv_heads)
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        usage.note(wanted, misses, moved, float(scores[blocks].mean()))

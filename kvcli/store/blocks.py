@@ -1,0 +1,203 @@
+"""A layer whose older blocks lie in host memory and are retrieved for all heads alike (InfLLM, arXiv 2402.04617).
+
+The device holds the near tokens (the local window and the window being read), the sinks and some retrieved blocks.
+A block is a page of tokens; once it leaves the local window, it goes to the host and is represented on the device by
+one key: the mean over the tokens of it that got most attention from later ones while they were near.
+
+Keys of near tokens are post-RoPE. Those of blocks are cached un-rotated, and attended to in one of two ways:
+"capped" - every sink and every retrieved token is `local window - 1` tokens away from every query, so that no distance
+is larger than the model was trained for; the query is turned instead of the keys;
+"original" - each token stands where it stood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.far_near_attention import Far, far_near_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.host import HostPool
+from kvcli.store.pages import PageBudget, paged
+
+if TYPE_CHECKING:
+    from kvcli.rope import Rotary
+
+Positions = Literal["capped", "original"]
+EMPTY = -1  # a slot that holds no block
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Sizes: the budget in blocks, `slots` for retrieved blocks, `reach` tokens read at once, tokens that represent."""
+
+    budget: PageBudget
+    slots: int
+    reach: int
+    representatives: int
+    positions: Positions
+
+
+class BlockCache(LayerCache):
+    """Near tokens, sinks, retrieved blocks and block keys on the device; all blocks on the host.
+
+    Blocks are counted from the first one behind the sinks. The order of calls: `extend` by new tokens, `advance` the
+    local window (before attention in decode, after it in prefill), `recall` blocks, `attend_newest`.
+    """
+
+    def __init__(
+        self, layer: LayerGeometry, capacity: int, layout: BlockLayout, rotary: Rotary | None, tiers: Tiers
+    ) -> None:
+        budget, heads, d = layout.budget, layer.num_kv_heads, layer.head_dim
+        num_blocks = max(0, budget.count(capacity) - budget.window - budget.sink)
+        self.layout, self.budget, self.rotary = layout, budget, rotary
+        self.length = 0
+        self.first = 0  # position of the first near token, at the edge of a block
+        near = budget.window * budget.size + layout.reach
+        self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
+        self.mass = tiers.on_device(near, dtype=torch.float32).zero_()  # attention from later tokens
+        self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
+        self.pool = HostPool(heads, d, budget.size, num_blocks, tiers)
+        self.keys = tiers.on_device(num_blocks, heads, d)
+        self.slots = tiers.on_device(min(layout.slots, num_blocks), heads, 2, budget.size, d)
+        self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)  # block in each slot
+        self.chosen = self.resident[:0]  # [k] slots that are attended to
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that left the local window and can be retrieved."""
+        return max(0, self.first // self.budget.size - self.budget.sink)
+
+    @property
+    def block_keys(self) -> Tensor:
+        """Keys that represent these blocks: [num_blocks, Hk, d]."""
+        return self.keys[: self.num_blocks]
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`. No query is seen, so a block is represented by its first tokens."""
+        written = 0
+        for start in range(0, k.shape[1], self.layout.reach):
+            part = slice(start, start + self.layout.reach)
+            self.extend(k[:, part], v[:, part])
+            written += self.advance()
+        return written
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`."""
+        self.extend(k[:, None], v[:, None])
+        return self.advance()
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        return self.attend_newest(q[:, None], softmax)[:, 0]
+
+    def extend(self, k: Tensor, v: Tensor) -> None:
+        """Add n <= `reach` new tokens to the near ones: k, v [Hk, n, d]."""
+        start = self.length - self.first
+        self.k[:, start : start + k.shape[1]] = k
+        self.v[:, start : start + k.shape[1]] = v
+        self.length += k.shape[1]
+
+    def advance(self) -> int:
+        """Let go of what left the local window; returns the bytes written to the host."""
+        first = max(0, self.budget.count(self.length) - self.budget.window) * self.budget.size
+        leaving = first - self.first
+        if leaving <= 0:
+            return 0
+        k = self.unrotate(self.k[:, :leaving], self.first)
+        sinks = min(max(0, self.sink_k.shape[1] - self.first), leaving)
+        self.sink_k[:, self.first : self.first + sinks] = self._placed(
+            k[:, :sinks], torch.arange(self.first, self.first + sinks, device=k.device)
+        )
+        self.sink_v[:, self.first : self.first + sinks] = self.v[:, :sinks]
+        block = self.num_blocks
+        written = self._store(block, k[:, sinks:], self.v[:, sinks:leaving], self.mass[sinks:leaving])
+        left = self.length - first
+        for near in (self.k, self.v):
+            near[:, :left] = near[:, leaving : leaving + left].clone()
+        self.mass[:left] = self.mass[leaving : leaving + left].clone()
+        self.mass[left:] = 0
+        self.first = first
+        return written
+
+    def recall(self, blocks: Tensor) -> tuple[int, int]:
+        """Bring `blocks` [k] to the device, k <= slots, and attend to these from now on: (misses, bytes moved)."""
+        same = self.resident[:, None] == blocks  # [slots, k]
+        missing = blocks[~same.any(0)]
+        slots = (~same.any(1)).nonzero()[: len(missing), 0]
+        fetched = self.pool.blocks[missing.to(self.pool.blocks.device)].to(self.slots.device)  # [m, Hk, 2, p, d]
+        self._fill_slots(slots, missing, fetched)
+        self.chosen = (self.resident[:, None] == blocks).int().argmax(0)
+        return len(missing), nbytes(fetched)
+
+    def unrotate(self, x: Tensor, first: int) -> Tensor:
+        """Undo the rotation of queries or keys [.., n, d] of consecutive tokens from position `first` on."""
+        if self.rotary is None:
+            return x
+        return self.rotary.unrotate(x, torch.arange(first, first + x.shape[1], device=x.device))
+
+    def attend_newest(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with the newest m tokens q [H, m, d] to sinks, recalled blocks and near tokens -> [H, m, d].
+
+        The weights that near tokens get are added to their mass.
+        """
+        near, sinks = self.length - self.first, min(self.first, self.sink_k.shape[1])
+        chosen = self.slots[self.chosen].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, Hk, k * p, d]
+        far_k = torch.cat((self.sink_k[:, :sinks], chosen[0]), 1)
+        far_v = torch.cat((self.sink_v[:, :sinks], chosen[1]), 1)
+        far = Far(self._far_queries(q) if far_k.shape[1] else q, far_k, far_v)
+        out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
+        self.mass[:near] += mass
+        return out
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        near = nbytes(self.k, self.v, self.mass, self.sink_k, self.sink_v)
+        return Footprint(device=near + nbytes(self.keys, self.slots, self.resident), host=self.pool.nbytes())
+
+    def _store(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
+        """Represent consecutive blocks from `block` on, k (un-rotated) and v [Hk, n * p, d], and put them away."""
+        size, stop = self.budget.size, block + k.shape[1] // self.budget.size
+        if stop == block:
+            return 0
+        paged_k, paged_v = paged(k, size).to(self.keys.dtype), paged(v, size)  # [Hk, n, p, d]
+        by_token = paged(k, size).permute(1, 2, 0, 3)  # [n, p, Hk, d]
+        tokens = topk_pages(mass.view(-1, size), self.layout.representatives)  # [n, r]
+        rows = torch.arange(stop - block, device=k.device)[:, None]
+        self.keys[block:stop] = by_token[rows, tokens].mean(1)
+        written = self.pool.write(block, paged_k, paged_v)
+        fitting = torch.arange(block, stop, device=k.device)[: max(0, len(self.slots) - block)]  # while there is room
+        kv = torch.stack((paged_k, paged_v), 2).transpose(0, 1)  # [n, Hk, 2, p, d]
+        self._fill_slots(fitting, fitting, kv[: len(fitting)])
+        return written
+
+    def _fill_slots(self, slots: Tensor, blocks: Tensor, kv: Tensor) -> None:
+        """Put blocks [m] into slots [m]: kv [m, Hk, 2, p, d], keys un-rotated."""
+        size = self.budget.size
+        self.resident[slots] = blocks
+        self.slots[slots] = kv
+        if self.layout.positions == "original" and len(slots):
+            positions = ((blocks + self.budget.sink) * size)[:, None] + torch.arange(size, device=kv.device)  # [m, p]
+            flat = self._placed(kv[:, :, 0].transpose(0, 1).flatten(1, 2), positions.flatten())  # [Hk, m * p, d]
+            self.slots[slots, :, 0] = paged(flat, size).transpose(0, 1).to(kv.dtype)
+
+    def _placed(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Turn un-rotated keys [Hk, n, d] to where they are attended to."""
+        if self.rotary is None or self.layout.positions == "capped":
+            return k
+        return self.rotary.rotate(k, positions)
+
+    def _far_queries(self, q: Tensor) -> Tensor:
+        """Turn the newest queries [H, m, d] to where they see the far tokens from."""
+        if self.rotary is None or self.layout.positions == "original":
+            return q
+        distance = torch.full((q.shape[1],), self.budget.window * self.budget.size - 1, device=q.device)
+        plain = self.unrotate(q, self.length - q.shape[1])
+        # Keys at position 0 would carry the attention scaling once; un-rotated ones do not.
+        return (self.rotary.rotate(plain, distance) * self.rotary.attention_scaling).to(q.dtype)
