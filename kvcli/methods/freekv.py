@@ -17,7 +17,8 @@ from typing import Literal
 from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
-from kvcli.kernels.page_scores import Pooling, page_scores
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages

@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
-from kvcli.kernels.page_scores import Pooling, page_scores
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, PagedConfig, PowerOfTwo, setting
