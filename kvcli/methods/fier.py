@@ -1,0 +1,97 @@
+"""FIER: retrieval of single tokens by one-bit keys (arXiv 2508.08256, section 3).
+
+The keys of every full group of tokens are quantised to their sign about the middle of the group's range, channel by
+channel. A step scores all tokens by these bits, takes the best, and attends to them exactly. Important tokens lie
+scattered, so that a page would bring many others along; a bit a channel with two 16-bit numbers a group of 32 costs no
+more to read than the bounds of pages of 16: an eighth of the keys.
+
+Decided where the paper is silent: with grouped queries the scores are scaled as in attention, turned to weights over
+the candidates, and pooled over the group. The tokens of a group that is not full stay in full precision, are always
+attended and count in the budget; so does the current token. `offload` keeps the KV in host memory and recalls the
+tokens that are missing on the device; what is attended to is the same. In the counters one token of one KV head is a
+page of size 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.stats import Count
+from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget, TokenCache
+
+
+class FIERConfig(MethodConfig):
+    """Settings of FIER."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    group: int = setting(32, "consecutive tokens quantised together", "tokens", ge=1)
+    sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
+    window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
+    dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
+    pooling: Pooling = setting("max_s", "how token scores are pooled over the query heads of a KV head")
+    offload: bool = setting(False, "keep the KV in host memory and recall the selected tokens")
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @property
+    def tokens(self) -> TokenBudget:
+        """Split the budget."""
+        return TokenBudget(self.budget, self.sink, max(1, self.window), self.group)
+
+    @model_validator(mode="after")
+    def _leaves_a_token(self) -> FIERConfig:
+        missing = 1 - self.tokens.least_selected
+        if missing > 0:
+            raise ValueError(
+                f"budget {self.budget} leaves no token to select beside sink {self.sink}, window {self.window} and "
+                f"an unfilled group of {self.group}: it must be at least {self.budget + missing}"
+            )
+        return self
+
+
+class FIER(Method[FIERConfig, TokenCache]):
+    """Selects tokens anew at every step, each for itself."""
+
+    Config = FIERConfig
+    title = "token selection by one-bit keys at every step"
+    paper = "arXiv 2508.08256"
+
+    def new_cache(self, layer: LayerGeometry) -> TokenCache:
+        """Keep one-bit keys on the device, and the KV there or in host memory."""
+        cache = OffloadedTokens if self.config.offload else ResidentTokens
+        context = self.context
+        return cache(layer.num_kv_heads, layer.head_dim, context.capacity, self.config.tokens, context.tiers)
+
+    def retrieve(self, layer: int, cache: TokenCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select with the query of this step, bring what is missing, then attend."""
+        if not cache.active:
+            return cache.attend(q, softmax)
+        with self.span("select", layer):
+            scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
+            selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count(layer, Count.MISSES, misses)
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        with self.span("attention", layer):
+            return cache.attend_selected(q, selected, softmax)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say what part of the keys' bytes a selection reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.
+
+        In fp32 scale and zero are 32 bits each: (1 + 64 / g) / 32, 0.09375 at g = 32.
+        """
+        ratios = {ratio for cache in self.retrieval.values() if (ratio := cache.index.load_ratio()) is not None}
+        return {"key_load_ratio": max(ratios)} if ratios else {}

@@ -1,0 +1,168 @@
+"""FIER against a slow re-derivation from the paper, in float64 and plain loops, sharing no code with it."""
+
+import math
+
+import pytest
+import torch
+from driver import HK, SOFTMAX, D, H, Stream, layers
+from engine import new_method, run
+from families import VOCAB, tiny_model
+from pydantic import ValidationError
+
+from kvcli.methods.fier import FIERConfig
+from kvcli.store.tokens import EMPTY
+
+BUDGET, GROUP = 37, 8
+SETTINGS = {"budget": BUDGET, "group": GROUP, "dense_layers": 1}
+VARIANTS = [{}, {"sink": 3, "window": 5}, {"window": 13, "group": 4}, {"group": 1}, {"pooling": "mean_qk"}]
+G = H // HK
+STEPS = 110
+
+
+def softmax(values):
+    exps = [math.exp(value - max(values)) for value in values]
+    return [value / sum(exps) for value in exps]
+
+
+def dot(a, b):
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+class Oracle:
+    """One layer, step after step: what each KV head attends to, and what a recall of it costs."""
+
+    def __init__(self, stream, settings):
+        self.k, self.v, self.q = stream.k.double().tolist(), stream.v.double().tolist(), stream.q
+        self.prompt = stream.prompt
+        self.sink, self.window = settings.get("sink", 0), max(1, settings.get("window", 0))
+        self.group, self.pooling = settings["group"], settings.get("pooling", "max_s")
+        self.misses = self.requested = 0
+        first = set(range(self.sink, BUDGET - self.window)) if self.prompt <= BUDGET else set()
+        self.held = [first for _ in range(HK)]
+        self.quantised = [{} for _ in range(HK)]
+
+    def key(self, head, token):
+        """The key of a token as its group's code * s + z."""
+        if token not in self.quantised[head]:
+            first = token - token % self.group
+            keys = self.k[head][first : first + self.group]
+            middle = [(max(channel) + min(channel)) / 2 for channel in zip(*keys, strict=True)]
+            half = [(max(channel) - min(channel)) / 2 for channel in zip(*keys, strict=True)]
+            self.quantised[head][token] = [
+                z + s if x >= z else z - s for x, z, s in zip(self.k[head][token], middle, half, strict=True)
+            ]
+        return self.quantised[head][token]
+
+    def attended(self, step):
+        """Tokens of every KV head at a step, counting what has to be fetched for them."""
+        length = self.prompt + step + 1
+        if length <= BUDGET:
+            return [list(range(length))] * HK
+        always = {*range(self.sink), *range(length - self.window, length), *range(length - length % self.group, length)}
+        candidates = [token for token in range(length) if token not in always]
+        out = []
+        for head in range(HK):
+            rows = []
+            for query in self.q[step][head * G : head * G + G].double().tolist():
+                scores = [dot(query, self.key(head, token)) / math.sqrt(D) for token in candidates]
+                rows.append(softmax(scores) if self.pooling == "max_s" else scores)
+            pool = max if self.pooling == "max_s" else lambda values: sum(values) / G
+            pooled = [pool([row[i] for row in rows]) for i in range(len(candidates))]
+            order = sorted(range(len(candidates)), key=lambda i: (-pooled[i], i))
+            chosen = {candidates[i] for i in order[: BUDGET - len(always)]}
+            self.requested += len(chosen)
+            self.misses += len(chosen - self.held[head])
+            self.held[head] = chosen
+            out.append(sorted(always | chosen))
+        return out
+
+    def step(self, step):
+        out = []
+        for head, tokens in enumerate(self.attended(step)):
+            assert len(tokens) == min(BUDGET, self.prompt + step + 1)
+            for query in self.q[step][head * G : head * G + G].double().tolist():
+                weights = softmax([dot(query, self.k[head][token]) / math.sqrt(D) for token in tokens])
+                values = zip(*(self.v[head][token] for token in tokens), strict=True)
+                out.append([dot(weights, channel) for channel in values])
+        return torch.tensor(out, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("prompt", [75, 21])  # retrieving from the first step; growing out of the budget
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_step_matches_the_oracle(prompt, variant, offload):
+    settings = {**SETTINGS, **variant}
+    stream = Stream(prompt, steps=STEPS, seed=prompt)
+    oracle = Oracle(stream, settings)
+    for step, method, out in stream.run("fier", {**settings, "offload": offload}):
+        assert torch.allclose(out.double(), oracle.step(step), rtol=1e-4, atol=1e-5), f"output of step {step}"
+        if offload and prompt + step + 1 > BUDGET:
+            resident = [{*tokens} - {EMPTY} for tokens in method.retrieval[1].resident.tolist()]
+            assert resident == oracle.held, f"tokens held after step {step}"
+    cache = method.context.counters.cache()
+    assert cache.pages_requested == oracle.requested
+    group_bytes = HK * 2 * settings["group"] * D * 4
+    if offload:
+        assert 0 < cache.misses == oracle.misses < oracle.requested
+        assert cache.bytes_to_device == oracle.misses * 2 * D * 4
+        assert cache.prefill_bytes_to_host == prompt // settings["group"] * group_bytes
+        assert cache.bytes_to_host == (prompt + STEPS) // settings["group"] * group_bytes
+    else:
+        assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+def test_two_sequences_side_by_side():
+    streams = [Stream(75, 40, seed=1), Stream(22, 40, seed=2)]
+    oracles = [Oracle(stream, SETTINGS) for stream in streams]
+    runs = [stream.run("fier", {**SETTINGS, "offload": True}) for stream in streams]
+    for together in zip(*runs, strict=True):
+        for oracle, (step, _, out) in zip(oracles, together, strict=True):
+            assert torch.allclose(out.double(), oracle.step(step), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 8, 37, 38, 40])
+def test_offload_is_the_same_from_prompts_of_any_length(prompt):
+    stream = Stream(prompt, STEPS, seed=prompt)
+    settings = {**SETTINGS, "sink": 2}
+    for here, there in zip(
+        stream.run("fier", settings), stream.run("fier", {**settings, "offload": True}), strict=True
+    ):
+        assert torch.allclose(here[2], there[2], atol=1e-6)
+
+
+def test_a_model_does_not_notice_where_the_kv_lies():
+    model = tiny_model("qwen3")
+    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (83, 1)]
+    here, there = (
+        [sequence.token_ids for sequence in run(model, "fier", {**SETTINGS, "offload": offload}, ids, 60)]
+        for offload in (False, True)
+    )
+    assert here == there
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.bfloat16, 0.125), (torch.float32, 0.09375)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_statistics_tell_what_part_of_the_keys_is_read(dtype, ratio, offload):
+    method = new_method("fier", {"dense_layers": 1, "offload": offload}, layers(), 200, dtype)
+    assert method.statistics() == {"key_load_ratio": ratio}
+    cache = method.retrieval[1]
+    tokens = cache.index.codes.shape[1] * 32
+    assert (cache.index.codes.nbytes + cache.index.ranges.nbytes) / (HK * tokens * D * dtype.itemsize) == ratio
+
+
+def test_sixteen_bit_keys_and_growth_from_one_token():
+    k, v, q = (torch.randn(90, heads, D, dtype=torch.bfloat16) for heads in (HK, HK, H))
+    here, there = (new_method("fier", {**SETTINGS, "offload": o}, layers(), 90, torch.bfloat16) for o in (False, True))
+    for method in (here, there):
+        method.prefill(1, k[:1].transpose(0, 1), v[:1].transpose(0, 1), q[:0].transpose(0, 1), SOFTMAX)
+    for step in range(1, 90):
+        outs = [method.attend(1, q[step], k[step], v[step], SOFTMAX) for method in (here, there)]
+        assert torch.allclose(outs[0].float(), outs[1].float(), atol=2e-2)
+
+
+def test_a_budget_that_leaves_no_token_is_refused_with_the_least():
+    FIERConfig(budget=32)
+    with pytest.raises(ValidationError, match="must be at least 32"):
+        FIERConfig(budget=31)
+    with pytest.raises(ValidationError, match="must be at least 105"):
+        FIERConfig(budget=50, sink=4, window=100)
