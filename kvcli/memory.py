@@ -1,6 +1,7 @@
 """What a run will need in each tier, by the allocations it will make, and whether it fits, before it makes any.
 
 A method built on the meta device owns tensors of the right shapes and no bytes, so its KV is counted, not estimated.
+Where a method learns from the prompt how much it keeps, that is what it holds at most (`Method.planned_is_bound`).
 The workspace of the prefill is an estimate of the largest tensors that live at once.
 """
 

@@ -6,7 +6,7 @@ from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
 from kvcli import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import geometry_of
-from kvcli.methods import method_names
+from kvcli.methods import get_method, method_names
 from kvcli.model import ModelSpec, open_checkpoint
 from kvcli.profile import resolve_profile
 from kvcli.sampling import Sampling
@@ -15,22 +15,30 @@ from kvcli.store.cache import Footprint
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
 
 
-def profile(name):
+def profile(name, **settings):
     fields = type(resolve_profile(method=name).settings).model_fields
-    return resolve_profile(method=name, overrides={key: value for key, value in SMALL.items() if key in fields})
+    wanted = {**SMALL, **settings}
+    return resolve_profile(method=name, overrides={key: value for key, value in wanted.items() if key in fields})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", method_names())
 def test_planned_kv_is_what_a_run_allocates(name, family):
+    planned, held = planned_and_held(profile(name), family)
+    if get_method(name).planned_is_bound:
+        assert held.device <= planned.device
+        assert held.host <= planned.host
+        planned, held = planned_and_held(profile(name, **get_method(name).exact), family)
+    assert planned == held
+
+
+def planned_and_held(profile, family):
     model = tiny_model(family)
     ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    settings = profile(name).settings.model_dump()
-    (sequence,) = run(model, name, settings, [ids], 9)
-    planned = memory.kv_footprint(
-        profile(name), geometry_of(model.config, model.dtype), sequence.method.context.capacity, model.dtype
-    )
-    assert planned == sequence.method.footprint()
+    (sequence,) = run(model, profile.method, profile.settings.model_dump(), [ids], 9)
+    geometry = geometry_of(model.config, model.dtype)
+    planned = memory.kv_footprint(profile, geometry, sequence.method.context.capacity, model.dtype)
+    return planned, sequence.method.footprint()
 
 
 def test_freekv_holds_o_of_budget_on_the_device_and_everything_on_the_host():

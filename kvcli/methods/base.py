@@ -110,6 +110,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     paper: ClassVar[str]
     exact: ClassVar[dict[str, Any]] = {}
     """Settings with which an ample budget is full attention, where the defaults are not."""
+    planned_is_bound: ClassVar[bool] = False
+    """Whether the footprint is that of the plan or less, because what a prompt needs shows only when it is read."""
     budget_is_mean: ClassVar[bool] = False
     """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
 
