@@ -1,0 +1,30 @@
+"""Attention weights of the last few queries over all keys, without an s*s matrix.
+
+    w_ij = exp(f(scale * q_i . k_j) - z_i), j <= s - r + i      z_i = log(sum_j e^f(scale * q_i . k_j) + e^sink)
+
+f is the model's softcap. Shapes: q [H, r, d], the queries of the newest r tokens, k [Hk, s, d] -> w [H, r, s] in at
+least fp32, zero for the keys that a query does not see.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.block_attention import attention_scores
+from kvcli.kernels.softmax import Softmax
+
+# Keys handled together: bounds their copy in full precision.
+KEYS_AT_ONCE = 1 << 13
+
+
+def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """Weights of the newest queries, in one pass over the keys."""
+    (num_heads, rows, _), length = q.shape, k.shape[1]
+    heads = q.reshape(k.shape[0], -1, q.shape[-1])  # [Hk, G * r, d]
+    parts = [attention_scores(heads, some, softmax) for some in k.split(KEYS_AT_ONCE, 1)]
+    scores = torch.cat(parts, -1).view(num_heads, rows, length)
+    unseen = ~torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
+    scores = scores.masked_fill_(unseen, float("-inf"))
+    norm = scores.logsumexp(-1)  # [H, r]
+    if softmax.sinks is not None:
+        norm = torch.logaddexp(norm, softmax.sinks[:, None])
+    return scores.sub_(norm[..., None]).exp_()

@@ -1,0 +1,108 @@
+"""ReFreeKV: pruning after prefill by a threshold that suits every input (arXiv 2502.16886, section 3).
+
+Once, when a layer's prompt is read: its tokens are ranked by position, the sinks first and then from the newest to the
+oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row. A' is the
+mean of the last `rows` rows of a head, for each token over those that see it, and the norm ||A'|| the mean over the
+heads: one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep their positions, and
+generated tokens are never dropped.
+
+Decided where paper and reference code differ: the sinks are kept unconditionally and stay out of the norm. With them
+inside, a heavy sink alone makes up the norm and nothing else is kept.
+
+Memory: it is planned for a prompt of which everything is kept, for what is dropped is not known before; the footprint
+after prefill is that of the tokens kept, and of room for those to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.norm_cut import norm_cut
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.stats import Count
+from kvcli.store.pruned import PrunedCache
+
+
+class ReFreeKVConfig(MethodConfig):
+    """Settings of ReFreeKV."""
+
+    threshold: float = setting(0.01, "part of the attention norm that may be lost; 0 keeps everything", ge=0, le=1)
+    sink: int = setting(4, "first tokens, always kept and left out of the norm", "tokens", ge=0)
+    rows: int = setting(1, "last attention rows that are averaged", "rows", ge=1)
+    dense_layers: int = setting(2, "leading layers that keep everything", "layers", ge=0)
+    offload: bool = setting(False, "keep the KV in host memory and bring it layer by layer at each step")
+
+
+class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
+    """Drops what the last row does not look at; the prompt decides how much."""
+
+    Config = ReFreeKVConfig
+    title = "pruning after prefill by a universal threshold instead of a budget"
+    paper = "arXiv 2502.16886"
+    exact: ClassVar[dict[str, Any]] = {"threshold": 0.0}
+    planned_is_bound = True
+
+    def __init__(self, config: ReFreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.prompt_tokens = 0
+        self.kept: dict[int, int] = {}  # layer -> tokens of the prompt
+
+    def new_cache(self, layer: LayerGeometry) -> PrunedCache:
+        """Have room for everything until the prompt is known."""
+        context = self.context
+        return PrunedCache(
+            layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=self.config.offload
+        )
+
+    @property
+    def query_rows(self) -> int:
+        """See `Method.query_rows`."""
+        return self.config.rows
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Keep the sinks and as many of the newest tokens as the last rows ask for."""
+        if layer not in self.retrieval:
+            super().prefill(layer, k, v, q, softmax)
+            return
+        self.prompt_tokens = length = k.shape[1]
+        sink, last = min(self.config.sink, length), 0
+        if layer < self.config.dense_layers:
+            last = length - sink
+        elif length > sink:
+            with self.span("prune", layer):
+                last = norm_cut(self._mean_row(q, k, softmax)[:, sink:], self.config.threshold)
+        self.kept[layer] = sink + last
+        self.count(layer, Count.BYTES_TO_HOST, self.retrieval[layer].load_kept(k, v, sink, last))
+
+    def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Bring the layer to the device if it is not there, and attend to all of it."""
+        with self.span("recall", layer):
+            k, v, moved = cache.bring()
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        with self.span("attention", layer):
+            return decode_attention(q, k, v, softmax)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say the realised budget, the mean over layers of kept / prompt, and the tokens each layer kept.
+
+        Layers kept whole count as 1; sliding-window layers, which nothing is pruned from, do not count.
+        """
+        if not self.kept:
+            return {}
+        kept = [self.kept[layer] for layer in sorted(self.kept)]
+        return {"realised_budget": sum(kept) / len(kept) / self.prompt_tokens, "kept_tokens": kept}
+
+    def _mean_row(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+        """A' [H, s]: mean weight of each token over the last rows, q [H, r, d], that see it."""
+        weights = last_rows(q, k, softmax)  # [H, r, s]
+        rows, length = weights.shape[1:]
+        seen_by = (length - torch.arange(length, device=q.device)).clamp(max=rows)
+        return weights.sum(1) / seen_by

@@ -1,0 +1,64 @@
+"""The last rows of attention and the cut in them, against loops in float64."""
+
+import math
+
+import pytest
+import torch
+
+import kvcli.kernels.last_rows as module
+from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.norm_cut import norm_cut
+from kvcli.kernels.softmax import Softmax
+
+HK, G, D = 2, 3, 8
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 13])
+@pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.5, softcap=2.0), Softmax(0.3, sinks=random(HK * G))])
+def test_weights_follow_the_formula(rows, softmax, monkeypatch):
+    monkeypatch.setattr(module, "KEYS_AT_ONCE", 5)
+    length = 13
+    q, k = random(HK * G, rows, D, seed=1), random(HK, length, D, seed=2)
+    found = last_rows(q, k, softmax)
+    assert found.shape == (HK * G, rows, length)
+    for head in range(HK * G):
+        for row in range(rows):
+            seen = length - rows + row + 1
+            scores = []
+            for key in k[head // G, :seen].double().tolist():
+                score = softmax.scale * sum(a * b for a, b in zip(q[head, row].double().tolist(), key, strict=True))
+                scores.append(
+                    score if softmax.softcap is None else softmax.softcap * math.tanh(score / softmax.softcap)
+                )
+            total = sum(math.exp(score) for score in scores)
+            if softmax.sinks is not None:
+                total += math.exp(float(softmax.sinks[head]))
+            expected = [math.exp(score) / total for score in scores] + [0.0] * (length - seen)
+            assert found[head, row].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.001, 0.01, 0.3, 0.999, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 50])
+def test_cut_is_the_least_prefix_that_holds_the_norm(length, threshold):
+    weights = random(6, length, seed=length).mul(2).softmax(-1)
+    rows = weights.double().tolist()
+
+    def norm(count):
+        return sum(math.sqrt(sum(x * x for x in row[length - count :])) for row in rows) / len(rows)
+
+    enough = [count for count in range(1, length + 1) if 1 - norm(count) / norm(length) < threshold]
+    assert norm_cut(weights, threshold) == (min(enough) if enough else length)
+
+
+def test_zero_keeps_everything_even_what_weighs_nothing():
+    assert norm_cut(torch.zeros(3, 7), 0.0) == 7
+    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.0) == 3
+    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.01) == 1
+
+
+def test_long_rows_end_at_the_whole_norm():
+    assert norm_cut(torch.full((2, 200_001), 1 / 200_001), 1e-9) == 200_001
