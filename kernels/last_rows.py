@@ -20,7 +20,7 @@ def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     """Weights of the newest queries, in one pass over the keys."""
     (num_heads, rows, _), length = q.shape, k.shape[1]
     heads = q.reshape(k.shape[0], -1, q.shape[-1])  # [Hk, G * r, d]
-    parts = [attention_scores(heads, some, softmax) for some in k.split(KEYS_AT_ONCE, 1)]
+    parts = [attention_scores(heads, some, softmax) for some in torch.split(k, KEYS_AT_ONCE, 1)]
     scores = torch.cat(parts, -1).view(num_heads, rows, length)
     unseen = ~torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
     scores = scores.masked_fill_(unseen, float("-inf"))

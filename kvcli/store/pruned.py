@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
@@ -35,7 +36,8 @@ class PrunedCache(LayerCache):
         if rows < len(self.k):
             num_kv_heads, head_dim = self.k.shape[1:]
             del self.k, self.v  # before there are others, so that the bound holds at any time
-            self.k, self.v = (self._rows(rows, num_kv_heads, head_dim) for _ in range(2))
+            with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
+                self.k, self.v = (self._rows(rows, num_kv_heads, head_dim) for _ in range(2))
         for kept, tokens in ((self.k, k.transpose(0, 1)), (self.v, v.transpose(0, 1))):
             kept[:first] = tokens[:first]
             kept[first : self.held] = tokens[self.length - last :]
