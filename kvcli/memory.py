@@ -47,14 +47,17 @@ class Need:
         return {"host": compute + self.kv.host}
 
 
-def kv_footprint(profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype) -> Footprint:
-    """KV bytes of one sequence of `capacity` tokens."""
+def kv_footprint(
+    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
+) -> Footprint:
+    """KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known."""
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("meta"), dtype),
         counters=Counters(len(geometry.layers)),
         timeline=Timeline(),
         rotary=[None] * len(geometry.layers),
+        prompt_tokens=prompt_tokens,
     )
     return get_method(profile.method)(profile.settings, geometry.layers, context).footprint()
 
@@ -63,7 +66,7 @@ def need(
     profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompts: Sequence[int], max_tokens: int, samples: int
 ) -> Need:
     """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`."""
-    each = {length: kv_footprint(profile, geometry, length + max_tokens, dtype) for length in set(prompts)}
+    each = {length: kv_footprint(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
     kv = sum((each[length] for length in prompts for _ in range(samples)), Footprint())
     return Need(geometry.weight_bytes, kv, _workspace(geometry, max(prompts), dtype.itemsize))
 

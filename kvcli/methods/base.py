@@ -52,6 +52,10 @@ class MethodConfig(BaseModel):
         """How many layers from the first on attend to everything."""
         return 0
 
+    def beside_budget(self, generated: int) -> int:  # noqa: ARG002
+        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed the prompt."""
+        return 0
+
 
 class PagedConfig(MethodConfig):
     """Settings shared by the methods that select pages."""
@@ -96,6 +100,8 @@ class SequenceContext:
     track: str = "sequence 0"
     question: Sequence[int] = ()
     """Token ids of the question after the document, where the prompt has one."""
+    prompt_tokens: int | None = None
+    """How many of `capacity` the prompt takes, where that is known: the others are generated."""
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
