@@ -1,0 +1,140 @@
+"""ShadowKV: low-rank keys on the device, values in host memory (arXiv 2410.21465, sections 3 and 4).
+
+Keys without their rotation have low rank within a sequence, values do not. So the prompt's keys are factorised, K ~ A B
+with the heads side by side, and only values leave the device. A step scores the mean key of every chunk (its landmark),
+fetches the values of the best chunks, rebuilds their keys and rotates them to their original positions, and attends to
+
+    [ outliers | selected | local | generated ]
+
+Outliers are the chunks whose keys fit their landmark worst; they, the last chunks of the prompt and what is generated
+stay exact on the device. Chunks that the step before selected are hits: neither fetched nor rebuilt. With `plus`
+(ShadowKV+, appendix A.1) generated tokens are treated like the prompt's: the local window moves on, and a chunk that it
+leaves behind is projected by the same factor, gets a landmark and goes to the host.
+
+Decided where the paper is silent:
+- `budget` counts selected tokens, as in the paper; outliers, local and generated tokens are attended to beside it.
+- As long as the prompt fits into budget, outliers and local tokens together, everything stays exact and is attended to,
+  so that an ample budget is full attention. Nothing is factorised then, and without `plus` nothing ever has to be:
+  generated tokens stay. With `plus` the context is divided as soon as it outgrows that room.
+- The local window is the last `local` full chunks and what follows them (the reference code keeps as much).
+- `svd_refresh` is the variant that FreeKV compared with (arXiv 2505.13109, appendix A): every so many generated tokens
+  a new factor is made of all exact keys seen, and the tokens stored are carried over to it (`LowRankKeys.refresh`).
+- The factorisation is by the Gram matrix, as good as an SVD in fp32 and faster; `kvcli.kernels.low_rank` has numbers.
+
+Bytes: the paper's formula for the memory saved (appendix A.2) lacks a factor, the width of a token's keys, in the term
+for selected chunks and outliers; `memory_saving` has it, which makes 6.26 of the paper's 7.08 in its example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.stats import Count
+from kvcli.store.shadow import ShadowCache, ShadowLayout
+
+
+class ShadowKVConfig(MethodConfig):
+    """Settings of ShadowKV."""
+
+    budget: int = setting(2048, "tokens selected per layer and KV head, outliers and local ones aside", "tokens", ge=1)
+    chunk: int = setting(8, "consecutive tokens selected together", "tokens", ge=1)
+    rank: int = setting(160, "rank of the keys of a layer, all heads together", "", ge=1)
+    outliers: int = setting(48, "chunks per KV head that are kept exact on the device", "chunks", ge=0)
+    local: int = setting(4, "last chunks that are kept exact on the device", "chunks", ge=1)
+    dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
+    plus: bool = setting(False, "store generated tokens like the prompt's (ShadowKV+)")
+    svd_refresh: int = setting(0, "factorise anew after so many generated tokens, with plus; 0: never", "tokens", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    def beside_budget(self, generated: int) -> int:
+        """See `MethodConfig.beside_budget`: outliers, local chunks, the partly filled one, and what is generated."""
+        return (self.outliers + self.local + 1) * self.chunk - 1 + (0 if self.plus else generated)
+
+    @property
+    def layout(self) -> ShadowLayout:
+        """The sizes in chunks."""
+        refresh = self.svd_refresh or None
+        selected = self.budget // self.chunk
+        return ShadowLayout(self.chunk, self.outliers, selected, self.local, self.rank, self.plus, refresh)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> ShadowKVConfig:
+        if self.budget < self.chunk:
+            raise ValueError(f"budget {self.budget} holds no chunk of {self.chunk}: it must be at least {self.chunk}")
+        if self.svd_refresh and not self.plus:
+            raise ValueError(f"svd_refresh {self.svd_refresh} needs plus = true: else generated keys stay exact")
+        return self
+
+
+class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
+    """Selects chunks by their mean key; only values cross the bus."""
+
+    Config = ShadowKVConfig
+    title = "low-rank keys on the device, values in host memory, chunks by their mean key"
+    paper = "arXiv 2410.21465"
+
+    def new_cache(self, layer: LayerGeometry) -> ShadowCache:
+        """Keep values in host memory and the rest in its several forms on the device."""
+        context = self.context
+        rotary = context.rotary[layer.index]
+        return ShadowCache(layer, context.capacity, context.prompt_tokens, self.config.layout, rotary, context.tiers)
+
+    def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select with the query of this step, bring what is missing, then attend."""
+        if not cache.active:
+            return cache.attend(q, softmax)
+        with self.span("select", layer):
+            selected = topk_pages(cache.scores(q, softmax.scale), cache.layout.selected)  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count(layer, Count.MISSES, misses)
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        with self.span("attention", layer):
+            return cache.attend(q, softmax)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say how well the keys are kept and what that saves; nothing where nothing was factorised.
+
+        `key_error` is the relative error (Frobenius) of the prompt's keys as stored, the worst of all layers and layer
+        by layer. `memory_saving` is the factor of the paper's appendix A.2 as corrected, `bytes_saved` the same in
+        bytes, both for the tokens that are kept in this way.
+        """
+        active = {layer: cache for layer, cache in self.retrieval.items() if cache.active}
+        if not active:
+            return {}
+        errors = {layer: cache.keys.error or 0.0 for layer, cache in active.items()}
+        full = kept = 0
+        for cache in active.values():
+            width = cache.k.shape[0] * cache.k.shape[2]
+            full += 2 * cache.covered * width * cache.k.element_size()
+            kept += shadow_elements(cache.covered, width, cache.layout, cache.keys.rank) * cache.k.element_size()
+        pages = self.context.counters.cache()
+        return {
+            "rank": max(cache.keys.rank for cache in active.values()),
+            "key_error": max(errors.values()),
+            "hit_rate": pages.hits / pages.pages_requested if pages.pages_requested else 0.0,
+            "memory_saving": full / kept,
+            "bytes_saved": full - kept,
+            "layers": [{"layer": layer, "key_error": error} for layer, error in errors.items()],
+        }
+
+
+def shadow_elements(tokens: int, width: int, layout: ShadowLayout, rank: int) -> int:
+    """Count the numbers that a layer keeps on the device for S `tokens` whose keys are M = Hk*d = `width` wide.
+
+    S*M/C + 2(K+O)*C*M + S*r + r*M: landmarks, selected and outlier chunks, A and B (appendix A.2, corrected).
+    """
+    chunks = layout.selected + layout.outliers
+    return tokens * width // layout.size + 2 * chunks * layout.size * width + tokens * rank + rank * width

@@ -1,0 +1,118 @@
+"""The keys of a layer as low-rank factors on the device (ShadowKV, arXiv 2410.21465, sections 3.1 and 4.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
+from kvcli.store.cache import Tiers, nbytes
+
+if TYPE_CHECKING:
+    from kvcli.rope import Rotary
+
+# Chunks that are taken out of their rotation at once: fp32 copies of the keys stay this long.
+PIECE = 512
+
+
+class LowRankKeys:
+    """A [chunks, c, r] and B [Hk, r, d], heads of one token side by side in the factorised matrix.
+
+    Factorised are the keys without their rotation (as they are in a layer that has none), in fp32; the factors are
+    kept in the cache's dtype. `rank` is at most Hk*d. With `refreshable` the Gram matrix of all keys seen is kept.
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int],  # Hk, d
+        chunk: int,
+        num_chunks: int,
+        rank: int,
+        rotary: Rotary | None,
+        tiers: Tiers,
+        refreshable: bool = False,
+    ):
+        num_kv_heads, head_dim = heads
+        width = num_kv_heads * head_dim
+        self.chunk, self.rank, self.rotary = chunk, min(rank, width), rotary
+        held = self.rank if num_chunks else 0
+        self.a = tiers.on_device(num_chunks, chunk, held)
+        self.b = tiers.on_device(num_kv_heads, held, head_dim)
+        self.gram = tiers.on_device(*(width, width) if refreshable and num_chunks else (0, 0), dtype=torch.float32)
+        self.squares = tiers.on_device(2, dtype=torch.float32).zero_()  # of the error and of the keys
+        self.in_gram = 0  # tokens
+
+    @property
+    def error(self) -> float | None:
+        """Relative error (Frobenius) of the keys stored by `fit` against the exact ones; None before it."""
+        error, keys = self.squares.tolist()
+        return (error / keys) ** 0.5 if keys else None
+
+    def fit(self, k: Tensor, num_chunks: int) -> None:
+        """Factorise the keys k [Hk, s, d] of the tokens from position 0 on, and store the first chunks of them."""
+        gram = torch.zeros(k.shape[0] * k.shape[2], k.shape[0] * k.shape[2], device=k.device)
+        for start in range(0, k.shape[1], PIECE * self.chunk):
+            gram += gram_matrix(self._unrotated(k[:, start : start + PIECE * self.chunk], start))
+        self._set_factor(right_factor(gram, self.rank))
+        if len(self.gram):
+            self.gram.copy_(gram)
+        self.in_gram = k.shape[1]
+        for first in range(0, num_chunks, PIECE):
+            last = min(first + PIECE, num_chunks)
+            exact = self._unrotated(k[:, first * self.chunk : last * self.chunk], first * self.chunk)
+            self._project(first, exact)
+            error = self.a[first:last].flatten(0, 1).float() @ self._factor() - exact
+            self.squares += torch.stack((error.square().sum(), exact.square().sum()))
+
+    def put(self, chunk: int, k: Tensor) -> None:
+        """Store one chunk by the factor there is: k [Hk, c, d]."""
+        start = chunk * self.chunk
+        exact = self._unrotated(k, start)
+        self._project(chunk, exact)
+        if len(self.gram):
+            self.gram += gram_matrix(exact[max(0, self.in_gram - start) :])
+            self.in_gram = max(self.in_gram, start + self.chunk)
+
+    def refresh(self, num_chunks: int) -> None:
+        """Factorise anew by the Gram matrix of the exact keys seen, and carry what is stored over to the new factor.
+
+        What the old factor left out of the tokens stored so far stays lost; later ones profit in full.
+        """
+        old = self._factor()
+        self._set_factor(right_factor(self.gram, self.rank))
+        change = old @ self._factor().T  # [r, r]
+        for first in range(0, num_chunks, PIECE):
+            part = slice(first, min(first + PIECE, num_chunks))
+            self.a[part] = (self.a[part].float() @ change).to(self.a.dtype)
+
+    def rebuild(self, heads: Tensor, chunks: Tensor) -> Tensor:
+        """Keys at their original positions of `chunks` [m] of `heads` [m], ascending -> [m, c, d] in fp32."""
+        keys = rebuild_keys(self.a, self.b, heads, chunks)
+        if self.rotary is None:
+            return keys
+        positions = chunks[:, None] * self.chunk + torch.arange(self.chunk, device=chunks.device)  # [m, c]
+        return self.rotary.rotate(keys.flatten(0, 1), positions.flatten()).view_as(keys)
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return nbytes(self.a, self.b, self.gram, self.squares)
+
+    def _unrotated(self, k: Tensor, start: int) -> Tensor:
+        """k [Hk, n, d] of consecutive tokens from position `start` on -> [n, Hk*d] in fp32."""
+        k = k.float()
+        if self.rotary is not None:
+            k = self.rotary.unrotate(k, torch.arange(start, start + k.shape[1], device=k.device))
+        return k.transpose(0, 1).flatten(1)
+
+    def _factor(self) -> Tensor:
+        return self.b.float().transpose(0, 1).flatten(1)  # [r, Hk*d]
+
+    def _set_factor(self, factor: Tensor) -> None:
+        self.b.copy_(factor.view(self.rank, *self.b.shape[::2]).transpose(0, 1))
+
+    def _project(self, first: int, exact: Tensor) -> None:
+        """Store consecutive chunks from chunk `first` on: exact [n * c, Hk*d]."""
+        rows = exact @ self._factor().T  # [n * c, r]
+        self.a[first : first + len(rows) // self.chunk] = rows.view(-1, self.chunk, self.rank).to(self.a.dtype)

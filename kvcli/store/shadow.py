@@ -1,0 +1,215 @@
+"""A layer whose keys are low-rank factors on the device and whose values lie in host memory (ShadowKV, section 4.1).
+
+Exact KV on the device, k and v [Hk, rows, d], stands in this order, and the valid rows are always a prefix:
+
+    [ outlier chunks | selected chunks, one set a KV head | local chunks, the partly filled one last | generated ]
+
+Keys of the selected chunks are rebuilt, all others exact. Until the context is divided so, row j simply holds token j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.resolve_pages import resolve_pages
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.landmarks import Landmarks
+from kvcli.store.low_rank import LowRankKeys
+from kvcli.store.pages import paged
+from kvcli.store.values import ValuePool
+
+if TYPE_CHECKING:
+    from kvcli.rope import Rotary
+
+EMPTY = -1  # a selected slot that holds no chunk
+
+
+@dataclass(frozen=True)
+class ShadowLayout:
+    """Sizes in chunks of `size` tokens: `outliers`, `selected`, `local` at least; and the `rank` of the keys.
+
+    `rolling`: generated tokens leave the device as the local window moves on, else all of them stay. `refresh`:
+    factorise anew after so many of them.
+    """
+
+    size: int
+    outliers: int
+    selected: int
+    local: int
+    rank: int
+    rolling: bool = False
+    refresh: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Full chunks on the device once the context is divided, generated ones aside."""
+        return self.outliers + self.selected + self.local
+
+    @property
+    def local_row(self) -> int:
+        """First row of the local chunks."""
+        return (self.outliers + self.selected) * self.size
+
+    def active(self, length: int) -> bool:
+        """Tell whether a context of `length` tokens, generated ones aside, has to be divided."""
+        return length // self.size > self.total
+
+    def stored(self, capacity: int, prompt: int) -> int:
+        """Chunks that leave the device at most, of a prompt of `prompt` tokens continued to `capacity`."""
+        longest = capacity if self.rolling else prompt
+        return longest // self.size - self.local if self.active(longest) else 0
+
+    def rows(self, capacity: int, prompt: int) -> int:
+        """Tokens on the device at most."""
+        generated = 0 if self.rolling else capacity - prompt
+        return min(capacity, (self.total + 1) * self.size + generated)
+
+
+class ShadowCache(LayerCache):
+    """Low-rank keys, landmarks, outliers, selected and local chunks on the device, values on the host.
+
+    `prompt` is the length of the prompt where it is known; else there is room for any split of `capacity`.
+    """
+
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        capacity: int,
+        prompt: int | None,
+        layout: ShadowLayout,
+        rotary: Rotary | None,
+        tiers: Tiers,
+    ):
+        heads, d = layer.num_kv_heads, layer.head_dim
+        num_chunks = layout.stored(capacity, capacity if prompt is None else prompt)
+        rows = layout.rows(capacity, 0 if prompt is None else prompt)
+        self.layout = layout
+        self.length = 0
+        self.num_chunks = 0  # that left the device
+        self.divided_at = 0  # tokens seen then
+        self.k, self.v = (tiers.on_device(heads, rows, d) for _ in range(2))
+        self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
+        self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
+        self.landmarks = Landmarks(heads, d, num_chunks, tiers)
+        self.values = ValuePool(heads, d, layout.size, num_chunks, tiers)
+
+    @property
+    def active(self) -> bool:
+        """Tell whether the context is divided, so that something has to be left out."""
+        return self.num_chunks > 0
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        self.length = k.shape[1]
+        if self.layout.active(self.length):
+            return self._divide(k, v)
+        self._fill(0, k, v)
+        return 0
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`; with a rolling window a chunk that it leaves behind goes to the host."""
+        self._fill(self._held, k[:, None], v[:, None])
+        self.length += 1
+        if not self.layout.rolling:
+            return 0
+        if not self.active:
+            if not self.layout.active(self.length):
+                return 0
+            return self._divide(self.k[:, : self.length].clone(), self.v[:, : self.length].clone())
+        written = 0
+        if self.length // self.layout.size - self.num_chunks > self.layout.local:
+            written = self._put_away()
+        if self.layout.refresh and (self.length - self.divided_at) % self.layout.refresh == 0:
+            self._refresh()
+        return written
+
+    def scores(self, q: Tensor, scale: float) -> Tensor:
+        """Score the chunks that left the device with q [H, d], outliers lowest: [Hk, num_chunks]."""
+        return self.landmarks.scores(q, self.num_chunks, scale)
+
+    def recall(self, selected: Tensor) -> tuple[int, int]:
+        """Bring the missing chunks of `selected` [Hk, k] to the device: values from the host, keys rebuilt.
+
+        The device rebuilds the keys while the host collects the values. Returns the number of misses (a chunk of a
+        KV head counts one) and the bytes moved.
+        """
+        misses = resolve_pages(self.resident, selected)
+        rows = self.values.rows(misses.pages, misses.heads)
+        keys = self.keys.rebuild(misses.heads, misses.pages)  # [m, c, d]
+        values = self.values.take(rows).to(self.v.device)
+        self._slots(self.k)[misses.heads, misses.slots] = keys.to(self.k.dtype)
+        self._slots(self.v)[misses.heads, misses.slots] = values
+        self.resident[misses.heads, misses.slots] = misses.pages
+        return len(misses.pages), nbytes(values)
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        return decode_attention(q, self.k[:, : self._held], self.v[:, : self._held], softmax)
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        device = nbytes(self.k, self.v, self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
+        return Footprint(device=device, host=self.values.nbytes())
+
+    @property
+    def covered(self) -> int:
+        """Tokens that are stored in this way: all but the generated ones that stay."""
+        return self.length if self.layout.rolling else self.divided_at
+
+    @property
+    def _held(self) -> int:
+        """Rows in use."""
+        if not self.active:
+            return self.length
+        return self.layout.local_row + self.length - self.num_chunks * self.layout.size
+
+    def _slots(self, rows: Tensor) -> Tensor:
+        """View the selected chunks of k or v: [Hk, selected, c, d]."""
+        layout = self.layout
+        return paged(rows[:, layout.outliers * layout.size : layout.local_row], layout.size)
+
+    def _fill(self, row: int, k: Tensor, v: Tensor) -> None:
+        """Put k, v [Hk, n, d] into the rows from `row` on."""
+        self.k[:, row : row + k.shape[1]] = k
+        self.v[:, row : row + k.shape[1]] = v
+
+    def _divide(self, k: Tensor, v: Tensor) -> int:
+        """Put everything so far, k and v [Hk, s, d], to its place; returns the bytes written to the host."""
+        layout, size = self.layout, self.layout.size
+        self.num_chunks, self.divided_at = k.shape[1] // size - layout.local, k.shape[1]
+        away = self.num_chunks * size
+        chunks_k, chunks_v = paged(k[:, :away], size), paged(v[:, :away], size)  # [Hk, n, c, d]
+        self.keys.fit(k, self.num_chunks)
+        outliers = self.landmarks.exclude_worst(self.landmarks.fill(0, chunks_k), layout.outliers)  # [Hk, o]
+        heads = torch.arange(k.shape[0], device=k.device)[:, None]
+        self._fill(0, chunks_k[heads, outliers].flatten(1, 2), chunks_v[heads, outliers].flatten(1, 2))
+        self._fill(layout.local_row, k[:, away:], v[:, away:])
+        self.resident.fill_(EMPTY)
+        return self.values.write(0, chunks_v)
+
+    def _put_away(self) -> int:
+        """Let the oldest local chunk go; returns the bytes written to the host."""
+        start, size = self.layout.local_row, self.layout.size
+        k, v = (rows[:, start : start + size] for rows in (self.k, self.v))
+        self.landmarks.fill(self.num_chunks, k[:, None])
+        self.keys.put(self.num_chunks, k)
+        written = self.values.write(self.num_chunks, v[:, None])
+        held = self._held
+        for rows in (self.k, self.v):
+            rows[:, start : held - size] = rows[:, start + size : held].clone()
+        self.num_chunks += 1
+        return written
+
+    def _refresh(self) -> None:
+        """Factorise anew, and rebuild the selected keys, so that all of them come from one factor."""
+        self.keys.refresh(self.num_chunks)
+        heads, slots = (self.resident != EMPTY).nonzero(as_tuple=True)
+        keys = self.keys.rebuild(heads, self.resident[heads, slots])
+        self._slots(self.k)[heads, slots] = keys.to(self.k.dtype)
