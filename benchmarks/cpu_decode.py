@@ -5,7 +5,8 @@ attends to 1,024 of them (sink = window = 128). Both start from the same made-up
 depend on its values, but for one thing: random weights give queries that turn completely at every step, so that
 freekv corrects nearly every head and recalls nearly every page. That is its worst case.
 
-The two are run in turn, repeat after repeat; a ratio is taken within each repeat.
+kvcli's own loop with full attention stands beside them, so that what retrieval gains can be told from what the loop
+gains. All are run in turn, repeat after repeat; a ratio is taken within each repeat.
 
     python benchmarks/cpu_decode.py
 """
@@ -24,8 +25,11 @@ from kvcli.attention import attached
 from kvcli.decode import forward_step
 from kvcli.geometry import geometry_of
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import SequenceContext
-from kvcli.methods.freekv import FreeKV, FreeKVConfig
+from kvcli.linear import onednn_linears
+from kvcli.methods import get_method
+from kvcli.methods.base import MethodConfig, SequenceContext
+from kvcli.methods.freekv import FreeKVConfig
+from kvcli.methods.full import FullConfig
 from kvcli.rope import installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
@@ -95,17 +99,16 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
 
 
 @torch.inference_mode()
-def freekv_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], dict]:
-    """Step times of kvcli's loop, in milliseconds, and what they moved."""
+def kvcli_steps(
+    name: str, settings: MethodConfig, model: LlamaForCausalLM, kv: list, context: int, steps: int
+) -> tuple[list[float], Counters]:
+    """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
     layers, total = geometry_of(CONFIG, torch.float32).layers, steps + WARMUP
-    with attached(model) as hook, installed(model, [context + total + 1]) as rope:
+    with attached(model) as hook, onednn_linears(model), installed(model, [context + total + 1]) as rope:
         counters = Counters(len(layers))
         tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
-        method = FreeKV(
-            SETTINGS,
-            layers,
-            SequenceContext(context + total + 1, tiers, counters, Timeline(), rope.rotary(context + total + 1)),
-        )
+        context_of = SequenceContext(context + total + 1, tiers, counters, Timeline(), rope.rotary(context + total + 1))
+        method = get_method(name)(settings, layers, context_of)
         for layer, (k, v) in enumerate(kv):
             method.prefill(layer, k, v, k[:, :0], SOFTMAX)
         sampler = Sampler(Sampling(), 0, torch.device("cpu"))
@@ -119,12 +122,7 @@ def freekv_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) ->
             counters.next_step()
             sequence.token_ids.append(sampler(forward_step(model, hook, [sequence])[0]))
             times.append(1000 * (time.perf_counter() - started))
-    correction, cache = counters.correction(), counters.cache()
-    moved = {
-        "corrected_heads": correction.heads_corrected / correction.heads_checked,
-        "missed_pages": cache.misses / cache.pages_requested,
-    }
-    return times[WARMUP:], moved
+    return times[WARMUP:], counters
 
 
 def main() -> None:
@@ -140,25 +138,32 @@ def main() -> None:
     rows = []
     for context in args.contexts:
         kv = made_up_kv(context)
-        theirs, ours = [], []
+        theirs, ours, full = [], [], []
         for _ in range(args.repeats):
             theirs.append(statistics.median(transformers_steps(model, kv, context, args.steps)))
-            steps, moved = freekv_steps(model, kv, context, args.steps)
+            full.append(statistics.median(kvcli_steps("full", FullConfig(), model, kv, context, args.steps)[0]))
+            steps, counters = kvcli_steps("freekv", SETTINGS, model, kv, context, args.steps)
             ours.append(statistics.median(steps))
+        correction, cache = counters.correction(), counters.cache()
         rows.append(
             {
                 "context": context,
                 "transformers_ms": spread(theirs),
+                "full_ms": spread(full),
                 "freekv_ms": spread(ours),
+                "full_speedup": spread([a / b for a, b in zip(theirs, full, strict=True)]),
                 "speedup": spread([a / b for a, b in zip(theirs, ours, strict=True)]),
-                **moved,
+                "corrected_heads": correction.heads_corrected / correction.heads_checked,
+                "missed_pages": cache.misses / cache.pages_requested,
             }
         )
-        speedup = rows[-1]["speedup"]
+        row = rows[-1]
+        speedup = row["speedup"]
         print(
             f"{context:>7,} tokens: transformers {statistics.median(theirs):7.1f} ms a step, freekv "
-            f"{statistics.median(ours):6.1f} ms, {speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f}); "
-            f"{moved['corrected_heads']:.0%} of heads corrected, {moved['missed_pages']:.0%} of pages missed",
+            f"{statistics.median(ours):6.1f} ms, {speedup['median']:.1f}x ({speedup['min']:.1f} to "
+            f"{speedup['max']:.1f}); full {statistics.median(full):.1f} ms, {row['full_speedup']['median']:.1f}x; "
+            f"{row['corrected_heads']:.0%} of heads corrected, {row['missed_pages']:.0%} of pages missed",
             flush=True,
         )
     growth = rows[-1]["freekv_ms"]["median"] / rows[0]["freekv_ms"]["median"]

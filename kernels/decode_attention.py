@@ -1,12 +1,19 @@
 """Attention of one new token over the keys that are resident.
 
+    out_h = sum_j softmax(scale * q_h . k_j)_j v_j
+
 Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one KV head are rows h*G .. h*G+G-1.
 """
 
+import torch
 from torch import Tensor
 
+from kvcli.kernels import onednn
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
 from kvcli.kernels.softmax import Softmax
+
+# Keys from which the CPU path for long contexts is faster than the fused kernel (measured with 2 threads).
+LONG = 32_768
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -16,7 +23,23 @@ def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> T
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """Attend with the fastest kernel of the device; same result as the reference within rounding."""
+    if k.shape[1] >= LONG and q.dtype == torch.float32 and onednn.suits(v):
+        return _attend_long(_by_group(q, k), k, v, softmax).reshape(q.shape[0], -1)
     return _finish(q, *block_attention(_by_group(q, k), k, v, softmax), softmax)
+
+
+def _attend_long(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attend to many keys on the CPU, q [Hk, G, d] -> [Hk, G, d]: two products that read K and V at the memory's rate.
+
+    The long factor comes first in the one, and the other is a linear layer with V as its weight.
+    """
+    scores = (k @ (softmax.scale * q).transpose(1, 2)).transpose(1, 2)  # [Hk, G, n]
+    if softmax.softcap is not None:
+        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
+    if softmax.sinks is not None:
+        scores = torch.cat((scores, softmax.sinks.view(*scores.shape[:2], 1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].contiguous()
+    return torch.stack([onednn.linear(weights[head], v[head].T) for head in range(k.shape[0])])
 
 
 def _by_group(q: Tensor, k: Tensor) -> Tensor:

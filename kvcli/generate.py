@@ -17,6 +17,7 @@ from kvcli import memory, report
 from kvcli.attention import Hook, attached
 from kvcli.decode import decode
 from kvcli.errors import KvcliError
+from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
@@ -64,7 +65,11 @@ def generate(request: Request, observer: Observer) -> report.Report:
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
     try:
-        with attached(model.module) as hook, installed(model.module, _capacities(request, prompts)) as rope:
+        with (
+            attached(model.module) as hook,
+            onednn_linears(model.module),
+            installed(model.module, _capacities(request, prompts)) as rope,
+        ):
             reader = _Reader(request, model, hook, rope, observer, timeline)
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)
@@ -180,6 +185,7 @@ class _Reader:
             rotary=self.rope.rotary(capacity),
             track=f"sequence {index * sampling.num_samples + sample}",
             question=prompt.question,
+            prompt_tokens=len(prompt.ids),
         )
 
 

@@ -59,10 +59,12 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             return cache.attend(q, softmax)
         corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
-        self._recall(layer, cache, selected, corrected)
+        if corrected.any():
+            self._recall(layer, cache, selected, corrected)
         with self.span("attention", layer):
             out = cache.attend(q, softmax)
-        self._recall(layer, cache, selected, ~corrected)
+        if not corrected.all():
+            self._recall(layer, cache, selected)  # the others; a corrected head misses nothing any more
         self.previous_query[layer] = q.clone()
         return out
 
@@ -89,10 +91,8 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
         return selected
 
-    def _recall(self, layer: int, cache: OffloadedCache, selected: Tensor, heads: Tensor) -> None:
-        """Fetch what `heads` [Hk] miss of their selection."""
-        if not heads.any():
-            return
+    def _recall(self, layer: int, cache: OffloadedCache, selected: Tensor, heads: Tensor | None = None) -> None:
+        """Fetch what `heads` [Hk], or all, miss of their selection."""
         with self.span("recall", layer):
             misses, moved = cache.recall(selected, heads)
         self.count(layer, Count.MISSES, misses)

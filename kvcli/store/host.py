@@ -33,7 +33,8 @@ class HostPool:
 
         Bringing the indices to the host waits for the device, and with it for every earlier `write` of its stream.
         """
-        return self.blocks[pages.to(self.blocks.device), heads.to(self.blocks.device)]
+        rows = pages * self.blocks.shape[1] + heads
+        return self.blocks.flatten(0, 1).index_select(0, rows.to(self.blocks.device))
 
     def nbytes(self) -> int:
         """Bytes in host memory."""

@@ -1,7 +1,9 @@
 """A layer whose full KV lies in host memory while the device holds a budget of pages (FreeKV, section 4).
 
-Device slots are NHD: k, v [slots, p, Hk, d], so that the new token is appended as the projections give it. Slots stand
-in this order, and the valid rows are always a prefix of them:
+Device slots are HND like the host's blocks: kv [2, Hk, slots, p, d]. The page table differs by head, so attention reads
+a head's slots in one piece and a recalled block lands in one piece; appending a token writes Hk short rows instead of
+one long one, once a step. (The paper keeps NHD on the device and converts; section 4.2.) Slots stand in this order, and
+the valid rows of a head are always a prefix of them:
 
     [ sink pages | selected pages, one set a KV head | window pages, the partly filled one last ]
 
@@ -33,8 +35,7 @@ class OffloadedCache(Paged, LayerCache):
         num_pages = budget.count(capacity)
         self.pool = HostPool(num_kv_heads, head_dim, budget.size, num_pages, tiers)
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
-        self.k = tiers.on_device(budget.total, budget.size, num_kv_heads, head_dim)
-        self.v = tiers.on_device(budget.total, budget.size, num_kv_heads, head_dim)
+        self.kv = tiers.on_device(2, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
 
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -45,12 +46,12 @@ class OffloadedCache(Paged, LayerCache):
         self.summaries.fill(0, paged_k)
         written = self.pool.write(0, paged_k, paged_v)
         if not self.active:
-            self._fill_slots(0, k, v)
+            self._fill_slots(0, slice(None), k, v)
             self.resident[:] = torch.arange(budget.sink, budget.sink + budget.selected, device=self.resident.device)
             return written
         window_start = (budget.count(self.length) - budget.window) * budget.size
-        self._fill_slots(0, k[:, : budget.sink * budget.size], v[:, : budget.sink * budget.size])
-        self._fill_slots(budget.sink + budget.selected, k[:, window_start:], v[:, window_start:])
+        self._fill_slots(0, slice(budget.sink * budget.size), k, v)
+        self._fill_slots(budget.sink + budget.selected, slice(window_start, None), k, v)
         self.resident.fill_(EMPTY)
         return written
 
@@ -60,12 +61,12 @@ class OffloadedCache(Paged, LayerCache):
         if row == 0 and page >= self.budget.total:
             self._advance_window()
         slot = min(page, self.budget.total - 1)
-        self.k[slot, row] = k
-        self.v[slot, row] = v
+        self.kv[0, :, slot, row] = k
+        self.kv[1, :, slot, row] = v
         self.length += 1
         if row < self.budget.size - 1:
             return 0
-        full_k, full_v = (x[slot].transpose(0, 1)[:, None] for x in (self.k, self.v))  # [Hk, 1, p, d]
+        full_k, full_v = self.kv[:, :, slot : slot + 1]  # [Hk, 1, p, d]
         self.summaries.fill(page, full_k)
         return self.pool.write(page, full_k, full_v)
 
@@ -78,10 +79,10 @@ class OffloadedCache(Paged, LayerCache):
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
         misses = resolve_pages(self.resident, selected)
-        blocks = self.pool.gather(misses.pages, misses.heads).to(self.k.device)  # [m, 2, p, d]
-        slots = misses.slots + self.budget.sink
-        self.k[slots, :, misses.heads] = blocks[:, 0]
-        self.v[slots, :, misses.heads] = blocks[:, 1]
+        blocks = self.pool.gather(misses.pages, misses.heads).to(self.kv.device)  # [m, 2, p, d]
+        slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
+        for part, kv in enumerate(self.kv):
+            kv.flatten(0, 1).index_copy_(0, slots, blocks[:, part])
         self.resident[misses.heads, misses.slots] = misses.pages
         return len(misses.pages), nbytes(blocks)
 
@@ -90,22 +91,21 @@ class OffloadedCache(Paged, LayerCache):
         rows = self.length
         if self.active:
             rows -= (self.budget.count(self.length) - self.budget.total) * self.budget.size
-        k, v = (x.flatten(0, 1)[:rows].transpose(0, 1) for x in (self.k, self.v))  # [Hk, rows, d]
+        k, v = self.kv.flatten(2, 3)[:, :, :rows]  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
-        device = nbytes(self.k, self.v, self.resident) + self.summaries.nbytes()
+        device = nbytes(self.kv, self.resident) + self.summaries.nbytes()
         return Footprint(device=device, host=self.pool.nbytes())
 
-    def _fill_slots(self, slot: int, k: Tensor, v: Tensor) -> None:
-        """Put consecutive tokens k, v [Hk, n, d] into the rows from `slot` on."""
-        first = slot * self.budget.size
-        self.k.flatten(0, 1)[first : first + k.shape[1]] = k.transpose(0, 1)
-        self.v.flatten(0, 1)[first : first + v.shape[1]] = v.transpose(0, 1)
+    def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
+        """Put consecutive tokens of k, v [Hk, s, d] into the rows from `slot` on."""
+        rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [2, Hk, rows, d]
+        for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=True):
+            target[:, : source.shape[1]] = source
 
     def _advance_window(self) -> None:
         """Make room for a new page: the oldest window page leaves the device (the host has it)."""
         first = self.budget.sink + self.budget.selected
-        for slots in (self.k, self.v):
-            slots[first:-1] = slots[first + 1 :].clone()
+        self.kv[:, :, first:-1] = self.kv[:, :, first + 1 :].clone()

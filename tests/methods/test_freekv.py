@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from driver import HK, H, D, Stream
+from driver import HK, D, H, Stream
 
 from kvcli.store.offloaded import EMPTY
 
