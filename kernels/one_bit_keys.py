@@ -25,10 +25,11 @@ def quantise_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """
     low, high = (bound.to(_accumulating(keys)) for bound in torch.aminmax(keys, dim=2))  # [Hk, n, d]
     ranges = torch.stack(((high - low) / 2, (high + low) / 2), 2).to(keys.dtype)
-    positive = pad(keys >= ranges[:, :, None, 1], (0, -keys.shape[-1] % 8))  # [Hk, n, g, 8 * bytes]
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=keys.device)
-    eights = positive.unflatten(-1, (-1, 8))  # type: ignore[no-untyped-call]
-    return (eights * weights).sum(-1, dtype=torch.uint8), ranges
+    positive = pad(keys >= ranges[:, :, None, 1], (0, -keys.shape[-1] % 8)).view(torch.uint8)  # [Hk, n, g, 8 * bytes]
+    codes = positive[..., ::8].clone()
+    for bit in range(1, 8):
+        codes |= positive[..., bit::8] << bit
+    return codes, ranges
 
 
 def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""Caches whose tokens are selected or kept one by one, against lists of tokens."""
+
+import pytest
+import torch
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Tiers
+from kvcli.store.pruned import PrunedCache
+from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget
+
+HK, D, CAPACITY = 2, 8, 60
+TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
+META = Tiers.for_device(torch.device("meta"), torch.float32)
+BUDGETS = [TokenBudget(24, 2, 1, 8), TokenBudget(24, 0, 5, 4), TokenBudget(24, 3, 9, 5), TokenBudget(24, 0, 1, 1)]
+SOFTMAX = Softmax(D**-0.5)
+
+
+def tokens(count):
+    return torch.randn(2, HK, count, D, generator=torch.Generator().manual_seed(count)).unbind()
+
+
+def dense(q, k, v):
+    scores = torch.einsum("hgd,hnd->hgn", q.view(HK, -1, D), k) * SOFTMAX.scale
+    return torch.einsum("hgn,hnd->hgd", scores.softmax(-1), v).reshape(q.shape)
+
+
+def poisoned(cache):
+    for tensor in vars(cache).values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.fill_(float("nan"))  # nothing may be read that was not written
+    return cache
+
+
+@pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("prompt", [1, 3, 8, 23, 24, 25, 47])
+def test_attends_to_sinks_selection_and_recent_tokens(kind, budget, prompt):
+    k, v = tokens(prompt + 12)
+    cache = poisoned(kind(HK, D, CAPACITY, budget, TIERS))
+    cache.load(k[:, :prompt].clone(), v[:, :prompt].clone())
+    generator = torch.Generator().manual_seed(prompt)
+    for at in range(prompt, prompt + 12):
+        cache.append(k[:, at], v[:, at])
+        q = torch.randn(2 * HK, D, generator=generator)
+        if not cache.active:
+            out, expected = cache.attend(q, SOFTMAX), dense(q, k[:, : at + 1], v[:, : at + 1])
+        else:
+            candidates = cache.candidates
+            chosen = [torch.randperm(len(candidates), generator=generator)[: cache.selected] for _ in range(HK)]
+            selected = torch.stack(chosen) + candidates.start
+            cache.recall(selected)
+            out = cache.attend_selected(q, selected, SOFTMAX)
+            recent = range(candidates.stop, at + 1)
+            held = [[*range(budget.sink), *row, *recent] for row in selected.tolist()]
+            assert {len(row) for row in held} == {budget.total}
+            heads = torch.arange(HK)[:, None]
+            expected = dense(q, k[heads, held], v[heads, held])
+        assert torch.allclose(out, expected, atol=1e-5), f"token {at}"
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("length", range(25, 60))
+def test_budget_is_spent_to_the_token(budget, length):
+    candidates = budget.candidates(length)
+    recent = length - candidates.stop
+    assert candidates.start == budget.sink
+    assert recent == max(budget.window, length % budget.group)
+    assert candidates.stop <= budget.full(length), "what can be selected is quantised"
+    selected = budget.total - budget.sink - recent
+    assert budget.least_selected <= selected <= budget.most_selected
+    assert 1 <= selected <= len(candidates)
+
+
+def test_hits_stay_and_only_misses_move():
+    k, v = tokens(40)
+    cache = OffloadedTokens(HK, D, CAPACITY, TokenBudget(6, 0, 1, 4), TIERS)
+    cache.load(k, v)
+    assert cache.recall(torch.tensor([[0, 9, 30], [4, 5, 6]])) == (6, 6 * 2 * D * 4)
+    assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == (1, 2 * D * 4)
+    assert cache.recall(torch.tensor([[9, 1], [2, 3]])) == (2, 2 * 2 * D * 4)
+    assert [sorted(set(row) - {-1}) for row in cache.resident.tolist()] == [[1, 9], [2, 3]]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 7), (20, 0), (8, 12)])
+def test_a_pruned_prompt_and_all_that_follows(first, last, offload):
+    k, v = tokens(33)
+    cache = poisoned(PrunedCache(HK, D, CAPACITY, TIERS, offload))
+    written = cache.load_kept(k[:, :20].clone(), v[:, :20].clone(), first, last)
+    for at in range(20, 33):
+        written += cache.append(k[:, at], v[:, at])
+        held = [*range(first), *range(20 - last, at + 1)]
+        q = torch.randn(2 * HK, D, generator=torch.Generator().manual_seed(at))
+        assert torch.allclose(cache.attend(q, SOFTMAX), dense(q, k[:, held], v[:, held]), atol=1e-5)
+    assert (cache.length, cache.held) == (33, first + last + 13)
+    token = HK * 2 * D * 4
+    assert written == (cache.held * token if offload else 0)
+    footprint = cache.footprint()
+    tiers = (footprint.host, footprint.device) if offload else (footprint.device, footprint.host)
+    assert tiers == ((CAPACITY - 20 + first + last) * token, 0)
+
+
+@pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
+def test_footprint_counts_what_is_allocated_even_on_meta(kind):
+    real, planned = (kind(HK, D, CAPACITY, BUDGETS[0], tiers).footprint() for tiers in (TIERS, META))
+    assert real == planned
+    index = HK * (CAPACITY // 8) * (8 * 1 + 2 * D * 4)
+    token = HK * 2 * D * 4
+    if kind is ResidentTokens:
+        assert (real.device, real.host) == (CAPACITY * token + index, 0)
+    else:
+        slots = 24 - 2 - 1
+        assert real.device == (2 + slots + 8) * token + HK * slots * 8 + index
+        assert real.host == CAPACITY // 8 * 8 * token
