@@ -15,7 +15,7 @@ def onednn_linears(model: nn.Module) -> Iterator[None]:
     """Run the linear layers of a model through oneDNN where that is possible; elsewhere change nothing."""
     linears = [module for module in model.modules() if type(module) is nn.Linear and onednn.suits(module.weight)]
     for module in linears:
-        module.forward = _forward_of(module)  # type: ignore[method-assign]
+        module.forward = _forward_of(module)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
