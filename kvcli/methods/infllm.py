@@ -176,7 +176,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
                 cache.recall(torch.arange(len(scores), device=scores.device))
             return
         with self.span("recall", layer):
-            blocks = topk_pages(scores[None], wanted)[0]
+            blocks = topk_pages(scores[None], wanted)[0].sort().values  # what makes room depends on the order
             misses, moved = cache.recall(blocks)
         num_kv_heads = cache.k.shape[0]
         self.count(layer, Count.PAGES_REQUESTED, wanted * num_kv_heads)
