@@ -125,7 +125,7 @@ def test_stop_string_and_eos(checkpoint):
 
 
 def test_a_prompt_that_cannot_be_encoded_fails_alone(checkpoint, monkeypatch):
-    import kvcli.generate as module
+    import kvcli.reader as module
 
     real = module.encode
 

@@ -1,0 +1,144 @@
+"""Reading prompts: from text to sequences that have their first token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from kvcli.attention import Hook
+from kvcli.errors import KvcliError
+from kvcli.methods import get_method
+from kvcli.methods.base import SequenceContext
+from kvcli.model import Model
+from kvcli.observer import Observer
+from kvcli.profile import Profile
+from kvcli.prompts import Prompt, Template, encode, encode_question
+from kvcli.rope import Rope
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.text import TextStream
+from kvcli.timeline import Timeline
+from kvcli.windowed import read_prompt
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt in tokens, and its question's tokens alone; or why there are none."""
+
+    source: str
+    ids: list[int]
+    question: list[int] = field(default_factory=list)
+    error: KvcliError | None = None
+
+
+def encode_all(
+    prompts: Sequence[Prompt], template: Template, tokenizer: PreTrainedTokenizerBase
+) -> list[EncodedPrompt]:
+    """Tokenise every prompt; one that fails is kept with its error.
+
+    Raises:
+        KvcliError: every prompt failed; the first one's error.
+    """
+    encoded = []
+    for prompt in prompts:
+        try:
+            ids = encode(prompt, template, tokenizer)
+            encoded.append(EncodedPrompt(prompt.source, ids, encode_question(prompt, tokenizer)))
+        except KvcliError as error:
+            encoded.append(EncodedPrompt(prompt.source, [], error=error))
+    if all(prompt.error is not None for prompt in encoded):
+        raise next(prompt.error for prompt in encoded if prompt.error is not None)
+    return encoded
+
+
+class Reader:
+    """Prefills prompts: from token ids to sequences that have their first token."""
+
+    def __init__(
+        self,
+        model: Model,
+        profile: Profile,
+        sampling: Sampling,
+        hook: Hook,
+        rope: Rope,
+        observer: Observer,
+        timeline: Timeline,
+    ):
+        self.model, self.profile, self.sampling = model, profile, sampling
+        self.hook, self.rope = hook, rope
+        self.observer, self.timeline = observer, timeline
+        self.started = time.perf_counter()
+        self.eos = frozenset() if sampling.ignore_eos else _eos_ids(model)
+
+    def read(self, index: int, prompt: EncodedPrompt) -> Iterator[RunningSequence]:
+        """Yield the samples of one prompt; nothing for a prompt that could not be encoded."""
+        if prompt.error is not None:
+            return
+        sampling, model, layers = self.sampling, self.model, self.model.geometry.layers
+        self.observer.stage("prefill", len(prompt.ids) * len(layers))
+        method_class = get_method(self.profile.method)
+        contexts = [self._context(index, prompt, sample) for sample in range(sampling.num_samples)]
+        method = method_class(self.profile.settings, layers, contexts[0])
+        self.rope.use([contexts[0].capacity])
+        begun = time.perf_counter()
+        with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
+            logits = read_prompt(model.module, self.hook, prompt.ids, method, layers, self.observer.advance)
+        self.observer.stage_done()
+        now = time.perf_counter()
+        methods = [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]
+        for sample, each in enumerate(methods):
+            sequence = RunningSequence(
+                index=index * sampling.num_samples + sample,
+                source=prompt.source,
+                sample=sample,
+                prompt_tokens=len(prompt.ids),
+                method=each,
+                counters=contexts[sample].counters,
+                sampler=Sampler(sampling, sample, model.device),
+                stream=TextStream(model.tokenizer, sampling.stop),
+                eos=self.eos,
+                max_tokens=sampling.max_tokens,
+                prefill_ms=1000 * (now - begun),
+            )
+            piece = sequence.accept(logits)
+            sequence.ttft_ms = 1000 * (time.perf_counter() - self.started)
+            announce([(sequence, piece)], sampling.max_tokens, self.observer)
+            yield sequence
+
+    def _context(self, index: int, prompt: EncodedPrompt, sample: int) -> SequenceContext:
+        sampling, model = self.sampling, self.model
+        capacity = len(prompt.ids) + sampling.max_tokens
+        return SequenceContext(
+            capacity=capacity,
+            tiers=Tiers.for_device(model.device, model.dtype),
+            counters=Counters(len(model.geometry.layers)),
+            timeline=self.timeline,
+            rotary=self.rope.rotary(capacity),
+            track=f"sequence {index * sampling.num_samples + sample}",
+            question=prompt.question,
+            prompt_tokens=len(prompt.ids),
+        )
+
+
+def _eos_ids(model: Model) -> frozenset[int]:
+    """Tokens that end a text: the generation config's, else the tokenizer's."""
+    config = model.module.generation_config
+    ids = (
+        config.eos_token_id if config is not None and config.eos_token_id is not None else model.tokenizer.eos_token_id
+    )
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def announce(step: Sequence[tuple[RunningSequence, str]], max_tokens: int, observer: Observer) -> None:
+    """Tell the observer what a step gave: every sequence's new text, and which of them ended."""
+    for sequence, piece in step:
+        if piece:
+            observer.text(sequence.index, piece)
+        if not sequence.running:
+            observer.finished(sequence.index)
+    observer.step(max(len(sequence.token_ids) for sequence, _ in step), max_tokens)
