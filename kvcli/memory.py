@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ import torch
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import ModelGeometry
 from kvcli.methods import get_method
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Checkpoint
 from kvcli.prefill import CHUNK
 from kvcli.profile import Profile
@@ -51,6 +52,13 @@ def kv_footprint(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> Footprint:
     """KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known."""
+    return _planned(profile, geometry, capacity, dtype, prompt_tokens).footprint()
+
+
+def _planned(
+    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None
+) -> Method[Any, Any]:
+    """Make the method object on the meta device."""
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("meta"), dtype),
@@ -59,16 +67,17 @@ def kv_footprint(
         rotary=[None] * len(geometry.layers),
         prompt_tokens=prompt_tokens,
     )
-    return get_method(profile.method)(profile.settings, geometry.layers, context).footprint()
+    return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 
 def need(
     profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompts: Sequence[int], max_tokens: int, samples: int
 ) -> Need:
     """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`."""
-    each = {length: kv_footprint(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
-    kv = sum((each[length] for length in prompts for _ in range(samples)), Footprint())
-    return Need(geometry.weight_bytes, kv, _workspace(geometry, max(prompts), dtype.itemsize))
+    each = {length: _planned(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
+    kv = sum((each[length].footprint() for length in prompts for _ in range(samples)), Footprint())
+    longest = max(prompts)
+    return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))
 
 
 def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling) -> None:
@@ -115,9 +124,13 @@ def _fits(needed: dict[str, int], free: dict[str, int]) -> bool:
     return all(needed[pool] <= free[pool] for pool in needed)
 
 
-def _workspace(geometry: ModelGeometry, length: int, itemsize: int) -> int:
-    """Hidden states in and out, one layer's KV and its heads' tables at full length; a chunk's intermediates."""
+def _workspace(geometry: ModelGeometry, length: int, window: int | None, itemsize: int) -> int:
+    """Hidden states in and out, one layer's KV and its heads' tables at full length; a chunk's intermediates.
+
+    Where the prompt is read by windows through all layers, only the tables are at full length.
+    """
     layer = max(geometry.layers, key=lambda layer: layer.num_kv_heads * layer.head_dim)
-    per_token = 2 * geometry.hidden_size + 2 * layer.num_kv_heads * layer.head_dim + 2 * layer.head_dim
+    per_token = 2 * geometry.hidden_size + 2 * layer.num_kv_heads * layer.head_dim
     per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-    return itemsize * (length * per_token + min(length, CHUNK) * per_chunk_token)
+    at_once, chunk = (length, CHUNK) if window is None else (min(length, window), window)
+    return itemsize * (length * 2 * layer.head_dim + at_once * per_token + min(length, chunk) * per_chunk_token)

@@ -92,3 +92,14 @@ def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
     with pytest.raises(KvcliError) as caught:
         memory.check(profile("full"), open_checkpoint(ModelSpec(str(tmp_path))), [10], Sampling(max_tokens=10**9))
     assert "with --max-tokens 1,000,000,000 no context fits" in caught.value.hint
+
+
+def test_a_prompt_read_by_windows_needs_no_workspace_as_long_as_itself():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    workspaces = [
+        [memory.need(profile(name), geometry, torch.float32, [n], 9, 1).workspace for n in (4096, 8192)]
+        for name in ("full", "actqkv")
+    ]
+    tables = 4096 * 2 * 16 * 4
+    assert workspaces[1][1] - workspaces[1][0] == tables
+    assert workspaces[0][1] - workspaces[0][0] > 4 * tables

@@ -5,7 +5,7 @@ import pytest
 from families import tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.prompts import FailedPrompt, Prompt, Template, encode, read_document, read_prompts
+from kvcli.prompts import FailedPrompt, Prompt, Template, encode, encode_question, read_document, read_prompts
 
 
 def refused(function, *arguments):
@@ -90,6 +90,12 @@ def test_nothing_to_read_is_refused_with_an_example():
 def test_the_question_follows_the_document_after_a_blank_line():
     assert Prompt("x", "document\n", "question?").content == "document\n\nquestion?"
     assert Prompt("x", "document\n").content == "document\n"
+
+
+def test_a_question_is_also_encoded_alone():
+    tokenizer = tiny_tokenizer(chat=True)
+    assert tokenizer.decode(encode_question(Prompt("x", "the fox", "why?"), tokenizer)) == "why?"
+    assert encode_question(Prompt("x", "the fox"), tokenizer) == []
 
 
 def test_the_chat_template_wraps_system_and_prompt():
