@@ -1,6 +1,7 @@
 """How many held-out questions the demo model answers with each method, at equal budgets.
 
-Every document is read once, by exact prefill, into one store a method; each method then decodes greedily on its own.
+Every document is read once, by exact prefill, into one store a method, but for the methods that read it their own way,
+by windows. Each method then decodes greedily on its own.
 A row's score is the share of its values that the answer names (RULER's recall).
 
     python benchmarks/demo_accuracy.py --lengths 4096 --rows 50
@@ -23,7 +24,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model, ModelSpec, load_model
 from kvcli.prefill import prefill
 from kvcli.profile import Profile, resolve_profile
-from kvcli.prompts import Prompt, Template, encode
+from kvcli.prompts import Prompt, Template, encode, encode_question
 from kvcli.rope import installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
@@ -32,6 +33,7 @@ from kvcli.store.cache import Tiers
 from kvcli.tasks import TASKS, Row, make_row, recall
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
+from kvcli.windowed import read_prompt
 
 MAX_TOKENS = 80
 FRAME = 8  # tokens that the chat template adds
@@ -62,17 +64,22 @@ class Answer:
 
 def answer_row(model: Model, hook: Hook, rotary: Any, row: Row, profiles: dict[str, Profile]) -> dict[str, Answer]:
     """Read the row once, let every method answer it."""
-    ids, layers = encode(Prompt("row", row.input), Template(), model.tokenizer), model.geometry.layers
+    prompt, layers = Prompt("row", row.document, row.question), model.geometry.layers
+    ids, question = encode(prompt, Template(), model.tokenizer), encode_question(prompt, model.tokenizer)
     methods = {}
     for name, profile in profiles.items():
         tiers = Tiers.for_device(model.device, model.dtype)
-        context = SequenceContext(len(ids) + MAX_TOKENS, tiers, Counters(len(layers)), Timeline(), rotary)
+        context = SequenceContext(
+            len(ids) + MAX_TOKENS, tiers, Counters(len(layers)), Timeline(), rotary, question=question
+        )
         methods[name] = get_method(profile.method)(profile.settings, layers, context)
-    logits = prefill(model.module, hook, ids, Tee(list(methods.values())), layers, lambda _: None)
+    exact = [method for method in methods.values() if method.prefill_window is None]
+    shared = prefill(model.module, hook, ids, Tee(exact), layers, lambda _: None)
     eos = {model.tokenizer.eos_token_id}
     answers = {}
     for name, method in methods.items():
-        counters = method.context.counters
+        windowed, counters = method.prefill_window is not None, method.context.counters
+        logits = read_prompt(model.module, hook, ids, method, layers, lambda _: None) if windowed else shared
         sampler, stream = Sampler(Sampling(), 0, model.device), TextStream(model.tokenizer)
         sequence = RunningSequence(0, name, 0, len(ids), method, counters, sampler, stream, eos, MAX_TOKENS, 0.0)
         sequence.accept(logits)
@@ -104,6 +111,8 @@ def main() -> None:
         profiles[f"freekv tau={tau:g}"] = resolve_profile(method="freekv", overrides={**paged, "tau": tau})
     profiles["quest"] = resolve_profile(method="quest", overrides={**paged, "dense_layers": 1})
     profiles["streaming"] = resolve_profile(method="streaming", overrides={"budget": args.budget})
+    for name in ("infllm", "actqkv"):
+        profiles[name] = resolve_profile(method=name, overrides=paged)
     model = load_model(ModelSpec(args.model))
 
     def count_tokens(text: str) -> int:

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import Request, generate
+from kvcli.methods.actqkv import ActQKV
 from kvcli.model import ModelSpec
 from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
@@ -166,3 +167,21 @@ def test_trace_is_chrome_trace_json(checkpoint, tmp_path):
         if span["name"] == "select":
             assert any(s["ts"] <= span["ts"] and span["ts"] + span["dur"] <= s["ts"] + s["dur"] + 1 for s in steps)
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"run", "sequence 0"}
+
+
+def test_the_question_alone_reaches_a_method_that_reads_by_windows(checkpoint, monkeypatch):
+    small, previews = {**SMALL, "prefill_window": 16}, []
+
+    def preview(method):
+        previews.append(list(method.context.question))
+        return ()
+
+    monkeypatch.setattr(ActQKV, "preview", property(preview))
+    report = generate(request(checkpoint, method="actqkv", overrides=small), Watcher())
+    assert previews[:2] == [[], []]
+    assert report.sequences[2].output_tokens == 12
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(previews[2]) == PROMPTS[2].question
+    statistics = json.loads(report.to_json())["sequences"][0]["method"]
+    assert statistics["decode_blocks_requested"] > 0
+    assert len(statistics["layers"]) == 4

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
@@ -92,7 +91,6 @@ class ActQKV(InfLLM):
         self.moments: dict[int, Moments] = {}  # layer -> of all the prompt's queries so far [H * d]
         self.question: dict[int, Tensor] = {}  # layer -> the question's probe [H, d]
         self.cutoff = CutOff(list(self.retrieval), config.pages.selected, config.least, config.slots)
-        self.entropy_sums = dict.fromkeys(self.retrieval, 0.0)
 
     @property
     def preview(self) -> Sequence[int]:
@@ -123,16 +121,8 @@ class ActQKV(InfLLM):
     def allot(self, layer: int, scores: Tensor) -> int:
         """See `InfLLM.allot`."""
         entropy = float(density(scores))
-        self.entropy_sums[layer] += entropy
+        self.usage[layer].decode.note_entropy(entropy)
         return self.cutoff.allot(layer, entropy, len(scores))
-
-    def statistics(self) -> dict[str, Any]:
-        """See `InfLLM.statistics`; with the mean entropy in nats of each layer's scores in decode."""
-        statistics = super().statistics()
-        for layer in statistics["layers"]:
-            if retrievals := layer["decode"]["retrievals"]:
-                layer["decode"]["entropy_mean"] = self.entropy_sums[layer["layer"]] / retrievals
-        return statistics
 
 
 def _by_token(queries: Tensor) -> Tensor:

@@ -16,8 +16,6 @@ Exactness: with `positions = "original"` this is full attention as long as the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +29,7 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
 from kvcli.stats import Count
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
+from kvcli.store.usage import Phases, Usage, total
 
 
 class InfLLMConfig(PagedConfig):
@@ -52,51 +51,6 @@ class InfLLMConfig(PagedConfig):
         if self.representatives > self.page_size:
             raise ValueError(f"representatives {self.representatives} are more than a page has tokens {self.page_size}")
         return self
-
-
-@dataclass
-class Usage:
-    """What one layer retrieved over a phase; only where something had to be left out."""
-
-    retrievals: int = 0
-    blocks: int = 0
-    fewest: float = inf
-    most: int = 0
-    misses: int = 0
-    bytes_to_device: int = 0
-    scores: float = 0.0  # sum over retrievals of the mean score of the retrieved blocks
-
-    def note(self, blocks: int, misses: int, moved: int, score: float) -> None:
-        """Add one retrieval."""
-        self.retrievals += 1
-        self.blocks += blocks
-        self.fewest, self.most = min(self.fewest, blocks), max(self.most, blocks)
-        self.misses += misses
-        self.bytes_to_device += moved
-        self.scores += score
-
-    def summary(self) -> dict[str, Any]:
-        """Plain data for the report; means are per retrieval."""
-        if not self.retrievals:
-            return {"retrievals": 0}
-        return {
-            "retrievals": self.retrievals,
-            "blocks_mean": self.blocks / self.retrievals,
-            "blocks_min": self.fewest,
-            "blocks_max": self.most,
-            "blocks_requested": self.blocks,
-            "blocks_missed": self.misses,
-            "bytes_to_device": self.bytes_to_device,
-            "score_mean": self.scores / self.retrievals,
-        }
-
-
-@dataclass
-class Phases:
-    """Prefill and decode of one layer, counted apart."""
-
-    prefill: Usage = field(default_factory=Usage)
-    decode: Usage = field(default_factory=Usage)
 
 
 class InfLLM(Method[InfLLMConfig, BlockCache]):
@@ -161,12 +115,17 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         return self.config.pages.selected
 
     def statistics(self) -> dict[str, Any]:
-        """See `Method.statistics`: what each layer retrieved, in prefill and in decode."""
-        return {
-            "layers": [
-                {"layer": layer, "prefill": usage.prefill.summary(), "decode": usage.decode.summary()}
-                for layer, usage in self.usage.items()
-            ]
+        """See `Method.statistics`: what was retrieved in prefill and in decode, in all and by layer."""
+        prefill, decode = (
+            total(getattr(phases, phase) for phases in self.usage.values()) for phase in ("prefill", "decode")
+        )
+        layers = [
+            {"layer": layer, "prefill": phases.prefill.summary(), "decode": phases.decode.summary()}
+            for layer, phases in self.usage.items()
+        ]
+        return {f"prefill_{key}": value for key, value in prefill.summary().items()} | {
+            **{f"decode_{key}": value for key, value in decode.summary().items()},
+            "layers": layers,
         }
 
     def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: Usage) -> None:

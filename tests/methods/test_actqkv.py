@@ -1,5 +1,6 @@
 """ActQKV against a slow re-derivation (tests/block_oracle.py): made-up tensors, and all that a model hands over."""
 
+import json
 from math import log
 
 import pytest
@@ -112,6 +113,11 @@ def test_every_window_and_every_step_match_the_oracle(kind, prompt, rope, positi
             assert abs(decode["score_mean"]) < 1
         else:
             assert decode["blocks_min"] == decode["blocks_max"] == decode["blocks_mean"] == 4
+    statistics = method.statistics()
+    assert statistics["decode_blocks_requested"] == requested
+    assert statistics["decode_blocks_missed"] == misses
+    assert statistics["prefill_blocks_requested" if prompt > 40 else "decode_retrievals"] > 0
+    assert json.loads(json.dumps(statistics)) == statistics
 
 
 def recorded(monkeypatch):
