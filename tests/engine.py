@@ -29,7 +29,7 @@ class NoText:
         return ""
 
 
-def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None, question=()):
+def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None, question=(), prompt_tokens=None):
     method = get_method(name)
     context = SequenceContext(
         capacity=capacity,
@@ -38,6 +38,7 @@ def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=Non
         timeline=Timeline(),
         rotary=rotary or [None] * len(layers),
         question=question,
+        prompt_tokens=prompt_tokens,
     )
     return method(method.Config(**settings), layers, context)
 

@@ -1,0 +1,168 @@
+"""Low-rank keys, landmarks, values and the cache made of them, against the keys and values that went in."""
+
+import pytest
+import torch
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
+from kvcli.store import landmarks as landmarks_module
+from kvcli.store import low_rank as low_rank_module
+from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.landmarks import Landmarks
+from kvcli.store.low_rank import LowRankKeys
+from kvcli.store.shadow import EMPTY, ShadowCache, ShadowLayout
+from kvcli.store.values import ValuePool
+
+HK, D, C = 2, 8, 3
+WIDTH = HK * D
+SOFTMAX = Softmax(D**-0.5)
+CPU = Tiers.for_device(torch.device("cpu"), torch.float32)
+META = Tiers.for_device(torch.device("meta"), torch.float32)
+GEOMETRY = LayerGeometry(0, 2 * HK, HK, D, None, False)
+
+
+def tokens(count, seed=0):
+    return torch.randn(2, HK, count, D, generator=torch.Generator().manual_seed(seed)).unbind()
+
+
+def side_by_side(k):
+    return k.transpose(0, 1).flatten(1).double()  # [s, Hk * d]
+
+
+def rebuilt(keys, count):
+    """All tokens of the first chunks: [Hk, count * C, d]."""
+    heads = torch.arange(HK).repeat_interleave(count)
+    return keys.rebuild(heads, torch.arange(count).repeat(HK)).view(HK, count * C, D)
+
+
+@pytest.mark.parametrize("piece", [1, 4, 512])
+def test_stored_keys_are_the_projection_on_the_best_subspace(piece, monkeypatch):
+    monkeypatch.setattr(low_rank_module, "PIECE", piece)
+    k, _ = tokens(46)
+    keys = LowRankKeys((HK, D), C, 20, 9, None, CPU)
+    assert keys.error is None
+    keys.fit(k, 12)
+    factor = torch.linalg.svd(side_by_side(k), full_matrices=False)[2][:9]
+    exact = side_by_side(k[:, : 12 * C])
+    best = exact @ factor.T @ factor
+    assert torch.allclose(side_by_side(rebuilt(keys, 12)), best, atol=1e-5)
+    assert keys.error == pytest.approx(float((exact - best).norm() / exact.norm()), rel=1e-4)
+
+
+def test_rank_is_never_more_than_the_keys_are_wide():
+    k, _ = tokens(46)
+    keys = LowRankKeys((HK, D), C, 20, 10**6, None, CPU)
+    assert keys.rank == WIDTH
+    keys.fit(k, 12)
+    assert torch.allclose(rebuilt(keys, 12), k[:, : 12 * C], atol=1e-5)
+
+
+def test_later_chunks_are_projected_by_the_same_factor_until_it_is_refreshed():
+    k, _ = tokens(80)
+    keys = LowRankKeys((HK, D), C, 26, 9, None, CPU, refreshable=True)
+    keys.fit(k[:, :40], 11)  # 40 tokens in the factor, 33 of them stored
+    for chunk in range(11, 26):
+        keys.put(chunk, k[:, chunk * C : chunk * C + C])
+    first = torch.linalg.svd(side_by_side(k[:, :40]), full_matrices=False)[2][:9]
+    projected = side_by_side(k[:, : 26 * C]) @ first.T @ first
+    assert torch.allclose(side_by_side(rebuilt(keys, 26)), projected, atol=1e-5)
+    keys.refresh(26)
+    second = torch.linalg.svd(side_by_side(k[:, : 26 * C]), full_matrices=False)[2][:9]
+    assert torch.allclose(side_by_side(rebuilt(keys, 26)), projected @ second.T @ second, atol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 512])
+def test_landmarks_are_filled_in_pieces_and_outliers_are_left_out(piece, monkeypatch):
+    monkeypatch.setattr(landmarks_module, "PIECE", piece)
+    k, _ = tokens(12 * C, seed=1)
+    chunks = k.unflatten(1, (-1, C))
+    landmarks = Landmarks(HK, D, 12, CPU)
+    fit = landmarks.fill(0, chunks[:, :11])
+    assert torch.allclose(landmarks.means[:, :11], chunks[:, :11].mean(2), atol=1e-6)
+    excluded = landmarks.exclude_worst(fit, 3)
+    landmarks.fill(11, chunks[:, 11:])
+    scores = landmarks.scores(torch.randn(2 * HK, D), 12, 1.0)
+    for head in range(HK):
+        left_out = {j for j in range(12) if scores[head, j] == -1}
+        assert left_out == set(excluded[head].tolist()) == set(fit[head].topk(3, largest=False).indices.tolist())
+
+
+def test_value_pool_returns_the_chunks_asked_for():
+    _, v = tokens(7 * C)
+    pool = ValuePool(HK, D, C, 9, CPU)
+    assert pool.write(1, v.unflatten(1, (-1, C))) == nbytes(v)
+    assert pool.blocks[3, 1].is_contiguous()
+    pairs = [(1, 0), (7, 1), (4, 1), (4, 0)]
+    chunks, heads = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    for found, (chunk, head) in zip(pool.take(pool.rows(chunks, heads)), pairs, strict=True):
+        assert torch.equal(found, v[head, (chunk - 1) * C : chunk * C])
+
+
+def layout(**changes):
+    return ShadowLayout(**{"size": C, "outliers": 2, "selected": 3, "local": 2, "rank": WIDTH, **changes})
+
+
+def dense(q, k, v, held):
+    """Attend to tokens `held` [Hk][..] of each head."""
+    out = []
+    for head in range(HK):
+        keys, values = k[head, held[head]], v[head, held[head]]
+        weights = (q.view(HK, -1, D)[head] @ keys.T * SOFTMAX.scale).softmax(-1)
+        out.append(weights @ values)
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rolling", [True, False])
+@pytest.mark.parametrize("prompt", [1, 2, 3, 20, 23, 24, 26, 61])
+def test_attends_to_what_it_should_hold(prompt, rolling, known):
+    new = 40
+    k, v = tokens(prompt + new, seed=prompt)
+    sizes = layout(rolling=rolling, refresh=11 if rolling else None)
+    cache = ShadowCache(GEOMETRY, prompt + new, prompt if known else None, sizes, None, CPU)
+    for tensor in (cache.k, cache.v, cache.keys.a, cache.keys.b, cache.landmarks.means, cache.values.blocks):
+        tensor.fill_(float("nan"))  # nothing may be read that was not written
+    written = cache.load(k[:, :prompt].clone(), v[:, :prompt].clone())
+    for at in range(prompt, prompt + new):
+        written += cache.append(k[:, at], v[:, at])
+        held = [list(range(at + 1)) for _ in range(HK)]
+        assert cache.active == ((at + 1 if rolling else prompt) // C > sizes.total)
+        if cache.active:
+            local = cache.num_chunks * C
+            assert at + 1 - local >= 2 * C
+            assert not rolling or at + 1 - local < 3 * C
+            scores = cache.scores(torch.randn(2 * HK, D), 1.0)
+            selected = scores.topk(3).indices
+            cache.recall(selected)
+            assert cache.recall(selected) == (0, 0)
+            outliers = (scores == -1).nonzero()[:, 1].view(HK, 2)
+            chunks = torch.cat((selected, outliers), 1)
+            assert all(len(set(row)) == 5 for row in chunks.tolist())
+            held = [[*(j * C + i for j in row for i in range(C)), *range(local, at + 1)] for row in chunks.tolist()]
+        q = torch.randn(2 * HK, D, generator=torch.Generator().manual_seed(at))
+        assert torch.allclose(cache.attend(q, SOFTMAX), dense(q, k, v, held), atol=1e-4)
+    assert written == cache.num_chunks * HK * C * D * 4
+
+
+def test_recall_counts_what_is_missing_and_moves_values_only():
+    k, v = tokens(61)
+    cache = ShadowCache(GEOMETRY, 70, 61, layout(outliers=0), None, CPU)
+    cache.load(k, v)
+    assert cache.resident.tolist() == [[EMPTY] * 3] * HK
+    chunk = C * D * 4
+    assert cache.recall(torch.tensor([[0, 4, 9], [1, 2, 3]])) == (6, 6 * chunk)
+    assert cache.recall(torch.tensor([[9, 4, 0], [3, 7, 2]])) == (1, chunk)
+    assert [sorted(row) for row in cache.resident.tolist()] == [[0, 4, 9], [2, 3, 7]]
+
+
+@pytest.mark.parametrize("prompt", [None, 1, 20, 24, 90])
+@pytest.mark.parametrize("rolling", [True, False])
+def test_footprint_counts_what_is_allocated_even_on_meta(prompt, rolling):
+    sizes = layout(rolling=rolling, refresh=5 if rolling else None)
+    cache = ShadowCache(GEOMETRY, 100, prompt, sizes, None, CPU)
+    found = cache.footprint()
+    assert found == ShadowCache(GEOMETRY, 100, prompt, sizes, None, META).footprint()
+    parts = (cache, cache.keys, cache.landmarks)
+    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    assert found.device == nbytes(*tensors)
+    assert found.host == nbytes(cache.values.blocks)
