@@ -1,8 +1,8 @@
 """Drive one method object with made-up queries, keys and values, without a model."""
 
 import torch
-
 from engine import new_method
+
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 

@@ -38,7 +38,7 @@ def test_json_is_one_object(warm):
     freekv = next(entry for entry in body["methods"] if entry["name"] == "freekv")
     tau = next(setting for setting in freekv["settings"] if setting["name"] == "tau")
     assert (tau["type"], tau["default"], tau["minimum"], tau["maximum"]) == ("number", 0.9, 0, 1)
-    assert {profile["name"] for profile in freekv["profiles"]} == {"freekv", "freekv-long-input", "freekv-reasoning"}
+    assert {"freekv", "freekv-long-input", "freekv-reasoning"} <= {profile["name"] for profile in freekv["profiles"]}
 
 
 def test_the_list_can_go_to_a_file(warm, tmp_path):

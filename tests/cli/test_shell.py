@@ -110,7 +110,7 @@ def failing(error):
     app = typer.Typer()
 
     @app.command()
-    def command(debug: bool = False):  # noqa: ARG001
+    def command(debug: bool = False):
         raise error
 
     return app

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from engine import run
-from families import EAGER, FAMILIES, LAYERS, VOCAB, tiny_model
+from families import EAGER, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 import kvcli.kernels.block_attention as kernels
 from kvcli.kernels.softmax import Softmax
@@ -111,8 +111,7 @@ def test_fork_continues_like_the_original(llama, name):
     fork = method.fork(method.context.counters, "fork")
     assert fork.footprint() == method.footprint()
     last = LAYERS - 1
-    geometry = method.caches[last].k.shape[-1]
-    q, k, v = torch.randn(4, geometry), torch.randn(2, geometry), torch.randn(2, geometry)
+    q, k, v = torch.randn(HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM)
     softmax = Softmax(0.25)
     first = method.attend(last, q, k, v, softmax)
     assert torch.equal(first, fork.attend(last, q, k, v, softmax))
