@@ -115,7 +115,7 @@ def codes(rng: random.Random, writer: Writer, length: int, facts: int, questions
         (
             rng.choice(phrases.CODE_QUESTIONS).format(name=name),
             phrases.CODE_ANSWER.format(name=name, value=values[name]),
-            [values[name]],
+            [values[name], " " + name],
         )
         for name in rng.sample(names, min(questions, facts))
     ]
@@ -126,7 +126,7 @@ def multiquery(rng: random.Random, writer: Writer, length: int, facts: int, ques
     """Access codes, asked for two to four at a time."""
     names = rng.sample(NAMES, max(facts, 2))
     values = {name: random_value(rng) for name in names}
-    left = rng.sample(names, min(questions, len(names)))
+    left = rng.sample(names, min(max(questions, 4), len(names)))
     asked = []
     while len(left) >= 2:
         some, left = left[: rng.randint(2, 4)], left[4:]
@@ -190,16 +190,26 @@ KINDS: dict[str, Callable[[random.Random, Writer, int, int, int], None]] = {
 
 
 def question_batch(
-    kind: str, rng: random.Random, writer: Writer, *, length: int, facts: int, questions: int, size: int
+    kind: str,
+    rng: random.Random,
+    writer: Writer,
+    *,
+    length: int,
+    facts: int,
+    questions: int,
+    size: int,
+    few: float = 0.0,
 ) -> Batch:
     """Return `size` documents of one kind with questions behind them, cut or padded (IGNORED) to `length`.
 
-    The number of facts varies between a quarter of `facts` and `facts`, so that the filler between them does, too.
+    The number of facts varies between a quarter of `facts` and `facts`, so that the filler between them does, too. Of
+    the documents a share of `few` is asked one to three questions instead of `questions`.
     """
     ids = torch.zeros((size, length), dtype=torch.long)
     kinds = torch.zeros((size, length), dtype=torch.long)
     for row in range(size):
-        KINDS[kind](rng, writer, length, rng.randint(max(facts // 4, 1), facts), questions)
+        asked = questions if rng.random() >= few else min(rng.randint(1, 3), questions)
+        KINDS[kind](rng, writer, length, rng.randint(max(facts // 4, 1), facts), asked)
         n = min(len(writer.ids), length)
         ids[row, :n] = torch.tensor(writer.ids[:n])
         kinds[row, :n] = torch.tensor(writer.kinds[:n])

@@ -25,6 +25,7 @@ from kvcli.demo.tokenizer import build_tokenizer
 _CODES = {"codes": 1.0}
 _MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}
 _EVEN = {"codes": 0.3, "multiquery": 0.25, "multivalue": 0.15, "vt": 0.25, "fwe": 0.05}
+_LAST = {"codes": 0.5, "multiquery": 0.2, "multivalue": 0.1, "vt": 0.2}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Stage:
     learning_rate: float = 1e-3
     decay: bool = False  # let the learning rate fall linearly to a tenth over max_steps
     dense: float = 0.1  # share of the batches that are repeats over the whole vocabulary
+    few: float = 0.0  # share of the documents with one to three questions: the first one meets no earlier answers
     short: float = 0.0  # share of the batches that hold four times as many sequences of a quarter of the length
     kinds: Mapping[str, float] = field(default_factory=lambda: _MIXTURE)  # shares of the other batches
     page_weight: float = 1.0  # of the page loss of questions
@@ -48,7 +50,7 @@ class Stage:
 
 # The matching heads form in the first two stages, which are half repeats. Their keys become retrievable by page from
 # the second stage at 1,024 on. The longer answers of the other tasks are learnt at short lengths
-# first; the last three stages go over all of it once more.
+# first; the later stages go over all of it once more.
 STAGES: tuple[Stage, ...] = (
     Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, page_weight=0.0),
     Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, page_weight=0.0),
@@ -63,7 +65,9 @@ STAGES: tuple[Stage, ...] = (
     Stage(8192, 160, 32, 1, 1.01, 200, 200, decay=True, short=0.5, kinds=_EVEN, page_weight=2.0),
     Stage(1024, 32, 16, 4, 1.01, 250, 250, short=0.5, kinds=_EVEN, page_weight=2.0),
     Stage(4096, 96, 24, 1, 1.01, 150, 150, short=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(8192, 160, 32, 1, 1.01, 150, 150, decay=True, short=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(4096, 96, 24, 1, 1.01, 100, 100, short=0.5, few=0.5, kinds=_EVEN, page_weight=2.0),
+    Stage(8192, 160, 32, 1, 1.01, 100, 100, 7e-4, decay=True, short=0.7, few=0.5, kinds=_LAST, page_weight=2.0),
+    Stage(8192, 160, 32, 1, 1.01, 80, 80, 5e-4, decay=True, short=0.5, few=0.5, kinds=_LAST, page_weight=2.0),
 )
 
 _PAGE_ROWS = 64  # queries a batch that the page loss looks at
@@ -156,9 +160,15 @@ class Trainer:
             batch = dense_batch(self.rng, length, size, len(self.tokenizer))
         else:
             (kind,) = self.rng.choices(list(stage.kinds), list(stage.kinds.values()))
-            facts = max(stage.facts // many, 1)
             batch = question_batch(
-                kind, self.rng, self._writer, length=length, facts=facts, questions=stage.questions // many, size=size
+                kind,
+                self.rng,
+                self._writer,
+                length=length,
+                facts=max(stage.facts // many, 1),
+                questions=stage.questions // many,
+                size=size,
+                few=stage.few,
             )
         rate = stage.learning_rate * min(1.0, (self.progress.total + 1) / _WARM_UP)
         if stage.decay:

@@ -49,6 +49,15 @@ def test_question_batches_fit_and_ask_for_what_the_document_says(tokenizer, kind
         assert (kinds[ids == 0] == IGNORED).all()
 
 
+def test_few_questions_are_one_to_three(tokenizer):
+    writer = Writer(tokenizer)
+    batch = question_batch("codes", random.Random(1), writer, length=600, facts=9, questions=8, size=12, few=1.0)
+    counts = [tokenizer.decode(ids).count("\nAnswer:") for ids in batch.ids]
+    assert set(counts) == {1, 2, 3}
+    batch = question_batch("codes", random.Random(1), writer, length=600, facts=20, questions=8, size=12, few=0.0)
+    assert max(tokenizer.decode(ids).count("\nAnswer:") for ids in batch.ids) == 8
+
+
 def test_training_sequences_have_the_format_of_the_chat_template(tokenizer):
     writer = Writer(tokenizer)
     writer.start("A document.")
