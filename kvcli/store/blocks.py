@@ -197,7 +197,8 @@ class BlockCache(LayerCache):
         """Turn the newest queries [H, m, d] to where they see the far tokens from."""
         if self.rotary is None or self.layout.positions == "original":
             return q
-        distance = torch.full((q.shape[1],), self.budget.window * self.budget.size - 1, device=q.device)
         plain = self.unrotate(q, self.length - q.shape[1])
-        # Keys at position 0 would carry the attention scaling once; un-rotated ones do not.
-        return (self.rotary.rotate(plain, distance) * self.rotary.attention_scaling).to(q.dtype)
+        distance = torch.full((q.shape[1],), self.budget.window * self.budget.size - 1, device=q.device)
+        if self.rotary.attention_scaling != 1:  # what keys turned to position 0 would carry is put upon the query
+            plain = self.rotary.rotate(plain, torch.zeros_like(distance))
+        return self.rotary.rotate(plain, distance).to(q.dtype)

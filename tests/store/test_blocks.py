@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from families import tiny_config, tiny_model
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
+from kvcli.rope import installed
 from kvcli.store.blocks import EMPTY, BlockCache, BlockLayout
 from kvcli.store.cache import DenseCache, SlidingCache, Tiers
 from kvcli.store.pages import PageBudget
@@ -94,6 +96,35 @@ def test_a_short_context_needs_no_blocks():
     q = torch.randn(H, D)
     assert torch.allclose(cache.attend(q, SOFTMAX), dense(q, k, v), atol=1e-5)
     assert EMPTY not in cache.resident.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4"])  # glm4 turns half of its dimensions
+@pytest.mark.parametrize("scaled", [False, True])
+def test_capped_keys_stand_at_position_zero_and_queries_at_the_end_of_the_window(family, scaled):
+    config = tiny_config(family)
+    if scaled:  # yarn puts a factor on every rotation
+        config.rope_parameters |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    layout = BlockLayout(BUDGET, slots=3, reach=7, representatives=2, positions="capped")
+    with installed(tiny_model(family, config=config), [80]) as rope:
+        rotary = rope.rotary(80)[0]
+        assert (rotary.attention_scaling != 1) == scaled
+        cache = BlockCache(LayerGeometry(0, H, HK, 16, None, True), 80, layout, rotary, TIERS)
+        plain_k, v = torch.randn(2, HK, 50, 16, generator=torch.Generator().manual_seed(3)).unbind()
+        plain_q = torch.randn(H, 50, 16, generator=torch.Generator().manual_seed(4))
+        k, q = (rotary.rotate(x, torch.arange(50)) for x in (plain_k, plain_q))
+        cache.load(k, v)
+        cache.recall(torch.tensor([1, 4, 6]))
+        out = cache.attend(q[:, 49], Softmax(0.25))
+        far = [*range(P), *(P + block * P + i for block in (1, 4, 6) for i in range(P))]
+        near = range(44, 50)
+        far_k = rotary.rotate(plain_k[:, far], torch.zeros(len(far), dtype=torch.long))
+        far_q = rotary.rotate(plain_q[:, 49:], torch.tensor([2 * P - 1]))[:, 0]
+        scores = [
+            torch.einsum("hgd,hnd->hgn", x.view(HK, -1, 16), keys) * 0.25
+            for x, keys in ((far_q, far_k), (q[:, 49], k[:, near]))
+        ]
+        expected = torch.einsum("hgn,hnd->hgd", torch.cat(scores, -1).softmax(-1), v[:, [*far, *near]])
+    assert torch.allclose(out, expected.reshape(H, 16), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 13, 100])
