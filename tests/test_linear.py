@@ -24,7 +24,6 @@ def test_the_forward_comes_back_and_strangers_are_left_alone():
         pass
 
     model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Linear(4, 4).half())
-    with pytest.raises(RuntimeError, match="half way"), onednn_linears(model):
+    with onednn_linears(model):
         assert ["forward" in vars(layer) for layer in model] == [True, False, False]
-        raise RuntimeError("half way")
     assert not any("forward" in vars(layer) for layer in model)

@@ -181,7 +181,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     def retrieve_window(self, layer: int, cache: CacheT, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Do what `attend_window` says in a layer of `new_cache`; for methods with a `prefill_window`."""
-        raise TypeError(f"{type(self).__name__} does not read prompts by windows")
+        raise NotImplementedError
 
     @property
     def preview(self) -> Sequence[int]:
