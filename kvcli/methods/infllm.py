@@ -115,16 +115,22 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         return self.config.pages.selected
 
     def statistics(self) -> dict[str, Any]:
-        """See `Method.statistics`: what was retrieved in prefill and in decode, in all and by layer."""
+        """See `Method.statistics`: what was retrieved in prefill and in decode, in all and by layer.
+
+        Means of decode stand in front: blocks a layer and step, score of these blocks, entropy of all scores.
+        """
         prefill, decode = (
-            total(getattr(phases, phase) for phases in self.usage.values()) for phase in ("prefill", "decode")
+            total(getattr(phases, phase) for phases in self.usage.values()).summary() for phase in ("prefill", "decode")
         )
+        shown = {"blocks_mean": "blocks_per_layer", "score_mean": "block_score", "entropy_mean": "score_entropy"}
         layers = [
             {"layer": layer, "prefill": phases.prefill.summary(), "decode": phases.decode.summary()}
             for layer, phases in self.usage.items()
         ]
-        return {f"prefill_{key}": value for key, value in prefill.summary().items()} | {
-            **{f"decode_{key}": value for key, value in decode.summary().items()},
+        return {
+            **{name: decode[key] for key, name in shown.items() if key in decode},
+            "prefill": prefill,
+            "decode": decode,
             "layers": layers,
         }
 

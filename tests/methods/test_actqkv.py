@@ -114,9 +114,11 @@ def test_every_window_and_every_step_match_the_oracle(kind, prompt, rope, positi
         else:
             assert decode["blocks_min"] == decode["blocks_max"] == decode["blocks_mean"] == 4
     statistics = method.statistics()
-    assert statistics["decode_blocks_requested"] == requested
-    assert statistics["decode_blocks_missed"] == misses
-    assert statistics["prefill_blocks_requested" if prompt > 40 else "decode_retrievals"] > 0
+    assert statistics["decode"]["blocks_requested"] == requested
+    assert statistics["decode"]["blocks_missed"] == misses
+    assert statistics["blocks_per_layer"] == requested / statistics["decode"]["retrievals"]
+    assert ("score_entropy" in statistics) == (kind == "actqkv")
+    assert bool(statistics["prefill"]) == (prompt > 40)
     assert json.loads(json.dumps(statistics)) == statistics
 
 
