@@ -5,7 +5,7 @@
     mass_j = sum over all heads, and over i with n - m + i > j, of e^(s_ij - z_i)
 
 f is the model's softcap. The far keys have a query of their own, p, for they may stand at another distance than their
-position tells. `mass` is the attention that a near token got from those that came after it (InfLLM, section 3.2).
+position tells. `mass` is the attention that a near token got from those that came after it.
 
 Shapes: q, p [H, m, d]; k, v [Hk, n, d]; l, w [Hk, f, d], f >= 0, m <= n -> out [H, m, d], mass [n] in at least fp32.
 """

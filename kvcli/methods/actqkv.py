@@ -7,11 +7,12 @@ probe, with moments of their own, whose cosine is added `question_weight` times,
 
 In decode the query itself is the probe, and the layers share their budget: a layer takes of what is left the part that
 the entropy of its scores has in the entropies of itself and the layers still to come (equation 12), for which the
-means of their last 100 steps stand. What a layer really gets, rounded and clamped, is what the next ones lack; so the
-layers' mean holds the budget, unless a clamp binds.
+means of their last 100 steps stand; before each layer has one, the split is even. What a layer really gets, rounded
+and clamped, is what the next ones lack; so the layers' mean keeps to the budget, unless a clamp binds. The clamps are
+parts of the budget, so that they scale with it. While the context fits into the budget there is no cut-off.
 
-Block keys and queries have their heads concatenated, keys repeated for the query heads they serve. Windows, blocks,
-positions and exactness are InfLLM's. While the context fits into the budget there is no cut-off.
+Windows, blocks, representatives, positions and exactness are InfLLM's. Keys have their KV heads repeated for the query
+heads they serve. A question longer than a window counts by its last tokens.
 """
 
 from __future__ import annotations
