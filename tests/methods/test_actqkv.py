@@ -1,4 +1,4 @@
-"""ActQKV and InfLLM against a slow re-derivation (tests/block_oracle.py): made-up tensors, and all that a model hands over."""
+"""ActQKV and InfLLM against a slow re-derivation (block_oracle.py): made-up tensors, and what a model hands over."""
 
 import json
 from math import log
