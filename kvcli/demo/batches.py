@@ -16,7 +16,7 @@ from kvcli.tasks.text import NAMES, sentences
 from kvcli.tasks.vt import chain_statements
 
 IGNORED, FILLER, ANSWER, VALUE = 0, 1, 2, 3
-"""What a token is to the loss. A VALUE can only come from the document; ANSWER is the words around it."""
+"""What a token is to the loss. A VALUE is copied from document or question; ANSWER is the words around it."""
 
 FIRST_ORDINARY_ID = 3  # after unk, bos and eos
 

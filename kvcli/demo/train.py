@@ -1,7 +1,8 @@
 """Train the bundled demo model from scratch on the CPU: `python -m kvcli.demo.train --out DIR`.
 
-Half of the batches are repeats over the whole vocabulary, the other half documents with many facts and many questions;
-the length grows from stage to stage. A stage ends when the running share of right answer tokens passes its target.
+Batches are either repeats over the whole vocabulary, half of them at first, or documents with many facts and many
+questions behind them; `STAGES` is the curriculum. A stage ends when the running share of right VALUE tokens passes its
+target, or after a fixed number of steps. `--resume` goes on after the last finished stage.
 """
 
 import argparse
