@@ -19,7 +19,7 @@ from kvcli import report
 from kvcli.attention import Hook, attached
 from kvcli.decode import decode
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods import get_method
+from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model, ModelSpec, load_model
 from kvcli.prefill import prefill
@@ -89,10 +89,20 @@ def answer_row(model: Model, hook: Hook, rotary: Any, row: Row, profiles: dict[s
     return answers
 
 
+def profile_of(name: str, sizes: dict[str, float]) -> Profile:
+    """Give a method the budget, and the sizes of pages where it has pages; one dense layer, as FreeKV has."""
+    fields = get_method(name).Config.model_fields
+    known = sizes | {"dense_layers": 1} if "page_size" in fields else {"budget": sizes["budget"]}
+    return resolve_profile(method=name, overrides={key: value for key, value in known.items() if key in fields})
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="checkpoint directory; the bundled demo model without it")
+    parser.add_argument(
+        "--methods", nargs="+", default=["full", "freekv", "quest", "streaming"], choices=method_names()
+    )
     parser.add_argument("--tasks", nargs="+", default=["niah_single", "niah_multikey"], choices=TASKS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of a prompt")
     parser.add_argument("--rows", type=int, default=50, help="held-out documents of each task and length")
@@ -105,14 +115,10 @@ def main() -> None:
     add_output(parser, "demo_accuracy")
     args = parser.parse_args()
 
-    paged = {"budget": args.budget, "sink": args.sink, "window": args.window, "page_size": args.page_size}
-    profiles = {"full": resolve_profile(method="full")}
-    for tau in args.tau:
-        profiles[f"freekv tau={tau:g}"] = resolve_profile(method="freekv", overrides={**paged, "tau": tau})
-    profiles["quest"] = resolve_profile(method="quest", overrides={**paged, "dense_layers": 1})
-    profiles["streaming"] = resolve_profile(method="streaming", overrides={"budget": args.budget})
-    for name in ("infllm", "actqkv"):
-        profiles[name] = resolve_profile(method=name, overrides=paged)
+    sizes = {"budget": args.budget, "sink": args.sink, "window": args.window, "page_size": args.page_size}
+    profiles = {name: profile_of(name, sizes) for name in args.methods if name != "freekv"}
+    if "freekv" in args.methods:
+        profiles |= {f"freekv tau={tau:g}": profile_of("freekv", sizes | {"tau": tau}) for tau in args.tau}
     model = load_model(ModelSpec(args.model))
 
     def count_tokens(text: str) -> int:
