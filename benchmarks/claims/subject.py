@@ -1,0 +1,168 @@
+"""What is studied: a model, held-out documents, and methods that read and answer them."""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from demo_accuracy import FRAME, MAX_TOKENS, Tee
+
+from kvcli.attention import Hook, attached
+from kvcli.decode import decode
+from kvcli.methods import get_method
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.model import Model, ModelSpec, load_model
+from kvcli.prefill import prefill
+from kvcli.profile import Profile
+from kvcli.prompts import Prompt, Template, encode, encode_question
+from kvcli.rope import installed
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.tasks import TASKS, Row, make_row, recall
+from kvcli.text import TextStream
+from kvcli.timeline import Timeline
+
+NEEDLES = ["niah_single", "niah_multikey", "niah_multiquery"]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A held-out row and the tokens of its prompt."""
+
+    row: Row
+    ids: list[int]
+    question: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """RULER's recall of one answer, 0..1, and what the method says of itself."""
+
+    score: float
+    statistics: dict[str, Any]
+
+
+@dataclass
+class Subject:
+    """A model with kvcli's attention in place, for prompts of at most `length` tokens."""
+
+    model: Model
+    hook: Hook
+    rotary: Any
+    length: int
+    seed: int
+
+    def documents(self, tasks: Sequence[str], rows: int) -> Iterator[Document]:
+        """Make `rows` documents of the evaluation split for each task."""
+        for task in tasks:
+            for index in range(rows):
+                length, count = self.length - FRAME, self.count_tokens
+                row = make_row(task, length=length, seed=self.seed, index=index, count_tokens=count)
+                prompt, tokenizer = Prompt("row", row.document, row.question), self.model.tokenizer
+                yield Document(row, encode(prompt, Template(), tokenizer), encode_question(prompt, tokenizer))
+
+    def count_tokens(self, text: str) -> int:
+        """Count the tokens of a piece of text."""
+        return len(self.model.tokenizer.encode(text, add_special_tokens=False))
+
+    def tokens_behind(self, document: Document) -> int:
+        """Count the prompt's tokens from the last value that is asked for to the end."""
+        row = document.row
+        last = max(row.document.find(value) for value in row.outputs)
+        return len(document.ids) - self.count_tokens(row.document[:last])
+
+    def context(self, document: Document) -> SequenceContext:
+        """Give a method what it needs for a document and its answer."""
+        model, capacity = self.model, len(document.ids) + MAX_TOKENS
+        tiers, counters = Tiers.for_device(model.device, model.dtype), Counters(len(model.geometry.layers))
+        return SequenceContext(
+            capacity,
+            tiers,
+            counters,
+            Timeline(),
+            self.rotary,
+            question=document.question,
+            prompt_tokens=len(document.ids),
+        )
+
+    def methods(self, document: Document, profiles: dict[str, Profile]) -> dict[str, Method[Any, Any]]:
+        """Make one method object a profile."""
+        layers = self.model.geometry.layers
+        return {
+            name: get_method(profile.method)(profile.settings, layers, self.context(document))
+            for name, profile in profiles.items()
+        }
+
+    def read(self, document: Document, methods: Sequence[Method[Any, Any]]) -> torch.Tensor:
+        """Read a document once, by exact prefill, into all methods; returns the logits [vocab] of the first token."""
+        layers = self.model.geometry.layers
+        return prefill(self.model.module, self.hook, document.ids, Tee(list(methods)), layers, lambda _: None)
+
+    def answer(self, document: Document, method: Method[Any, Any], logits: torch.Tensor) -> float:
+        """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
+        model, counters = self.model, method.context.counters
+        eos = {model.tokenizer.eos_token_id}
+        sampler, stream = Sampler(Sampling(), 0, model.device), TextStream(model.tokenizer)
+        sequence = RunningSequence(
+            0, "row", 0, len(document.ids), method, counters, sampler, stream, eos, MAX_TOKENS, 0.0
+        )
+        sequence.accept(logits)
+        for _ in decode(model.module, self.hook, [sequence], Timeline()):
+            pass
+        return recall(stream.text, document.row.outputs)
+
+    def answers(
+        self, tasks: Sequence[str], rows: int, profiles: dict[str, Profile]
+    ) -> Iterator[tuple[Document, dict[str, Answer]]]:
+        """Let every profile answer every document, read once."""
+        for document in self.documents(tasks, rows):
+            methods = self.methods(document, profiles)
+            logits = self.read(document, list(methods.values()))
+            scores = {name: self.answer(document, method, logits) for name, method in methods.items()}
+            yield document, {name: Answer(score, methods[name].statistics()) for name, score in scores.items()}
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Subject]:
+    """Load the model of `add_arguments` and put kvcli's attention and rotary tables in place."""
+    model, longest = load_model(ModelSpec(args.model)), args.length + MAX_TOKENS
+    with attached(model.module) as hook, installed(model.module, [longest]) as rope:
+        yield Subject(model, hook, rope.rotary(longest), args.length, args.seed)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what to study, and on how many documents."""
+    parser.add_argument("-m", "--model", help="checkpoint directory; the bundled demo model without it")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["niah_single", "niah_multikey", "niah_multiquery"], choices=TASKS
+    )
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--rows", type=int, default=25, help="held-out documents of each task")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def percent(shares: Sequence[float]) -> float:
+    """Mean of shares 0..1 in per cent."""
+    return round(100 * statistics.mean(shares), 2)
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows of equal keys below a title, columns aligned."""
+    cells = [list(rows[0])] + [[_cell(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    print(f"\n{title}")
+    for line in cells:
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"

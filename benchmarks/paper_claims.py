@@ -1,0 +1,54 @@
+"""What four papers claim, checked on the bundled demo model: `all`, or one study.
+
+    python benchmarks/paper_claims.py all
+    python benchmarks/paper_claims.py refreekv --thresholds 0.001 0.01 0.1 --rows 50
+
+Documents are the evaluation split of kvcli.tasks, seeded. The module of a study in `claims/` says what it measures.
+The demo model is tiny (4 layers, heads of 32 channels): figures of the papers' models cannot be expected, orders can.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from claims import actqkv_probe, fier_recall, refreekv, shadowkv, subject
+from common import add_output, save
+
+STUDIES: dict[str, Any] = {
+    "fier-recall": fier_recall,
+    "actqkv-probe": actqkv_probe,
+    "shadowkv": shadowkv,
+    "refreekv": refreekv,
+}
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="study", required=True)
+    every = commands.add_parser("all", help="all studies, written to results/paper_claims.json")
+    subject.add_arguments(every)
+    add_output(every, "paper_claims")
+    for name, study in STUDIES.items():
+        command = commands.add_parser(name, help=study.__doc__.partition("\n")[0], description=study.__doc__)
+        subject.add_arguments(command)
+        command.add_argument("-o", "--output", type=Path, help="JSON file to write")
+        study.add_arguments(command)
+        study.add_arguments(every)
+    args = parser.parse_args()
+
+    chosen = STUDIES if args.study == "all" else {args.study: STUDIES[args.study]}
+    results: dict[str, Any] = {}
+    with subject.opened(args) as opened:
+        for name, study in chosen.items():
+            started = time.perf_counter()
+            results[name] = study.run(opened, args)
+            print(f"  {time.perf_counter() - started:.0f} s")
+    if args.output:
+        settings = {name: value for name, value in vars(args).items() if name != "output"}
+        save(args.output, {"model": opened.model.name, "arguments": settings, **results})
+
+
+if __name__ == "__main__":
+    main()
