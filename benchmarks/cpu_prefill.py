@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 from kvcli.attention import attached
 from kvcli.geometry import geometry_of
+from kvcli.linear import onednn_linears
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV
 from kvcli.prefill import prefill
@@ -50,7 +51,7 @@ def measure(who: str, context: int) -> dict[str, float]:
         model(input_ids=ids[None], logits_to_keep=1, use_cache=True)
     else:
         layers = geometry_of(CONFIG, torch.float32).layers
-        with attached(model) as hook, installed(model, [context]) as rope:
+        with attached(model) as hook, onednn_linears(model), installed(model, [context]) as rope:
             tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
             counters = Counters(len(layers))
             method = FreeKV(

@@ -4,7 +4,7 @@ Every document is read once, by exact prefill, into one store a method, but for 
 by windows. Each method then decodes greedily on its own.
 A row's score is the share of its values that the answer names (RULER's recall).
 
-    python benchmarks/demo_accuracy.py --lengths 4096 --rows 50
+    python benchmarks/demo_accuracy.py
 """
 
 import argparse
@@ -104,12 +104,12 @@ def main() -> None:
         "--methods", nargs="+", default=["full", "freekv", "quest", "streaming"], choices=method_names()
     )
     parser.add_argument("--tasks", nargs="+", default=["niah_single", "niah_multikey"], choices=TASKS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of a prompt")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens of a prompt")
     parser.add_argument("--rows", type=int, default=50, help="held-out documents of each task and length")
     parser.add_argument("--budget", type=int, default=512, help="tokens attended per layer and KV head")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--window", type=int, default=64)
-    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page, for every method that has pages")
+    parser.add_argument("--page-size", type=int, default=32, help="tokens in a page, for every method that has pages")
     parser.add_argument("--tau", type=float, nargs="+", default=[0.8], help="correction thresholds of freekv")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "demo_accuracy")

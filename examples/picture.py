@@ -60,7 +60,8 @@ def main() -> None:
         console.print(Text.assemble(("$ ", "green"), (shlex.join(command), "bold")))
         for line in screen:
             console.print(Text.from_ansi(line))
-        Path(target).write_text(console.export_svg(title="kvcli"))
+        svg = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="kvcli"), flags=re.DOTALL)  # fetch no fonts
+        Path(target).write_text(svg)
 
 
 if __name__ == "__main__":
