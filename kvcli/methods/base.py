@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
@@ -208,6 +208,13 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def count(self, layer: int, count: Count, amount: int) -> None:
         """Count in the current step."""
         self.context.counters.add(layer, count, amount)
+
+    def recall(self, layer: int, fetch: Callable[[], tuple[int, int]]) -> None:
+        """Bring what a selection misses to the device and count it: `fetch` returns the misses and the bytes moved."""
+        with self.span("recall", layer):
+            misses, moved = fetch()
+        self.count(layer, Count.MISSES, misses)
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
 
     def span(self, name: str, layer: int) -> AbstractContextManager[None]:
         """Time a phase of a layer's work where somebody listens."""

@@ -81,10 +81,7 @@ class FIER(Method[FIERConfig, TokenCache]):
             scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
-        self.count(layer, Count.MISSES, misses)
-        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)
 

@@ -60,11 +60,11 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
         if corrected.any():
-            self._recall(layer, cache, selected, corrected)
+            self.recall(layer, lambda: cache.recall(selected, corrected))
         with self.span("attention", layer):
             out = cache.attend(q, softmax)
         if not corrected.all():
-            self._recall(layer, cache, selected)  # the others; a corrected head misses nothing any more
+            self.recall(layer, lambda: cache.recall(selected))  # the others; a corrected head misses nothing any more
         self.previous_query[layer] = q.clone()
         return out
 
@@ -90,10 +90,3 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             selected = topk_pages(scores, cache.budget.selected) + cache.candidates.start
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
         return selected
-
-    def _recall(self, layer: int, cache: OffloadedCache, selected: Tensor, heads: Tensor | None = None) -> None:
-        """Fetch what `heads` [Hk], or all, miss of their selection."""
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected, heads)
-        self.count(layer, Count.MISSES, misses)
-        self.count(layer, Count.BYTES_TO_DEVICE, moved)

@@ -97,10 +97,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         with self.span("select", layer):
             selected = topk_pages(cache.scores(q, softmax.scale), cache.layout.selected)  # [Hk, k]
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
-        self.count(layer, Count.MISSES, misses)
-        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):
             return cache.attend(q, softmax)
 
