@@ -7,12 +7,11 @@ memory grows with the context but for one key a block. One set of blocks serves 
 
 Local are the newest whole blocks, `window` tokens of them before the window that is being read; a token's attention is
 the probability that all heads gave it from later tokens while it was near. Queries are compared with block keys without
-rotation on either side, heads concatenated, so that relevance does not depend on distance.
-With `positions = "capped"` all that is not local is `window - 1` tokens away from every query, and prompts can be
-longer than the positions that the model was trained for; local tokens and the window itself keep their distances.
+rotation on either side, heads concatenated, so that relevance does not depend on distance. With `positions = "capped"`
+all that is not local is `window - 1` tokens away from every query, and prompts can be longer than the positions that
+the model was trained for; local tokens and the window itself keep their distances.
 
-Exactness: with `positions = "original"` this is full attention as long as the context fits into the budget. With
-"capped" it is so only while nothing has left the local window, or in layers without rotary positions.
+Exact while the context fits into the budget; with "capped" only until something leaves the local window (but for NoPE).
 """
 
 from __future__ import annotations
