@@ -2,15 +2,14 @@
 
 The prompt is read window by window. Each window, and later each generated token, attends to the sinks, to the local
 window and itself, and to the blocks whose representative keys have the largest inner product with its query, averaged
-over the window. Whatever leaves the local window goes to host memory by blocks, so that neither attention nor device
-memory grows with the context but for one key a block. One set of blocks serves all heads of a layer.
+over the window. What leaves the local window goes to host memory by blocks: neither attention nor device memory grows
+with the context but for one key a block. One set of blocks serves all heads of a layer.
 
 Local are the newest whole blocks, `window` tokens of them before the window that is being read; a token's attention is
 the probability that all heads gave it from later tokens while it was near. Queries are compared with block keys without
 rotation on either side, heads concatenated, so that relevance does not depend on distance. With `positions = "capped"`
 all that is not local is `window - 1` tokens away from every query, and prompts can be longer than the positions that
 the model was trained for; local tokens and the window itself keep their distances.
-
 Exact while the context fits into the budget; with "capped" only until something leaves the local window (but for NoPE).
 """
 
