@@ -13,15 +13,12 @@ from pathlib import Path
 import torch
 
 from kvcli import memory, report
-from kvcli.attention import attached
-from kvcli.decode import decode
-from kvcli.linear import onednn_linears
+from kvcli.engine import engine
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.profile import Profile
 from kvcli.prompts import Prompt, Template
 from kvcli.reader import EncodedPrompt, Reader, announce, encode_all
-from kvcli.rope import installed
 from kvcli.sampling import Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.store.cache import Footprint
@@ -59,15 +56,11 @@ def generate(request: Request, observer: Observer) -> report.Report:
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
     try:
-        with (
-            attached(model.module) as hook,
-            onednn_linears(model.module),
-            installed(model.module, _capacities(request, prompts)) as rope,
-        ):
-            reader = Reader(model, request.profile, request.sampling, hook, rope, observer, timeline)
+        with engine(model, _capacities(request, prompts)) as ready:
+            reader = Reader(ready, request.profile, request.sampling, observer, timeline)
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)
-            for step in decode(model.module, hook, sequences, timeline, rope):  # all together, one token each
+            for step in ready.decode(sequences, timeline):  # all together, one token each
                 announce(step, request.sampling.max_tokens, observer)
     except KeyboardInterrupt:
         _flush(sequences, observer)

@@ -8,22 +8,16 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcli.attention import Hook
+from kvcli.engine import Engine
 from kvcli.errors import KvcliError
-from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
-from kvcli.model import Model
 from kvcli.observer import Observer
 from kvcli.profile import Profile
 from kvcli.prompts import Prompt, Template, encode, encode_question
-from kvcli.rope import Rope
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
-from kvcli.stats import Counters
-from kvcli.store.cache import Tiers
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
-from kvcli.windowed import read_prompt
 
 
 @dataclass(frozen=True)
@@ -61,33 +55,28 @@ class Reader:
 
     def __init__(
         self,
-        model: Model,
+        engine: Engine,
         profile: Profile,
         sampling: Sampling,
-        hook: Hook,
-        rope: Rope,
         observer: Observer,
         timeline: Timeline,
     ):
-        self.model, self.profile, self.sampling = model, profile, sampling
-        self.hook, self.rope = hook, rope
+        self.engine, self.profile, self.sampling = engine, profile, sampling
         self.observer, self.timeline = observer, timeline
         self.started = time.perf_counter()
-        self.eos = frozenset() if sampling.ignore_eos else _eos_ids(model)
+        self.eos = frozenset() if sampling.ignore_eos else engine.eos
 
     def read(self, index: int, prompt: EncodedPrompt) -> Iterator[RunningSequence]:
         """Yield the samples of one prompt; nothing for a prompt that could not be encoded."""
         if prompt.error is not None:
             return
-        sampling, model, layers = self.sampling, self.model, self.model.geometry.layers
-        self.observer.stage("prefill", len(prompt.ids) * len(layers))
-        method_class = get_method(self.profile.method)
+        sampling, model = self.sampling, self.engine.model
+        self.observer.stage("prefill", len(prompt.ids) * len(self.engine.layers))
         contexts = [self._context(index, prompt, sample) for sample in range(sampling.num_samples)]
-        method = method_class(self.profile.settings, layers, contexts[0])
-        self.rope.use([contexts[0].capacity])
+        method = self.engine.method(self.profile, contexts[0])
         begun = time.perf_counter()
         with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
-            logits = read_prompt(model.module, self.hook, prompt.ids, method, layers, self.observer.advance)
+            (logits,) = self.engine.read(prompt.ids, [method], self.observer.advance)
         self.observer.stage_done()
         now = time.perf_counter()
         methods = [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]
@@ -111,27 +100,8 @@ class Reader:
             yield sequence
 
     def _context(self, index: int, prompt: EncodedPrompt, sample: int) -> SequenceContext:
-        sampling, model = self.sampling, self.model
-        capacity = len(prompt.ids) + sampling.max_tokens
-        return SequenceContext(
-            capacity=capacity,
-            tiers=Tiers.for_device(model.device, model.dtype),
-            counters=Counters(len(model.geometry.layers)),
-            timeline=self.timeline,
-            rotary=self.rope.rotary(capacity),
-            track=f"sequence {index * sampling.num_samples + sample}",
-            question=prompt.question,
-            prompt_tokens=len(prompt.ids),
-        )
-
-
-def _eos_ids(model: Model) -> frozenset[int]:
-    """Tokens that end a text: the generation config's, else the tokenizer's."""
-    config = model.module.generation_config
-    ids = (
-        config.eos_token_id if config is not None and config.eos_token_id is not None else model.tokenizer.eos_token_id
-    )
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+        track = f"sequence {index * self.sampling.num_samples + sample}"
+        return self.engine.context(len(prompt.ids), self.sampling.max_tokens, prompt.question, self.timeline, track)
 
 
 def announce(step: Sequence[tuple[RunningSequence, str]], max_tokens: int, observer: Observer) -> None:

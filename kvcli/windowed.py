@@ -18,22 +18,49 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
-from kvcli.prefill import CHUNK, prefill
+from kvcli.prefill import CHUNK, TakesPrompt, prefill
 
 
 def read_prompt(
     model: PreTrainedModel,
     hook: Hook,
     ids: Sequence[int],
-    method: Method[Any, Any],
+    methods: Sequence[Method[Any, Any]],
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     chunk: int = CHUNK,
-) -> Tensor:
-    """Read a prompt into `method` the way the method wants it; see `prefill` for arguments and result."""
-    if method.prefill_window is None:
-        return prefill(model, hook, ids, method, layers, advance, chunk)
-    return windowed_prefill(model, hook, ids, method, layers, advance, method.prefill_window)
+) -> list[Tensor]:
+    """Read a prompt into each of `methods` the way it wants it: one exact prefill for all, or by its own windows.
+
+    Returns for each the logits [vocab] of the token that follows; the other arguments are those of `prefill`.
+    """
+    exact = [method for method in methods if method.prefill_window is None]
+    if exact:
+        shared = prefill(model, hook, ids, Together(exact), layers, advance, chunk)
+    return [
+        shared
+        if method.prefill_window is None
+        else windowed_prefill(model, hook, ids, method, layers, advance, method.prefill_window)
+        for method in methods
+    ]
+
+
+class Together:
+    """Hands a layer's prompt KV to several methods, so that the prompt is read once."""
+
+    def __init__(self, methods: Sequence[TakesPrompt]):
+        self.methods = methods
+
+    @property
+    def query_rows(self) -> int:
+        """As many of the prompt's last queries as the most curious method wants."""
+        return max(method.query_rows for method in self.methods)
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Give every method the KV [Hk, s, d] of a layer, and those of its last queries q [H, r, d] that it wants."""
+        for method in self.methods:
+            rows = min(method.query_rows, q.shape[1])
+            method.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
 
 
 @torch.inference_mode()

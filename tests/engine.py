@@ -58,7 +58,7 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
                 rope.use([capacity])
             own = rotary if rope is None else rope.rotary(capacity)
             method = new_method(name, settings, layers, capacity, model.dtype, own)
-            logits = read_prompt(model, hook, ids, method, layers, lambda _: None, chunk)
+            (logits,) = read_prompt(model, hook, ids, [method], layers, lambda _: None, chunk)
             sequence = RunningSequence(
                 index=index,
                 source=str(index),

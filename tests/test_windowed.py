@@ -22,7 +22,7 @@ def ample(model, window, capacity=120, **more):
 def read(model, ids, window, advance=lambda _: None):
     layers, method = geometry_of(model.config, model.dtype).layers, ample(model, window)
     with attached(model) as hook:
-        return read_prompt(model, hook, ids, method, layers, advance), method
+        return read_prompt(model, hook, ids, [method], layers, advance)[0], method
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 51, 1000])
@@ -42,14 +42,15 @@ def test_progress_counts_tokens_of_each_layer():
     assert done == [20] * LAYERS + [20] * LAYERS + [11] * LAYERS
 
 
-def test_a_method_without_windows_is_read_exactly():
+def test_methods_without_windows_are_read_exactly_and_together():
     model, ids = tiny_model("llama"), prompt(30)
     layers = geometry_of(model.config, model.dtype).layers
-    logits = []
-    for method in (new_method("full", {}, layers, 30), ample(model, 8)):
-        with attached(model) as hook:
-            logits.append(read_prompt(model, hook, ids, method, layers, lambda _: None))
-    assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
+    methods = [new_method("full", {}, layers, 30), ample(model, 8), new_method("refreekv", {}, layers, 30)]
+    with attached(model) as hook:
+        logits = read_prompt(model, hook, ids, methods, layers, lambda _: None)
+    assert logits[0] is logits[2], "methods with exact prefill share one reading"
+    assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    assert {cache.length for method in methods for cache in method.caches} == {30}
 
 
 @pytest.mark.parametrize(("asked", "length", "shown"), [(3, 40, 3), (30, 40, 16), (5, 4, 3), (5, 1, 0), (0, 40, 0)])

@@ -233,7 +233,7 @@ def test_a_question_is_read_alone_and_changes_what_is_retrieved():
             settings = {**SETTINGS, **more}
             method = new_method("actqkv", settings, geometry, capacity, rotary=rope.rotary(capacity), question=question)
             done = []
-            logits = read_prompt(model, hook, ids, method, geometry, done.append)
+            (logits,) = read_prompt(model, hook, ids, [method], geometry, done.append)
             assert sum(done) == len(ids) * LAYERS
         return logits, method
 

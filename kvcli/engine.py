@@ -1,0 +1,102 @@
+"""A model made ready: kvcli's attention, linear layers and rotary tables in place, and the moves that all runs share.
+
+Whatever runs methods stands on an `Engine`: it makes their objects, reads a prompt into them (once, however many they
+are) and decodes. `generate` is one user of it; measuring, calibrating and evaluating are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.attention import Hook, attached
+from kvcli.decode import decode, forward_step
+from kvcli.geometry import LayerGeometry
+from kvcli.linear import onednn_linears
+from kvcli.methods import get_method
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.model import Model
+from kvcli.profile import Profile
+from kvcli.rope import Rope, installed
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.timeline import Timeline
+from kvcli.windowed import read_prompt
+
+
+class Engine:
+    """Runs methods on one model; made by `engine`."""
+
+    def __init__(self, model: Model, hook: Hook, rope: Rope):
+        self.model, self.hook, self.rope = model, hook, rope
+
+    @property
+    def layers(self) -> Sequence[LayerGeometry]:
+        """The model's decoder layers."""
+        return self.model.geometry.layers
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a text: the generation config's, else the tokenizer's."""
+        config, tokenizer = self.model.module.generation_config, self.model.tokenizer
+        ids = config.eos_token_id if config is not None and config.eos_token_id is not None else tokenizer.eos_token_id
+        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+    def context(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        question: Sequence[int] = (),
+        timeline: Timeline | None = None,
+        track: str = "sequence 0",
+    ) -> SequenceContext:
+        """What a method object for a prompt and its continuation is given; `question` are the prompt's last tokens."""
+        capacity = prompt_tokens + max_tokens
+        return SequenceContext(
+            capacity=capacity,
+            tiers=Tiers.for_device(self.model.device, self.model.dtype),
+            counters=Counters(len(self.layers)),
+            timeline=timeline or Timeline(),
+            rotary=self.rope.rotary(capacity),
+            track=track,
+            question=question,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def method(self, profile: Profile, context: SequenceContext) -> Method[Any, Any]:
+        """Make the object that serves one sequence."""
+        return get_method(profile.method)(profile.settings, self.layers, context)
+
+    def read(
+        self,
+        ids: Sequence[int],
+        methods: Sequence[Method[Any, Any]],
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[Tensor]:
+        """Read one prompt into methods of equal capacity; returns for each the logits [vocab] of the next token.
+
+        Those with exact prefill share one reading. `advance` is called with the tokens that a layer has just done.
+        """
+        self.rope.use([methods[0].context.capacity])
+        return read_prompt(self.model.module, self.hook, ids, methods, self.layers, advance)
+
+    def step(self, batch: Sequence[RunningSequence]) -> Tensor:
+        """Run the newest token of every sequence through the model -> logits [b, vocab]."""
+        return forward_step(self.model.module, self.hook, batch, self.rope)
+
+    def decode(
+        self, sequences: Sequence[RunningSequence], timeline: Timeline | None = None
+    ) -> Iterator[list[tuple[RunningSequence, str]]]:
+        """Continue sequences together until each has ended; see `decode.decode`."""
+        return decode(self.model.module, self.hook, sequences, timeline or Timeline(), self.rope)
+
+
+@contextmanager
+def engine(model: Model, capacities: Collection[int]) -> Iterator[Engine]:
+    """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was."""
+    with attached(model.module) as hook, onednn_linears(model.module), installed(model.module, capacities) as rope:
+        yield Engine(model, hook, rope)
