@@ -83,6 +83,10 @@ class ActQKV(InfLLM):
     Config = ActQKVConfig
     title = "windowed prefill; blocks in host memory, found by the window's unusual queries; a cut-off by layer"
     paper = "arXiv 2502.13542"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L/p)"
     budget_is_mean = True
 
     config: ActQKVConfig

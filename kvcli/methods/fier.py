@@ -66,6 +66,10 @@ class FIER(Method[FIERConfig, TokenCache]):
     Config = FIERConfig
     title = "token selection by one-bit keys at every step"
     paper = "arXiv 2508.08256"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(L)"
 
     def new_cache(self, layer: LayerGeometry) -> TokenCache:
         """Keep one-bit keys on the device, and the KV there or in host memory."""

@@ -42,6 +42,10 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     Config = FreeKVConfig
     title = "speculative retrieval with fine-grained correction, KV in host memory"
     paper = "arXiv 2505.13109"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L/p)"
 
     def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

@@ -17,6 +17,10 @@ class Full(Method[FullConfig, DenseCache]):
     Config = FullConfig
     title = "full attention, everything on the device"
     paper = "the reference"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(L)"
 
     def new_cache(self, layer: LayerGeometry) -> DenseCache:
         """Keep all tokens on the device."""

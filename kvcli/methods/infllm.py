@@ -59,6 +59,10 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     Config = InfLLMConfig
     title = "windowed prefill; blocks in host memory, found by their most attended tokens"
     paper = "arXiv 2402.04617"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L/p)"
     exact: ClassVar[dict[str, Any]] = {"positions": "original"}
 
     def __init__(self, config: InfLLMConfig, layers: Sequence[LayerGeometry], context: SequenceContext):

@@ -35,6 +35,10 @@ class Quest(Method[QuestConfig, IndexedCache]):
     Config = QuestConfig
     title = "page selection by key bounds at every step, everything on the device"
     paper = "arXiv 2406.10774"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(L)"
 
     def new_cache(self, layer: LayerGeometry) -> IndexedCache:
         """Keep everything on the device, with page summaries."""

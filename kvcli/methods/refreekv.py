@@ -47,6 +47,10 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     Config = ReFreeKVConfig
     title = "pruning after prefill by a universal threshold instead of a budget"
     paper = "arXiv 2502.16886"
+    long_generation = False
+    offloads = False
+    group_consistent = True
+    device_memory = "O(k + g)"
     exact: ClassVar[dict[str, Any]] = {"threshold": 0.0}
     planned_is_bound = True
 

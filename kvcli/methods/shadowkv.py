@@ -83,6 +83,10 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     Config = ShadowKVConfig
     title = "low-rank keys on the device, values in host memory, chunks by their mean key"
     paper = "arXiv 2410.21465"
+    long_generation = False
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L·r/w + L/p + g)"
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:
         """Keep values in host memory and the rest in its several forms on the device."""

@@ -40,6 +40,10 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
     Config = StreamingConfig
     title = "attention sinks and a recent window, the rest is dropped"
     paper = "arXiv 2309.17453"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(B)"
 
     def __init__(self, config: StreamingConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

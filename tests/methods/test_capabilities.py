@@ -1,0 +1,103 @@
+"""What every method says of itself in `kvcli methods`, held against what it plans to allocate."""
+
+import ast
+import re
+
+import pytest
+import torch
+
+from kvcli.geometry import LayerGeometry
+from kvcli.methods import get_method, method_names
+from kvcli.methods.base import MEMORY_SYMBOLS, SequenceContext
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.timeline import Timeline
+
+HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
+WIDTH = KV_HEADS * D
+SHORT, LONG = 1 << 15, 1 << 17  # tokens, both far above every default budget
+FACTOR = 3  # what O(...) may leave out
+BUDGETED = [name for name in method_names() if "budget" in get_method(name).Config.model_fields]
+
+
+def planned(name, capacity, prompt):
+    """The method on the meta device with its default settings, but that no layer is dense."""
+    method = get_method(name)
+    layers = [LayerGeometry(index, HEADS, KV_HEADS, D, None, True) for index in range(LAYERS)]
+    context = SequenceContext(
+        capacity=capacity,
+        tiers=Tiers.for_device(torch.device("meta"), torch.bfloat16),
+        counters=Counters(LAYERS),
+        timeline=Timeline(),
+        rotary=[None] * LAYERS,
+        prompt_tokens=prompt,
+    )
+    fields = method.Config.model_fields
+    return method(method.Config(**({"dense_layers": 0} if "dense_layers" in fields else {})), layers, context)
+
+
+def device_tokens(name, capacity, prompt):
+    """Tokens' worth of KV on the device, per layer."""
+    return planned(name, capacity, prompt).footprint().device / (LAYERS * 2 * WIDTH * 2)
+
+
+def stated_tokens(name, capacity, prompt):
+    """The same by the formula that the method states."""
+    config = get_method(name).Config()
+    settings = {field: getattr(config, field) for field in type(config).model_fields}
+    size = next((settings[field] for field in ("page_size", "chunk", "group") if field in settings), 1)
+    values = {"L": capacity, "g": capacity - prompt, "k": prompt, "B": settings.get("budget"), "p": size}
+    values |= {"r": settings.get("rank"), "w": WIDTH, "s": settings.get("sparsity"), "n": LAYERS}
+    inside = get_method(name).device_memory.removeprefix("O(").removesuffix(")").replace("·", "*")
+    return _value(ast.parse(inside, mode="eval").body, values)
+
+
+def _value(node, values):
+    match node:
+        case ast.Name(id=letter):
+            return values[letter]
+        case ast.Constant(value=number):
+            return number
+        case ast.BinOp(left=left, op=op, right=right):
+            left, right = _value(left, values), _value(right, values)
+            return {ast.Add: left + right, ast.Mult: left * right, ast.Div: left / right}[type(op)]
+    raise AssertionError(f"not a formula: {ast.dump(node)}")
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_its_capabilities_are_stated(name):
+    method = get_method(name)
+    for capability in ("long_generation", "offloads", "group_consistent"):
+        assert isinstance(getattr(method, capability), bool), capability
+    assert re.fullmatch(r"O\(.+\)", method.device_memory)
+    assert set(re.findall("[A-Za-z]", method.device_memory[2:-1])) <= MEMORY_SYMBOLS.keys()
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_it_offloads_if_its_plan_holds_kv_on_the_host(name):
+    assert get_method(name).offloads == (planned(name, SHORT, SHORT - 1).footprint().host > 0)
+
+
+@pytest.mark.parametrize("capacity", [SHORT, LONG])
+@pytest.mark.parametrize("name", method_names())
+def test_device_memory_is_what_it_states(name, capacity):
+    splits = [capacity // 2, 64] if get_method(name).long_generation else [capacity // 2, capacity - 64]
+    for prompt in splits:
+        stated, held = stated_tokens(name, capacity, prompt), device_tokens(name, capacity, prompt)
+        assert stated / FACTOR <= held <= stated * FACTOR, f"{held:,.0f} tokens held, {stated:,.0f} stated"
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_with_long_generation_the_split_into_prompt_and_output_makes_no_difference(name):
+    if get_method(name).long_generation:
+        assert planned(name, LONG, LONG - 64).footprint() == planned(name, LONG, 64).footprint()
+        assert "g" not in get_method(name).device_memory
+    else:
+        assert "g" in get_method(name).device_memory
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_with_long_generation_attention_is_bounded_whatever_the_output(name):
+    config = get_method(name).Config()
+    grows = config.beside_budget(10_000) > config.beside_budget(10)
+    assert get_method(name).long_generation != grows
