@@ -65,8 +65,8 @@ class MethodConfig(BaseModel):
         """How many layers from the first on attend to everything."""
         return 0
 
-    def beside_budget(self, generated: int) -> int:  # noqa: ARG002
-        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed the prompt."""
+    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
+        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
         return 0
 
 

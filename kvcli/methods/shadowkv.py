@@ -57,7 +57,7 @@ class ShadowKVConfig(MethodConfig):
         """See `MethodConfig.leading_dense_layers`."""
         return self.dense_layers
 
-    def beside_budget(self, generated: int) -> int:
+    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
         """See `MethodConfig.beside_budget`: outliers, local chunks, the partly filled one, and what is generated."""
         return (self.outliers + self.local + 1) * self.chunk - 1 + (0 if self.plus else generated)
 

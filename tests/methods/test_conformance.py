@@ -83,7 +83,7 @@ def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
         by_layer[dense:] = [[sum(step) / len(step) for step in zip(*by_layer[dense:], strict=True)]]
     for attended in by_layer[dense:]:
         for step, count in enumerate(attended):
-            assert count <= SMALL["budget"] + sequence.method.config.beside_budget(step + 1)
+            assert count <= SMALL["budget"] + sequence.method.config.beside_budget(PROMPT, step + 1)
         assert min(attended) > SMALL["budget"] - SMALL["page_size"]
 
 
