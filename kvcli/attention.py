@@ -6,7 +6,7 @@ an attention name without a mask function makes transformers build no L*L mask. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -31,6 +31,9 @@ class Hook:
 
     handler: Handler
 
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = modules  # of every layer, in order
+
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[Hook]:
@@ -38,9 +41,9 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
 
     Two models can be attached at once: the hook hangs on their modules, not on the registered function.
     """
-    hook = Hook()
-    before = model.config._attn_implementation
     modules = attention_modules(model)
+    hook = Hook(modules)
+    before = model.config._attn_implementation
     for module in modules:
         module.kvcli_hook = hook  # type: ignore[assignment]
     model.set_attn_implementation(NAME)

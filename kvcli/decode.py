@@ -19,6 +19,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.rope import Rope
 from kvcli.sequence import RunningSequence
+from kvcli.speculation import next_queries
 from kvcli.timeline import Timeline
 
 
@@ -47,10 +48,12 @@ def forward_step(
     """
     if rope is not None:
         rope.use([sequence.method.context.capacity for sequence in batch])
-    hook.handler = BlockingPipeline([sequence.method for sequence in batch])
+    methods = [sequence.method for sequence in batch]
+    hook.handler = BlockingPipeline(methods)
     tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=model.device)  # [b, 1]
     positions = torch.tensor([[sequence.length] for sequence in batch], device=model.device)  # [b, 1]
-    out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+    with next_queries(hook, methods):
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
     return out.logits[:, -1]  # type: ignore[no-any-return]
 
 

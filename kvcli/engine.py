@@ -22,6 +22,7 @@ from kvcli.model import Model
 from kvcli.profile import Profile
 from kvcli.rope import Rope, installed
 from kvcli.sequence import RunningSequence
+from kvcli.speculation import check_next_queries
 from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
@@ -68,8 +69,15 @@ class Engine:
         )
 
     def method(self, profile: Profile, context: SequenceContext) -> Method[Any, Any]:
-        """Make the object that serves one sequence."""
-        return get_method(profile.method)(profile.settings, self.layers, context)
+        """Make the object that serves one sequence.
+
+        Raises:
+            KvcliError: the method wants queries a layer ahead, and this model's cannot be made (usage).
+        """
+        method = get_method(profile.method)(profile.settings, self.layers, context)
+        if method.wants_next_query:
+            check_next_queries(self.model.module, self.hook, self.rope, method)
+        return method
 
     def read(
         self,

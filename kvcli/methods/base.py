@@ -142,6 +142,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     """Whether the footprint is that of the plan or less, because what a prompt needs shows only when it is read."""
     budget_is_mean: ClassVar[bool] = False
     """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
+    budget_is_bound: ClassVar[bool] = False
+    """Whether a step may attend to fewer tokens than the budget holds, because their scores decide how many."""
+    wants_next_query: ClassVar[bool] = False
+    """Whether `take_next_query` is to be called, one layer ahead of `attend`."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         self.config = config
@@ -186,6 +190,12 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         if layer in self.retrieval:
             return self.retrieve(layer, self.retrieval[layer], q, softmax)
         return self.caches[layer].attend(q, softmax)
+
+    def take_next_query(self, layer: int, q: Tensor) -> None:
+        """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
+
+        Called before that layer attends, in layers of `new_cache` but the model's first.
+        """
 
     @property
     def prefill_window(self) -> int | None:
