@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from claims import actqkv_probe, fier_recall, refreekv, shadowkv, subject
+from claims import actqkv_probe, block_choice, fier_recall, refreekv, shadowkv, subject
 from common import add_output, save
 
 STUDIES: dict[str, Any] = {
     "fier-recall": fier_recall,
     "actqkv-probe": actqkv_probe,
+    "block-choice": block_choice,
     "shadowkv": shadowkv,
     "refreekv": refreekv,
 }
