@@ -47,6 +47,11 @@ class Tee:
 
         self.query_rows = max(method.query_rows for method in methods)
 
+    def observe(self, layer: int, q: torch.Tensor, k: torch.Tensor, softmax: Softmax) -> None:
+        """Show every method how a layer reads the prompt."""
+        for method in self.methods:
+            method.observe(layer, q, k, softmax)
+
     def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, softmax: Softmax) -> None:
         """Give every method the KV [Hk, s, d] of a layer and as many of its last queries as it wants."""
         for method in self.methods:

@@ -33,6 +33,9 @@ class TakesPrompt(Protocol):
     def query_rows(self) -> int:
         """How many of the prompt's last queries are wanted."""
 
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See the next queries q [H, n, d] of a layer and all keys up to them, k [Hk, m, d]; not to be kept."""
+
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; not to be kept."""
 
@@ -57,6 +60,7 @@ class PrefillAttention:
         self.kv[1, :, self.done : stop] = v[0]
         seen_k, seen_v = self.kv[:, :, :stop]
         out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
+        self.method.observe(layer, q[0], seen_k, softmax)
         rows = self.method.query_rows
         self.q = torch.cat((self.q, q[0, :, -rows:]), 1)[:, -rows:] if rows else self.q
         self.done = stop % self.length

@@ -56,6 +56,11 @@ class Together:
         """As many of the prompt's last queries as the most curious method wants."""
         return max(method.query_rows for method in self.methods)
 
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """Show every method how a layer reads the prompt."""
+        for method in self.methods:
+            method.observe(layer, q, k, softmax)
+
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Give every method the KV [Hk, s, d] of a layer, and those of its last queries q [H, r, d] that it wants."""
         for method in self.methods:

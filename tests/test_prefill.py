@@ -75,13 +75,16 @@ def test_a_full_length_tensor_lives_only_in_hidden_states_and_kv():
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 80])
-def test_the_last_queries_are_handed_over_whatever_the_chunks(rows):
+def test_queries_are_shown_and_the_last_handed_over_whatever_the_chunks(rows):
     model = tiny_model("llama")
     layers = geometry_of(model.config, model.dtype).layers
 
     class Wants:
         def __init__(self):
-            self.query_rows, self.queries = rows, {}
+            self.query_rows, self.queries, self.observed = rows, {}, {}
+
+        def observe(self, layer, q, k, softmax):
+            self.observed.setdefault(layer, []).append((q.clone(), k.clone()))
 
         def prefill(self, layer, k, v, q, softmax):
             self.queries[layer] = q.clone()
@@ -96,3 +99,8 @@ def test_the_last_queries_are_handed_over_whatever_the_chunks(rows):
         small, whole = (wants.queries[layer] for wants in taken)
         assert small.shape == (4, min(rows, 51), 16)
         assert torch.allclose(small, whole, rtol=1e-4, atol=1e-5)
+        parts, ((q, k),) = (wants.observed[layer] for wants in taken)
+        assert [keys.shape[1] for _, keys in parts] == [7, 14, 21, 28, 35, 42, 49, 51]
+        assert torch.allclose(torch.cat([queries for queries, _ in parts], 1), q, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(parts[-1][1], k, rtol=1e-4, atol=1e-5)
+        assert torch.equal(q[:, -rows:], whole)

@@ -177,12 +177,25 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """How many of the prompt's last queries `prefill` wants to see."""
         return 0
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See how a layer reads the prompt: its next queries q [H, n, d], and all keys up to them, k [Hk, m, d].
+
+        Called before `prefill`, in turn for every part of the prompt; the caller uses the tensors again afterwards.
+        """
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
 
         The caller uses the tensors again afterwards.
         """
-        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
+        if layer in self.retrieval:
+            self.take_prompt(layer, self.retrieval[layer], k, v, q, softmax)
+        else:
+            self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
+
+    def take_prompt(self, layer: int, cache: CacheT, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+        """Do what `prefill` says in a layer of `new_cache`."""
+        self.count(layer, Count.BYTES_TO_HOST, cache.load(k, v))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append the current token's k, v [Hk, d] and attend with q [H, d] -> [H, d]."""

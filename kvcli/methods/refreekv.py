@@ -71,11 +71,8 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         """See `Method.query_rows`."""
         return self.config.rows
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+    def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Keep the sinks and as many of the newest tokens as the last rows ask for."""
-        if layer not in self.retrieval:
-            super().prefill(layer, k, v, q, softmax)
-            return
         self.prompt_tokens = length = k.shape[1]
         sink, last = min(self.config.sink, length), 0
         if layer < self.config.dense_layers:
@@ -84,7 +81,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
             with self.span("prune", layer):
                 last = norm_cut(self._mean_row(q, k, softmax)[:, sink:], self.config.threshold)
         self.kept[layer] = sink + last
-        self.count(layer, Count.BYTES_TO_HOST, self.retrieval[layer].load_kept(k, v, sink, last))
+        self.count(layer, Count.BYTES_TO_HOST, cache.load_kept(k, v, sink, last))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Bring the layer to the device if it is not there, and attend to all of it."""
