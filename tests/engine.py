@@ -29,16 +29,16 @@ class NoText:
         return ""
 
 
-def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None, question=(), prompt_tokens=None):
+def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=None, device="cpu", **known):
+    """Make a method object; `known` goes into its `SequenceContext` besides."""
     method = get_method(name)
     context = SequenceContext(
         capacity=capacity,
-        tiers=Tiers.for_device(torch.device("cpu"), dtype),
+        tiers=Tiers.for_device(torch.device(device), dtype),
         counters=Counters(len(layers)),
         timeline=Timeline(),
         rotary=rotary or [None] * len(layers),
-        question=question,
-        prompt_tokens=prompt_tokens,
+        **known,
     )
     return method(method.Config(**settings), layers, context)
 
