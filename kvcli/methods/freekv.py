@@ -12,7 +12,7 @@ must select the same pages and give the same output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -36,6 +36,14 @@ class FreeKVConfig(PagedConfig):
     score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
 
 
+class Read(NamedTuple):
+    """What a step's attention read: of KV heads flagged in `corrected` [Hk] its own selection, else the last step's."""
+
+    corrected: Tensor
+    selected: Tensor  # [Hk, k] pages
+    before: Tensor
+
+
 class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     """Reuses the last step's selection where the query allows, recalls only what is missing."""
 
@@ -50,6 +58,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         self.previous_query: dict[int, Tensor] = {}  # layer -> [H, d], present once the layer has retrieved
+        self.reads: dict[int, Read] = {}  # layer -> what the last step's attention read
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
         """Keep everything in host memory and a budget of pages on the device."""
@@ -63,6 +72,8 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             return cache.attend(q, softmax)
         corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
+        before = self.reads[layer].selected if layer in self.reads else selected
+        self.reads[layer] = Read(corrected, selected, before)
         if corrected.any():
             self.recall(layer, lambda: cache.recall(selected, corrected))
         with self.span("attention", layer):
@@ -71,6 +82,13 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             self.recall(layer, lambda: cache.recall(selected))  # the others; a corrected head misses nothing any more
         self.previous_query[layer] = q.clone()
         return out
+
+    def attended(self, layer: int) -> Tensor:
+        """See `Method.attended`: heads that were not corrected read what the step before had selected."""
+        if layer not in self.reads:
+            return super().attended(layer)
+        corrected, selected, before = self.reads[layer]
+        return self.retrieval[layer].attended_with(selected.where(corrected[:, None], before))
 
     def _corrected_heads(self, layer: int, cache: OffloadedCache, q: Tensor) -> Tensor:
         """Flag the KV heads that must not reuse: all of them at the first retrieval."""

@@ -64,6 +64,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     group_consistent = True
     device_memory = "O(B + L/p)"
     exact: ClassVar[dict[str, Any]] = {"positions": "original"}
+    true_kv: ClassVar[dict[str, Any] | None] = exact
 
     def __init__(self, config: InfLLMConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

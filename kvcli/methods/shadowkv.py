@@ -27,7 +27,7 @@ for selected chunks and outliers; `memory_saving` has it, which makes 6.26 of th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 from torch import Tensor
@@ -87,6 +87,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     offloads = True
     group_consistent = True
     device_memory = "O(B + L·r/w + L/p + g)"
+    true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20}
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:
         """Keep values in host memory and the rest in its several forms on the device."""

@@ -22,7 +22,7 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.far_near_attention import Far, far_near_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, paged
 
@@ -155,6 +155,13 @@ class BlockCache(LayerCache):
         out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
         self.mass[:near] += mass
         return out
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        sinks, size = min(self.first, self.sink_k.shape[1]), self.budget.size
+        first = (self.resident[self.chosen] + self.budget.sink) * size  # [k] first tokens of the blocks
+        blocks = (range(start, start + size) for start in first.tolist())
+        return token_mask(self.k, self.length, range(sinks), *blocks, range(self.first, self.length))
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

@@ -57,6 +57,14 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def token_mask(k: Tensor, length: int, *tokens: range) -> Tensor:
+    """Mark consecutive tokens, the same for every KV head of keys k [Hk, ..]: bool [Hk, length]."""
+    mask = torch.zeros(k.shape[0], length, dtype=torch.bool, device=k.device)
+    for part in tokens:
+        mask[:, part.start : part.stop] = True
+    return mask
+
+
 class LayerCache(ABC):
     """KV of one layer of one sequence."""
 
@@ -77,6 +85,10 @@ class LayerCache(ABC):
     @abstractmethod
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to everything resident -> [H, d]."""
+
+    @abstractmethod
+    def attended(self) -> Tensor:
+        """Tokens that the last `attend` looked at: bool [Hk, length]; derived when asked for."""
 
     @abstractmethod
     def footprint(self) -> Footprint:
@@ -115,6 +127,10 @@ class DenseCache(LayerCache):
         self.k[:, start : self.length] = k
         self.v[:, start : self.length] = v
         return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        return token_mask(self.k, self.length, range(self.length))
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
@@ -178,6 +194,10 @@ class SlidingCache(LayerCache):
         """Keys and values held: the sinks in order, then the window in ring order; [Hk, n, d] each."""
         held = self.length - self.dropped
         return self.k[:, :held], self.v[:, :held]
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        return token_mask(self.k, self.length, range(self.sink), range(self.sink + self.dropped, self.length))
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

@@ -20,6 +20,7 @@ class IndexedCache(Paged, DenseCache):
         super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
         self.budget = budget
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
+        self.chosen: Tensor | None = None  # [Hk, k] pages last attended to; None: everything
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`."""
@@ -37,6 +38,7 @@ class IndexedCache(Paged, DenseCache):
 
     def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sink, window and `pages` [Hk, k] of each KV head -> [H, d]."""
+        self.chosen = pages
         candidates, size = self.candidates, self.budget.size
         heads = torch.arange(pages.shape[0], device=pages.device)[:, None]
         parts = []
@@ -45,6 +47,10 @@ class IndexedCache(Paged, DenseCache):
             sink, window = kv[:, : candidates.start * size], kv[:, candidates.stop * size : self.length]
             parts.append(torch.cat((sink, chosen, window), 1))
         return decode_attention(q, parts[0], parts[1], softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        return super().attended() if self.chosen is None else self.attended_with(self.chosen)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

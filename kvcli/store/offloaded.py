@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, Paged, paged
 from kvcli.store.summaries import PageSummaries
@@ -93,6 +93,12 @@ class OffloadedCache(Paged, LayerCache):
             rows -= (self.budget.count(self.length) - self.budget.total) * self.budget.size
         k, v = self.kv.flatten(2, 3)[:, :, :rows]  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`; as long as nothing was recalled since."""
+        if not self.active:
+            return token_mask(self.resident, self.length, range(self.length))
+        return self.attended_with(self.resident)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -59,6 +60,16 @@ class Paged:
     def candidates(self) -> range:
         """Pages that can be selected."""
         return self.budget.candidates(self.length)
+
+    def attended_with(self, pages: Tensor) -> Tensor:
+        """Mark the tokens of sink, window and `pages` [Hk, k] of each KV head: bool [Hk, length]."""
+        size, num_kv_heads = self.budget.size, pages.shape[0]
+        mask = pages.new_zeros(num_kv_heads, self.budget.count(self.length), size, dtype=torch.bool)
+        heads = torch.arange(num_kv_heads, device=pages.device)[:, None]
+        mask[heads, pages] = True
+        mask[:, : self.candidates.start] = True
+        mask[:, self.candidates.stop :] = True
+        return mask.flatten(1)[:, : self.length]
 
 
 def paged(kv: Tensor, size: int) -> Tensor:

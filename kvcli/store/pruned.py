@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
 
 
 class PrunedCache(LayerCache):
@@ -19,6 +19,7 @@ class PrunedCache(LayerCache):
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0
+        self.dropped = range(0)  # tokens of the prompt
         self.capacity, self.tiers, self.offload = capacity, tiers, offload
         self.k, self.v = (self._rows(capacity, num_kv_heads, head_dim) for _ in range(2))
 
@@ -32,6 +33,7 @@ class PrunedCache(LayerCache):
         Returns the bytes written to the host tier.
         """
         self.length, self.held = k.shape[1], first + last
+        self.dropped = range(first, self.length - last)
         rows = self.capacity - self.length + self.held
         if rows < len(self.k):
             num_kv_heads, head_dim = self.k.shape[1:]
@@ -60,6 +62,11 @@ class PrunedCache(LayerCache):
         """See `LayerCache.attend`."""
         k, v, _ = self.bring()
         return decode_attention(q, k, v, softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        kept = range(self.dropped.start), range(self.dropped.stop, self.length)
+        return token_mask(self.k[0], self.length, *kept)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

@@ -19,7 +19,7 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged
@@ -152,6 +152,16 @@ class ShadowCache(LayerCache):
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""
         return decode_attention(q, self.k[:, : self._held], self.v[:, : self._held], softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        if not self.active:
+            return token_mask(self.k, self.length, range(self.length))
+        mask = token_mask(self.k, self.length, range(self.num_chunks * self.layout.size, self.length))
+        outliers = self.landmarks.excluded[:, : self.num_chunks]
+        chunks = outliers.scatter(1, self.resident, True)  # [Hk, num_chunks]
+        mask[:, : self.num_chunks * self.layout.size] = chunks.repeat_interleave(self.layout.size, 1)
+        return mask
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

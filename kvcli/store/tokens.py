@@ -18,7 +18,7 @@ from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
 from kvcli.kernels.resolve_tokens import resolve_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import paged
 
@@ -97,6 +97,8 @@ class TokenCache(LayerCache):
 
     budget: TokenBudget
     index: OneBitIndex
+    chosen: Tensor | None = None
+    """[Hk, k] tokens last attended to beside sink and recent ones; None: everything."""
 
     @property
     def active(self) -> bool:
@@ -124,6 +126,14 @@ class TokenCache(LayerCache):
     @abstractmethod
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sink and recent tokens and those just recalled, `selected` [Hk, k] -> [H, d]."""
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        k, candidates = self.index.codes, self.candidates
+        if self.chosen is None:
+            return token_mask(k, self.length, range(self.length))
+        always = token_mask(k, self.length, range(candidates.start), range(candidates.stop, self.length))
+        return always.scatter(1, self.chosen, True)
 
 
 class ResidentTokens(TokenCache, DenseCache):
@@ -154,6 +164,7 @@ class ResidentTokens(TokenCache, DenseCache):
 
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """See `TokenCache.attend_selected`."""
+        self.chosen = selected
         candidates = self.candidates
         heads = torch.arange(selected.shape[0], device=selected.device)[:, None]
         k, v = (
@@ -225,6 +236,7 @@ class OffloadedTokens(TokenCache):
 
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """See `TokenCache.attend_selected`."""
+        self.chosen = selected
         slots = (self.resident != EMPTY).nonzero()[:, 1].view_as(selected)
         return self._attend(q, slots + self.budget.sink, softmax)
 

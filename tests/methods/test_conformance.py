@@ -56,23 +56,32 @@ def test_ample_budget_is_token_for_token_what_transformers_generates(family, nam
     assert tokens(model, name, {**AMPLE, **get_method(name).exact}, [ids]) == [reference]
 
 
-@pytest.mark.parametrize("name", BUDGETED)
-def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
-    seen = []  # keys attended to by each call of `attend`
-    attend, block_attention = Method.attend, kernels.block_attention
+def on_block_attention(monkeypatch, note):
+    """Show `note` the keys [Hk, n, d] of every call of the kernel that all attention goes through."""
+    block_attention = kernels.block_attention
 
     def watched(q, k, *rest, **more):
+        note(k)
+        return block_attention(q, k, *rest, **more)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "block_attention", None) is block_attention:
+            monkeypatch.setattr(module, "block_attention", watched)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
+    seen, attend = [], Method.attend  # keys attended to by each call of `attend`
+
+    def note(k):
         if seen:
             seen[-1] += k.shape[1]
-        return block_attention(q, k, *rest, **more)
 
     def begun(*arguments):
         seen.append(0)
         return attend(*arguments)
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "block_attention", None) is block_attention:
-            monkeypatch.setattr(module, "block_attention", watched)
+    on_block_attention(monkeypatch, note)
     monkeypatch.setattr(Method, "attend", begun)
     (sequence,) = run(llama, name, settings(name, SMALL), [prompt(2)], STEPS)
     dense = sequence.method.config.leading_dense_layers
@@ -85,6 +94,68 @@ def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
         for step, count in enumerate(attended):
             assert count <= SMALL["budget"] + sequence.method.config.beside_budget(PROMPT, step + 1)
         assert min(attended) > SMALL["budget"] - SMALL["page_size"]
+
+
+class Watch:
+    """Stands in for the methods' way in: keeps a layer's true KV, and holds every output against the mask told."""
+
+    def __init__(self, monkeypatch, with_true_kv):
+        self.kv, self.with_true_kv = {}, with_true_kv
+        self.pairs = self.left_out = 0  # of a KV head and a token: attended to in this call, left out in any
+        on_block_attention(monkeypatch, self.note_pairs)
+        self.prefill, self.attend, self.attend_window = Method.prefill, Method.attend, Method.attend_window
+        monkeypatch.setattr(Method, "prefill", lambda *given: self.prefilled(*given))
+        monkeypatch.setattr(Method, "attend", lambda *given: self.attended(*given))
+        monkeypatch.setattr(Method, "attend_window", lambda *given: self.windowed(*given))
+
+    def note_pairs(self, k):
+        self.pairs += k.shape[0] * k.shape[1]
+
+    def note(self, layer, k, v):
+        kv = torch.stack((k, v)).double()
+        self.kv[layer] = torch.cat((self.kv[layer], kv), 2) if layer in self.kv else kv  # [2, Hk, n, d]
+
+    def prefilled(self, method, layer, k, v, q, softmax):
+        self.note(layer, k, v)
+        return self.prefill(method, layer, k, v, q, softmax)
+
+    def windowed(self, method, layer, q, k, v, softmax):
+        self.note(layer, k, v)
+        return self.attend_window(method, layer, q, k, v, softmax)
+
+    def attended(self, method, layer, q, k, v, softmax):
+        self.note(layer, k[:, None], v[:, None])
+        self.pairs = 0
+        out = self.attend(method, layer, q, k, v, softmax)
+        mask, (k, v) = method.attended(layer), self.kv[layer]
+        assert mask.shape == k.shape[:2]
+        assert mask.dtype == torch.bool
+        assert mask[:, -1].all(), "the current token sees itself"
+        if self.with_true_kv:
+            assert mask.sum() == self.pairs
+            scores = torch.einsum("hgd,hnd->hgn", q.double().view(KV_HEADS, -1, HEAD_DIM), k) * softmax.scale
+            weights = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+            expected = torch.einsum("hgn,hnd->hgd", weights, v).view_as(out)
+            assert torch.allclose(out.double(), expected, rtol=1e-3, atol=1e-4)
+        self.left_out += int((~mask).sum())
+        return out
+
+
+def variants():
+    """Every method as it is, and with each of its switches turned."""
+    for name in method_names():
+        yield pytest.param(name, {}, id=name)
+        for key, field in get_method(name).Config.model_fields.items():
+            if isinstance(field.default, bool):
+                yield pytest.param(name, {key: not field.default}, id=f"{name}-{key}")
+
+
+@pytest.mark.parametrize(("name", "switch"), list(variants()))
+def test_attention_is_that_over_the_tokens_it_says_it_attended(llama, name, switch, monkeypatch):
+    true_kv = get_method(name).true_kv
+    watch = Watch(monkeypatch, true_kv is not None)
+    run(llama, name, {**settings(name, SMALL), **(true_kv or {}), **switch}, [prompt(8)], STEPS)
+    assert watch.left_out > 0 or name not in BUDGETED
 
 
 @pytest.mark.parametrize("name", method_names())
