@@ -144,6 +144,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     """Whether the footprint is that of the plan or less, because what a prompt needs shows only when it is read."""
     budget_is_mean: ClassVar[bool] = False
     """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
+    budget_is_bound: ClassVar[bool] = False
+    """Whether a step may attend to fewer tokens than the budget holds, because their scores decide how many."""
+    wants_next_query: ClassVar[bool] = False
+    """Whether `take_next_query` is to be called, one layer ahead of `attend`."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         self.config = config
@@ -175,12 +179,25 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """How many of the prompt's last queries `prefill` wants to see."""
         return 0
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See how a layer reads the prompt: its next queries q [H, n, d], and all keys up to them, k [Hk, m, d].
+
+        Called before `prefill`, in turn for every part of the prompt; the caller uses the tensors again afterwards.
+        """
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
 
         The caller uses the tensors again afterwards.
         """
-        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
+        if layer in self.retrieval:
+            self.take_prompt(layer, self.retrieval[layer], k, v, q, softmax)
+        else:
+            self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
+
+    def take_prompt(self, layer: int, cache: CacheT, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+        """Do what `prefill` says in a layer of `new_cache`."""
+        self.count(layer, Count.BYTES_TO_HOST, cache.load(k, v))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append the current token's k, v [Hk, d] and attend with q [H, d] -> [H, d]."""
@@ -188,6 +205,12 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         if layer in self.retrieval:
             return self.retrieve(layer, self.retrieval[layer], q, softmax)
         return self.caches[layer].attend(q, softmax)
+
+    def take_next_query(self, layer: int, q: Tensor) -> None:
+        """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
+
+        Called before that layer attends, in layers of `new_cache` but the model's first.
+        """
 
     def attended(self, layer: int) -> Tensor:
         """Tokens that the last `attend` of a layer looked at, the current one among them: bool [Hk, length].
