@@ -54,6 +54,23 @@ class LayerGeometry:
 
 
 @dataclass(frozen=True)
+class WeightParts:
+    """Bytes of weights by what a step does with them: all `projections` of attention, the `mlp`s with all else in the
+    layers but experts, all `experts`, and the `head` that makes logits. A token goes through `active` of the experts.
+    """
+
+    projections: int
+    mlp: int
+    experts: int
+    head: int
+    active: float
+
+    def used(self, tokens: int) -> int:
+        """Bytes in the MLPs that a step of so many tokens reads, if their experts are drawn independently."""
+        return self.mlp + round(self.experts * (1 - (1 - self.active) ** tokens))
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """The sizes that memory and time depend on; `weight_bytes` counts tied weights once."""
 
@@ -63,6 +80,7 @@ class ModelGeometry:
     vocab_size: int
     max_positions: int | None
     weight_bytes: int
+    parts: WeightParts
 
 
 def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
@@ -80,6 +98,7 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         weight_bytes=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+        parts=_parts(model, text),
     )
 
 
@@ -116,6 +135,28 @@ def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, index: int) -> st
 def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
     """Name the model type and why kvcli cannot run it."""
     return KvcliError(f"model type {config.model_type!r} is not supported: {reason}", _SUPPORTED_HINT, ExitCode.USAGE)
+
+
+def _parts(model: PreTrainedModel, text: PreTrainedConfig) -> WeightParts:
+    def size(*modules: nn.Module, named: str = "") -> int:
+        return sum(
+            weight.numel() * weight.element_size()
+            for module in modules
+            for name, weight in module.named_parameters()
+            if named in name
+        )
+
+    layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
+    projections, experts = size(*attention_modules(model)), size(*layers, named=".experts.")
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    return WeightParts(
+        projections=projections,
+        mlp=size(*layers) - projections - experts,
+        experts=experts,
+        head=size(head),
+        active=(getattr(text, "num_experts_per_tok", None) or count) / count,
+    )
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:

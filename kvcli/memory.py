@@ -52,13 +52,13 @@ def kv_footprint(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> Footprint:
     """KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known."""
-    return _planned(profile, geometry, capacity, dtype, prompt_tokens).footprint()
+    return planned_method(profile, geometry, capacity, dtype, prompt_tokens).footprint()
 
 
-def _planned(
-    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None
+def planned_method(
+    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> Method[Any, Any]:
-    """Make the method object on the meta device."""
+    """Make the method object of a sequence on the meta device; see `kv_footprint`."""
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("meta"), dtype),
@@ -74,7 +74,7 @@ def need(
     profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompts: Sequence[int], max_tokens: int, samples: int
 ) -> Need:
     """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`."""
-    each = {length: _planned(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
+    each = {length: planned_method(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
     kv = sum((each[length].footprint() for length in prompts for _ in range(samples)), Footprint())
     longest = max(prompts)
     return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.stats import Count, Counters
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.pages import PageBudget
 from kvcli.timeline import Timeline
 
@@ -252,6 +252,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def statistics(self) -> dict[str, Any]:
         """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
         return {}
+
+    def traffic(self, layer: int, length: int) -> Traffic:
+        """Say what a step has to move in a layer once `length` tokens were seen; works on the meta device."""
+        return self.caches[layer].traffic(length)
 
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one."""

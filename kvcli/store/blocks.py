@@ -22,7 +22,7 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.far_near_attention import Far, far_near_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, paged
 
@@ -167,6 +167,15 @@ class BlockCache(LayerCache):
         """See `LayerCache.footprint`."""
         near = nbytes(self.k, self.v, self.mass, self.sink_k, self.sink_v)
         return Footprint(device=near + nbytes(self.keys, self.slots, self.resident), host=self.pool.nbytes())
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        token, budget = nbytes(self.k[:, :1], self.v[:, :1]), self.budget
+        attended, blocks = budget.tokens(length) * token, len(budget.candidates(length))
+        if not budget.active(length):
+            return Traffic(attended)
+        recalled = budget.selected * budget.size * token
+        return Traffic(attended, nbytes(self.keys[:blocks]), 4 * blocks, recalled)
 
     def _store(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
         """Represent consecutive blocks from `block` on, k (un-rotated) and v [Hk, n * p, d], and put them away."""

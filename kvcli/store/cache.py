@@ -52,6 +52,20 @@ class Footprint:
         return Footprint(self.device + other.device, self.host + other.host)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a decode step has to move in one layer of one sequence.
+
+    `attended` KV and the `scored` part of the index are read on the device, and `scores` to select by; `recalled`
+    comes from the host where nothing that is wanted lies on the device yet.
+    """
+
+    attended: int = 0
+    scored: int = 0
+    scores: int = 0
+    recalled: int = 0
+
+
 def nbytes(*tensors: Tensor) -> int:
     """Sum the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -94,6 +108,13 @@ class LayerCache(ABC):
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""
 
+    def traffic(self, length: int) -> Traffic:  # noqa: ARG002
+        """Say what a step moves once `length` tokens were seen; works on the meta device.
+
+        By default a step reads all that is held on the device: right for what keeps no more than it attends to.
+        """
+        return Traffic(attended=self.footprint().device)
+
 
 class DenseCache(LayerCache):
     """Everything on the device, contiguous per head: k, v [Hk, capacity, d]."""
@@ -135,6 +156,10 @@ class DenseCache(LayerCache):
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v))
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        return Traffic(attended=length * nbytes(self.k[:, :1], self.v[:, :1]))
 
 
 class SlidingCache(LayerCache):
@@ -202,6 +227,10 @@ class SlidingCache(LayerCache):
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v))
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.k[:, :1], self.v[:, :1]))
 
     def _row(self, positions: Tensor) -> Tensor:
         ring = self.sink + (positions - self.sink) % self.window

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, Footprint, Tiers
+from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
 from kvcli.store.pages import PageBudget, Paged, paged
 from kvcli.store.summaries import PageSummaries
 
@@ -55,6 +57,11 @@ class IndexedCache(Paged, DenseCache):
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=self.summaries.nbytes())
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        attended = super().traffic(self.budget.tokens(length)).attended
+        return replace(self.summaries.traffic(self.budget, length), attended=attended)
 
     def _summarise(self, first: int, last: int) -> None:
         if last > first:

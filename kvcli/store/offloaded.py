@@ -12,13 +12,15 @@ Until the context outgrows the budget slot j simply holds page j.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, Paged, paged
 from kvcli.store.summaries import PageSummaries
@@ -29,7 +31,15 @@ EMPTY = -1  # a selected slot that holds no page
 class OffloadedCache(Paged, LayerCache):
     """Host pool, device slots, page table and page summaries of one layer."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        budget: PageBudget,
+        tiers: Tiers,
+        digest: Digest = page_summary,
+    ):
         self.length = 0
         self.budget = budget
         num_pages = budget.count(capacity)
@@ -88,10 +98,7 @@ class OffloadedCache(Paged, LayerCache):
 
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""
-        rows = self.length
-        if self.active:
-            rows -= (self.budget.count(self.length) - self.budget.total) * self.budget.size
-        k, v = self.kv.flatten(2, 3)[:, :, :rows]  # [Hk, rows, d]
+        k, v = self.kv.flatten(2, 3)[:, :, : self.budget.tokens(self.length)]  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
 
     def attended(self) -> Tensor:
@@ -106,6 +113,12 @@ class OffloadedCache(Paged, LayerCache):
         return Footprint(device=device, host=self.pool.nbytes())
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        attended = nbytes(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(length)])
+        recalled = nbytes(self.kv[:, :, : self.budget.selected]) if self.budget.active(length) else 0
+        return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
+
         """Put consecutive tokens of k, v [Hk, s, d] into the rows from `slot` on."""
         rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [2, Hk, rows, d]
         for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=True):

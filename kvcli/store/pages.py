@@ -40,6 +40,10 @@ class PageBudget:
         """Tell whether something has to be left out at this length."""
         return self.count(length) > self.total
 
+    def tokens(self, length: int) -> int:
+        """Tokens attended to of so many; of the partly filled page those that it has."""
+        return length - max(0, self.count(length) - self.total) * self.size
+
     def candidates(self, length: int) -> range:
         """Pages that can be selected: neither sink nor window."""
         return range(self.sink, self.count(length) - self.window)

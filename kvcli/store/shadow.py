@@ -19,7 +19,7 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged
@@ -167,6 +167,20 @@ class ShadowCache(LayerCache):
         """See `LayerCache.footprint`."""
         device = nbytes(self.k, self.v, self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
         return Footprint(device=device, host=self.values.nbytes())
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`; of a chunk that is recalled only the values come from the host."""
+        token, layout = nbytes(self.k[:, :1], self.v[:, :1]), self.layout
+        stored = min(self.landmarks.means.shape[1], length // layout.size - layout.local)
+        if stored <= 0 or not layout.active(length):
+            return Traffic(attended=length * token)
+        means = self.landmarks.means[:, :stored]
+        return Traffic(
+            attended=(layout.local_row + length - stored * layout.size) * token,
+            scored=nbytes(means),
+            scores=4 * means.shape[0] * stored,
+            recalled=nbytes(self._slots(self.v)),
+        )
 
     @property
     def covered(self) -> int:

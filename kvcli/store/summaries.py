@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcli.kernels.page_summary import page_summary
-from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.cache import Tiers, Traffic, nbytes
+from kvcli.store.pages import PageBudget
+
+Digest = Callable[[Tensor], Tensor]
+"""What makes of the keys of full pages [Hk, n, p, d] their bounds, upper and lower: [Hk, n, 2, d]."""
 
 
 class PageSummaries:
@@ -25,3 +29,10 @@ class PageSummaries:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return nbytes(self.bounds)
+    def traffic(self, budget: PageBudget, length: int) -> Traffic:
+        """What choosing pages moves once `length` tokens were seen."""
+        if not budget.active(length):
+            return Traffic()
+        candidates = self.of(budget.candidates(length))
+        return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
+

@@ -8,7 +8,7 @@ on the device (`ResidentTokens`) or in host memory with the attended tokens on t
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
 from kvcli.kernels.resolve_tokens import resolve_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, nbytes, token_mask
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import paged
 
@@ -81,6 +81,13 @@ class OneBitIndex:
         scores = one_bit_scores(heads, self.codes[:, part], self.ranges[:, part])
         return pool_scores(scale * scores[..., start : start + len(tokens)], pooling)
 
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        """What choosing tokens moves once `length` were seen."""
+        candidates = budget.candidates(length)
+        groups = slice(candidates.start // self.group, -(-candidates.stop // self.group))
+        scored = nbytes(self.codes[:, groups], self.ranges[:, groups])
+        return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
+
     def load_ratio(self) -> float | None:
         """Bytes read to score all tokens, by the bytes of their full-precision keys; None where there is no group."""
         num_kv_heads, groups, group, _ = self.codes.shape
@@ -118,6 +125,16 @@ class TokenCache(LayerCache):
 
     @abstractmethod
     def recall(self, selected: Tensor) -> tuple[int, int]:
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`."""
+        token = nbytes(self.k[:, :1], self.v[:, :1])
+        if length <= self.budget.total:
+            return Traffic(attended=length * token)
+        candidates = self.budget.candidates(length)
+        chosen = self.budget.total - candidates.start - (length - candidates.stop)
+        recalled = chosen * token if self.footprint().host else 0
+        return replace(self.index.traffic(self.budget, length), attended=self.budget.total * token, recalled=recalled)
+
         """Bring the missing tokens of `selected` [Hk, k] to the device, evicting what left the selection.
 
         Returns the number of misses (a token of a KV head counts one) and the bytes moved.
