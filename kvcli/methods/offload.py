@@ -1,0 +1,62 @@
+"""Offloading as libraries usually do it: all KV in host memory, every layer brought whole, one ahead.
+
+Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
+during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
+retrieval saves. Blocking semantics on the CPU; on CUDA the prefetch runs on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method, MethodConfig, SequenceContext
+from kvcli.stats import Count
+from kvcli.store.cache import Footprint
+from kvcli.store.rows import RowCache
+from kvcli.store.staging import Staging
+
+
+class OffloadConfig(MethodConfig):
+    """Offloading has nothing to set."""
+
+
+class Offload(Method[OffloadConfig, RowCache]):
+    """Every layer attends to everything, two of them on the device at a time."""
+
+    Config = OffloadConfig
+    title = "everything, in host memory; layer by layer to the device, one ahead"
+    paper = "transformers' OffloadedCache"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(L/n)"
+
+    def __init__(self, config: OffloadConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        widths = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.index in self.retrieval]
+        self.staging = Staging(context.capacity, max(widths, default=0), context.tiers)
+        order = list(self.retrieval)
+        self.following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+
+    def new_cache(self, layer: LayerGeometry) -> RowCache:
+        """Keep all tokens in host memory."""
+        context = self.context
+        return RowCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=True)
+
+    def retrieve(self, layer: int, cache: RowCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Have the layer on the device, let the next one come, and attend."""
+        with self.span("recall", layer):
+            k, v, moved = self.staging.bring(cache)
+            self.staging.prefetch(self.retrieval[self.following[layer]])
+        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        with self.span("attention", layer):
+            return decode_attention(q, k, v, softmax)
+
+    def footprint(self) -> Footprint:
+        """See `Method.footprint`: host memory, and room for two layers."""
+        return super().footprint() + self.staging.footprint()

@@ -1,0 +1,59 @@
+"""A layer that keeps its tokens in order, a row each, on the device or in host memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
+
+
+class RowCache(LayerCache):
+    """Every token, k and v [capacity, Hk, d] in one tier: any range of tokens is contiguous and moves in one piece."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
+        self.length = self.held = 0  # tokens seen; tokens kept of them
+        self.tiers, self.offload = tiers, offload
+        self.k, self.v = (self._rows(capacity, num_kv_heads, head_dim) for _ in range(2))
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        self.length = self.held = k.shape[1]
+        self.k[: self.held] = k.transpose(0, 1)
+        self.v[: self.held] = v.transpose(0, 1)
+        return self._moved(self.held)
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`."""
+        self.k[self.held].copy_(k, non_blocking=True)
+        self.v[self.held].copy_(v, non_blocking=True)
+        self.length += 1
+        self.held += 1
+        return self._moved(1)
+
+    def bring(self) -> tuple[Tensor, Tensor, int]:
+        """Keys and values [Hk, held, d] on the device, and the bytes moved there from the host tier."""
+        k, v = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in (self.k, self.v))
+        return k, v, self._moved(self.held)
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        k, v, _ = self.bring()
+        return decode_attention(q, k, v, softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        return token_mask(self.k[0], self.length, range(self.length))
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        held = nbytes(self.k, self.v)
+        return Footprint(host=held) if self.offload else Footprint(device=held)
+
+    def _rows(self, *shape: int) -> Tensor:
+        return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)
+
+    def _moved(self, tokens: int) -> int:
+        """Bytes that cross to or from the host tier with so many tokens."""
+        return nbytes(self.k[:tokens], self.v[:tokens]) if self.offload else 0

@@ -1,0 +1,66 @@
+"""Offloading against full attention in float64, written out, sharing no code with it."""
+
+import math
+
+import pytest
+import torch
+from driver import HK, SOFTMAX, D, H
+from engine import new_method
+
+from kvcli.geometry import LayerGeometry
+from kvcli.store.cache import Footprint
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+WIDE = 3  # KV heads of the middle layer, which has more of them
+
+
+def attention(q, k, v):
+    """q [H, d] over k, v [Hk, n, d], one head at a time."""
+    out = []
+    for head, query in enumerate(q.double()):
+        keys, values = (x[head // (len(q) // len(k))].double() for x in (k, v))
+        weights = [math.exp(float(query @ key) / math.sqrt(D)) for key in keys]
+        out.append(sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("prompt", [1, 37])
+def test_every_layer_and_step_is_full_attention_whatever_lay_in_the_buffers(prompt, device):
+    steps, heads = 110, [HK, WIDE, HK, HK]
+    layers = [LayerGeometry(i, H, count, D, 10 if i == 2 else None, True) for i, count in enumerate(heads)]
+    method = new_method("offload", {}, layers, prompt + steps + 3, device=device)
+    for buffer in method.staging.buffers:
+        buffer.fill_(float("nan"))
+    generator = torch.Generator().manual_seed(prompt)
+    kv = [torch.randn(2, count, prompt + steps, D, generator=generator) for count in heads]
+    for layer, tokens in enumerate(kv):
+        lent = tokens[:, :, :prompt].to(device, copy=True)
+        method.prefill(layer, *lent, torch.empty(H, 0, D, device=device), SOFTMAX)
+        lent.fill_(float("nan"))  # the caller uses it again
+    for at in range(prompt, prompt + steps):
+        method.context.counters.next_step()
+        for layer, (k, v) in enumerate(kv):
+            q = torch.randn(H, D, generator=generator)
+            out = method.attend(layer, *(x.to(device) for x in (q, k[:, at], v[:, at])), SOFTMAX)
+            if layer != 2:
+                expected = attention(q, k[:, : at + 1], v[:, : at + 1])
+                assert torch.allclose(out.cpu().double(), expected, rtol=1e-4, atol=1e-5), f"layer {layer}, token {at}"
+                assert method.attended(layer).all()
+    moved = sum(2 * 4 * D * count * (at + 1) for count in (HK, WIDE, HK) for at in range(prompt, prompt + steps))
+    cache = method.context.counters.cache()
+    assert cache.bytes_to_device == moved
+    assert cache.bytes_to_host == 2 * 4 * D * (HK + WIDE + HK) * (prompt + steps)
+    assert [row.bytes_to_device > 0 for row in cache.layers] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_device_holds_two_layers_and_the_host_all(count):
+    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(count)]
+    of_a_layer = 2 * HK * 100 * D * 4
+    assert new_method("offload", {}, layers, 100).footprint() == Footprint(2 * of_a_layer, count * of_a_layer)
+
+
+def test_a_model_of_sliding_windows_has_nothing_to_bring():
+    layers = [LayerGeometry(index, H, HK, D, 8, True) for index in range(2)]
+    assert new_method("offload", {}, layers, 100).footprint().host == 0
