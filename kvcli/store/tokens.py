@@ -104,6 +104,8 @@ class TokenCache(LayerCache):
 
     budget: TokenBudget
     index: OneBitIndex
+    k: Tensor
+    v: Tensor
     chosen: Tensor | None = None
     """[Hk, k] tokens last attended to beside sink and recent ones; None: everything."""
 
@@ -123,8 +125,6 @@ class TokenCache(LayerCache):
         candidates = self.candidates
         return self.budget.total - candidates.start - (self.length - candidates.stop)
 
-    @abstractmethod
-    def recall(self, selected: Tensor) -> tuple[int, int]:
     def traffic(self, length: int) -> Traffic:
         """See `LayerCache.traffic`."""
         token = nbytes(self.k[:, :1], self.v[:, :1])
@@ -135,6 +135,8 @@ class TokenCache(LayerCache):
         recalled = chosen * token if self.footprint().host else 0
         return replace(self.index.traffic(self.budget, length), attended=self.budget.total * token, recalled=recalled)
 
+    @abstractmethod
+    def recall(self, selected: Tensor) -> tuple[int, int]:
         """Bring the missing tokens of `selected` [Hk, k] to the device, evicting what left the selection.
 
         Returns the number of misses (a token of a KV head counts one) and the bytes moved.
