@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ran from `start` to `end`, in microseconds since the timeline began; `lane` is the thread it ran on.
+
+    Spans of one lane lie within or beside each other; those of several overlap.
+    """
+
+    name: str
+    track: str
+    start: float
+    end: float
+    lane: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Timeline:
@@ -20,27 +37,16 @@ class Timeline:
 
     def __init__(self, enabled: bool = False):
         self.enabled = enabled
+        self.spans: list[Span] = []
         self._origin = time.perf_counter_ns()
-        self._events: list[dict[str, Any]] = []
-        self._tracks: dict[str, int] = {}
 
     def span(self, name: str, track: str = "run", **details: Any) -> AbstractContextManager[None]:
         """Time a block as `name` on `track`; `details` show up when the span is clicked."""
         return self._timed(name, track, details) if self.enabled else _NOTHING
 
-    def counter(self, name: str, values: dict[str, float]) -> None:
-        """Draw values over time, as of now."""
-        if self.enabled:
-            self._events.append({"ph": "C", "name": name, "pid": 0, "ts": self._now(), "args": values})
-
     def save(self, path: Path) -> None:
-        """Write the Chrome trace event format: complete events in microseconds, tracks named."""
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": track}}
-            for track, tid in self._tracks.items()
-        ]
-        process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "kvcli"}}
-        path.write_text(json.dumps({"traceEvents": [process, *names, *self._events], "displayTimeUnit": "ms"}))
+        """Write the spans as a Chrome trace."""
+        path.write_text(chrome_trace({"kvcli": self.spans}))
 
     @contextmanager
     def _timed(self, name: str, track: str, details: dict[str, Any]) -> Iterator[None]:
@@ -48,9 +54,22 @@ class Timeline:
         try:
             yield
         finally:
-            tid = self._tracks.setdefault(track, len(self._tracks))
-            event = {"ph": "X", "name": name, "pid": 0, "tid": tid, "ts": start, "dur": self._now() - start}
-            self._events.append({**event, "args": details} if details else event)
+            self.spans.append(Span(name, track, start, self._now(), threading.get_ident(), details))
 
     def _now(self) -> float:
         return (time.perf_counter_ns() - self._origin) / 1000
+
+
+def chrome_trace(groups: Mapping[str, Sequence[Span]]) -> str:
+    """Spans in the Chrome trace event format: a process for each group, a named line for each of its tracks."""
+    events: list[dict[str, Any]] = []
+    for pid, (group, spans) in enumerate(groups.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}})
+        tracks = {track: tid for tid, track in enumerate(dict.fromkeys(span.track for span in spans))}
+        for track, tid in tracks.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}})
+        for span in spans:
+            event = {"ph": "X", "name": span.name, "pid": pid, "tid": tracks[span.track]}
+            event |= {"ts": span.start, "dur": span.end - span.start}
+            events.append(event | ({"args": dict(span.details)} if span.details else {}))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
