@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, Paged, paged
-from kvcli.store.summaries import PageSummaries
+from kvcli.store.summaries import Digest, PageSummaries
 
 EMPTY = -1  # a selected slot that holds no page
 
@@ -44,7 +45,7 @@ class OffloadedCache(Paged, LayerCache):
         self.budget = budget
         num_pages = budget.count(capacity)
         self.pool = HostPool(num_kv_heads, head_dim, budget.size, num_pages, tiers)
-        self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
+        self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
         self.kv = tiers.on_device(2, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
 
@@ -112,13 +113,13 @@ class OffloadedCache(Paged, LayerCache):
         device = nbytes(self.kv, self.resident) + self.summaries.nbytes()
         return Footprint(device=device, host=self.pool.nbytes())
 
-    def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
     def traffic(self, length: int) -> Traffic:
         """See `LayerCache.traffic`."""
         attended = nbytes(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(length)])
         recalled = nbytes(self.kv[:, :, : self.budget.selected]) if self.budget.active(length) else 0
         return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
 
+    def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
         """Put consecutive tokens of k, v [Hk, s, d] into the rows from `slot` on."""
         rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [2, Hk, rows, d]
         for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=True):

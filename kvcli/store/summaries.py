@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from kvcli.kernels.page_summary import page_summary
@@ -15,20 +17,18 @@ Digest = Callable[[Tensor], Tensor]
 class PageSummaries:
     """Bounds of the keys of full pages: [Hk, capacity in pages, 2, d]."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers):
+    def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
+        self.digest = digest
         self.bounds = tiers.on_device(num_kv_heads, num_pages, 2, head_dim)
 
     def fill(self, first: int, keys: Tensor) -> None:
         """Summarise consecutive full pages from page `first` on: keys [Hk, n, p, d]."""
-        self.bounds[:, first : first + keys.shape[1]] = page_summary(keys)
+        self.bounds[:, first : first + keys.shape[1]] = self.digest(keys)
 
     def of(self, pages: range) -> Tensor:
         """View the summaries of consecutive pages: [Hk, len(pages), 2, d]."""
         return self.bounds[:, pages.start : pages.stop]
 
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return nbytes(self.bounds)
     def traffic(self, budget: PageBudget, length: int) -> Traffic:
         """What choosing pages moves once `length` tokens were seen."""
         if not budget.active(length):
@@ -36,3 +36,6 @@ class PageSummaries:
         candidates = self.of(budget.candidates(length))
         return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
 
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return nbytes(self.bounds)
