@@ -1,0 +1,80 @@
+"""ArkVale: pages are evicted from the device, and recalled when they matter again (Chen et al., NeurIPS 2024).
+
+Every full page has a digest, a cuboid about its keys, and lies in host memory. A step scores all pages by the upper
+bound of q.k in their cuboid, recalls those of the best that are missing, and only then attends: recall is on the
+critical path. What makes room is what scores worst of the pages on the device. So only a part `top_part` of the pages
+attended to are the best of all; the others are the best of those that are there anyway.
+
+Decided as in FreeKV's comparison (arXiv 2505.13109): every KV head has its own pages, by the mean over its query heads
+of their softmaxed scores, where the reference code has one set a layer. While nothing is resident yet, at a prompt's
+first step, all pages attended to are the best.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.cuboid_digest import cuboid_digest
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.page_scores import page_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, PagedConfig, setting
+from kvcli.stats import Count
+from kvcli.store.offloaded import OffloadedCache
+
+
+class ArkValeConfig(PagedConfig):
+    """Settings of ArkVale."""
+
+    sink: int = setting(32, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
+    window: int = setting(64, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
+    top_part: float = setting(0.5, "part of the selected pages that are the best, wherever they lie", gt=0, le=1)
+    pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
+
+
+class ArkVale(Method[ArkValeConfig, OffloadedCache]):
+    """Recalls the best pages before it attends, and evicts the worst."""
+
+    Config = ArkValeConfig
+    title = "pages by a cuboid about their keys, recalled before attention, KV in host memory"
+    paper = "Chen et al., NeurIPS 2024"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L/p)"
+
+    def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
+        """Keep everything in host memory, a budget of pages on the device, and digests of all."""
+        return OffloadedCache(
+            layer.num_kv_heads,
+            layer.head_dim,
+            self.context.capacity,
+            self.config.pages,
+            self.context.tiers,
+            cuboid_digest,
+        )
+
+    def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Score, recall, then attend."""
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
+            scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
+        with self.span("select", layer):
+            selected = self._keep(scores, cache)  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.recall(layer, lambda: cache.recall(selected))
+        with self.span("attention", layer):
+            return cache.attend(q, softmax)
+
+    def _keep(self, scores: Tensor, cache: OffloadedCache) -> Tensor:
+        """Choose by scores [Hk, n] of the candidates: the best, then what is resident, then others -> [Hk, k]."""
+        pages, first = scores.shape[1], cache.candidates.start
+        rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # 0 is the best
+        held = cache.resident - first  # below 0 where a slot is empty
+        resident = scores.new_zeros(scores.shape[0], pages + 1).bool().scatter(1, held.clamp_min(-1) + 1, True)[:, 1:]
+        best = rank < max(1, round(self.config.top_part * cache.budget.selected))
+        standing = rank + pages * ~(best | resident)
+        return topk_pages(-standing, cache.budget.selected) + first
