@@ -71,11 +71,12 @@ def decode(
     step = 0
     while batch := [sequence for sequence in sequences if sequence.running]:
         started = time.perf_counter()
-        for sequence in batch:
-            sequence.counters.next_step()
         with timeline.span("step", index=step, batch=len(batch)):
+            for sequence in batch:
+                sequence.counters.next_step()
             logits = forward_step(model, hook, batch, rope)
-            pieces = [sequence.accept(row) for sequence, row in zip(batch, logits, strict=True)]
+            with timeline.span("sampling"):
+                pieces = [sequence.accept(row) for sequence, row in zip(batch, logits, strict=True)]
         elapsed = 1000 * (time.perf_counter() - started)
         for sequence in batch:
             sequence.decode_ms.append(elapsed)

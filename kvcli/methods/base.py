@@ -170,9 +170,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def new_cache(self, layer: LayerGeometry) -> CacheT:
         """Make the cache of a layer that is neither sliding nor dense."""
 
-    def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+    def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d]."""
-        return cache.attend(q, softmax)
+        with self.span("attention", layer):
+            return cache.attend(q, softmax)
 
     @property
     def query_rows(self) -> int:
@@ -201,10 +202,13 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append the current token's k, v [Hk, d] and attend with q [H, d] -> [H, d]."""
-        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].append(k, v))
+        with self.span("append", layer):
+            written = self.caches[layer].append(k, v)
+        self.count(layer, Count.BYTES_TO_HOST, written)
         if layer in self.retrieval:
             return self.retrieve(layer, self.retrieval[layer], q, softmax)
-        return self.caches[layer].attend(q, softmax)
+        with self.span("attention", layer):
+            return self.caches[layer].attend(q, softmax)
 
     def take_next_query(self, layer: int, q: Tensor) -> None:
         """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.

@@ -80,9 +80,10 @@ class FIER(Method[FIERConfig, TokenCache]):
     def retrieve(self, layer: int, cache: TokenCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""
         if not cache.active:
-            return cache.attend(q, softmax)
-        with self.span("select", layer):
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
             scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
+        with self.span("select", layer):
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
         self.recall(layer, lambda: cache.recall(selected))

@@ -69,8 +69,9 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to the last step's selection, corrected where the query turned; then prepare the next step."""
         if not cache.active:
-            return cache.attend(q, softmax)
-        corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("correction", layer):
+            corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
         before = self.reads[layer].selected if layer in self.reads else selected
         self.reads[layer] = Read(corrected, selected, before)
@@ -106,9 +107,10 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
 
     def _select(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose the pages that the query of this step wants: [Hk, k]."""
-        with self.span("select", layer):
-            scale = softmax.scale if self.config.score_scale else 1.0
+        scale = softmax.scale if self.config.score_scale else 1.0
+        with self.span("score", layer):
             scores = page_scores(q, cache.summaries.of(cache.candidates), scale, self.config.pooling)
+        with self.span("select", layer):
             selected = topk_pages(scores, cache.budget.selected) + cache.candidates.start
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
         return selected

@@ -88,7 +88,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     ) -> Tensor:
         """Choose blocks for the whole window, attend, then let what left the local window go."""
         cache.extend(k, v)
-        with self.span("select", layer):
+        with self.span("score", layer):
             scores = self.window_scores(layer, cache, cache.unrotate(q, cache.length - q.shape[1]))
         self._recall(layer, cache, scores, cache.budget.selected, self.usage[layer].prefill)
         with self.span("attention", layer):
@@ -98,7 +98,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
 
     def retrieve(self, layer: int, cache: BlockCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose blocks for this token and attend."""
-        with self.span("select", layer):
+        with self.span("score", layer):
             scores = self.step_scores(layer, cache, cache.unrotate(q[:, None], cache.length - 1)[:, 0])
             wanted = cache.budget.selected
             if len(scores) > wanted:
@@ -145,8 +145,9 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
             if len(scores):
                 cache.recall(torch.arange(len(scores), device=scores.device))
             return
-        with self.span("recall", layer):
+        with self.span("select", layer):
             blocks = topk_pages(scores[None], wanted)[0].sort().values  # what makes room depends on the order
+        with self.span("recall", layer):
             misses, moved = cache.recall(blocks)
         num_kv_heads = cache.k.shape[0]
         self.count(layer, Count.PAGES_REQUESTED, wanted * num_kv_heads)

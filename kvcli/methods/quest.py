@@ -49,9 +49,10 @@ class Quest(Method[QuestConfig, IndexedCache]):
     def retrieve(self, layer: int, cache: IndexedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, then attend."""
         if not cache.active:
-            return cache.attend(q, softmax)
-        with self.span("select", layer):
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
             scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
+        with self.span("select", layer):
             pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
         self.count(layer, Count.PAGES_REQUESTED, pages.numel())
         with self.span("attention", layer):

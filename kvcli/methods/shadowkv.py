@@ -98,9 +98,11 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""
         if not cache.active:
-            return cache.attend(q, softmax)
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
+            scores = cache.scores(q, softmax.scale)  # [Hk, chunks]
         with self.span("select", layer):
-            selected = topk_pages(cache.scores(q, softmax.scale), cache.layout.selected)  # [Hk, k]
+            selected = topk_pages(scores, cache.layout.selected)  # [Hk, k]
         self.count(layer, Count.PAGES_REQUESTED, selected.numel())
         self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):

@@ -63,4 +63,4 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
                 self.unrotated_sinks[layer] = rotary.unrotate(cache.k[:, : cache.sink], original)
             moved = rotary.rotate(self.unrotated_sinks[layer], original + cache.dropped)
             cache.k[:, : cache.sink] = moved
-        return cache.attend(q, softmax)
+        return super().retrieve(layer, cache, q, softmax)
