@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 
 
 class RowCache(LayerCache):
@@ -50,6 +50,11 @@ class RowCache(LayerCache):
         """See `LayerCache.footprint`."""
         held = nbytes(self.k, self.v)
         return Footprint(host=held) if self.offload else Footprint(device=held)
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`; as if everything were kept."""
+        attended = length * nbytes(self.k[:1], self.v[:1])
+        return Traffic(attended, recalled=attended if self.offload else 0)
 
     def _rows(self, *shape: int) -> Tensor:
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)
