@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
 from kvcli.store.pages import PageBudget, paged
 
 
@@ -103,6 +103,16 @@ class StampedCache(LayerCache):
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v, self.bounds, self.stamps, self.pages))
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`; the full pages held are scored, and their stamps compared."""
+        size = self.budget.size
+        held = length - max(0, self.budget.count(length) - self.num_slots) * size
+        return Traffic(
+            attended=sum(nbytes(slots.flatten(1, 2)[:, :held]) for slots in (self.k, self.v)),
+            scored=nbytes(self.bounds[:, : held // size]),
+            scores=4 * self.k.shape[0] * (held // size),
+        )
 
     @property
     def _rows(self) -> int:
