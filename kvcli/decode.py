@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ from kvcli.rope import Rope
 from kvcli.sequence import RunningSequence
 from kvcli.speculation import next_queries
 from kvcli.timeline import Timeline
+
+
+class Row(Protocol):
+    """One sequence of a batch, as far as a step of the model needs it; a `RunningSequence` is one."""
+
+    @property
+    def method(self) -> Method[Any, Any]:
+        """What serves it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its tokens after the prompt, the last of which has no KV yet."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that have."""
 
 
 class BlockingPipeline:
@@ -40,7 +56,7 @@ class BlockingPipeline:
 
 @torch.inference_mode()
 def forward_step(
-    model: PreTrainedModel, hook: Hook, batch: Sequence[RunningSequence], rope: Rope | None = None
+    model: PreTrainedModel, hook: Hook, batch: Sequence[Row], rope: Rope | None = None
 ) -> Tensor:
     """Run the newest token of every sequence through the model -> logits [b, vocab].
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcli.attention import Hook, attached
-from kvcli.decode import decode, forward_step
+from kvcli.decode import Row, decode, forward_step
 from kvcli.geometry import LayerGeometry
 from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
@@ -26,7 +26,7 @@ from kvcli.speculation import check_next_queries
 from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
-from kvcli.windowed import read_prompt
+from kvcli.windowed import extend, read_prompt
 
 
 class Engine:
@@ -92,7 +92,12 @@ class Engine:
         self.rope.use([methods[0].context.capacity])
         return read_prompt(self.model.module, self.hook, ids, methods, self.layers, advance)
 
-    def step(self, batch: Sequence[RunningSequence]) -> Tensor:
+    def extend(self, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+        """Read more tokens into a method that attends by windows -> logits of the last ones [keep, vocab]."""
+        self.rope.use([method.context.capacity])
+        return extend(self.model.module, self.hook, ids, method, keep)
+
+    def step(self, batch: Sequence[Row]) -> Tensor:
         """Run the newest token of every sequence through the model -> logits [b, vocab]."""
         return forward_step(self.model.module, self.hook, batch, self.rope)
 

@@ -90,8 +90,18 @@ def windowed_prefill(
         _forward(model, [ids[0], *preview], 0)
     hook.handler = WindowAttention(method, advance)
     for start in range(0, len(ids), window):
-        logits = _forward(model, ids[start : start + window], start)
+        logits = _forward(model, ids[start : start + window], start)[0]
     return logits
+
+
+@torch.inference_mode()
+def extend(model: PreTrainedModel, hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+    """Read n >= 1 more tokens as one window into a method that has read others -> logits of the last `keep` [keep, vocab].
+
+    For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
+    """
+    hook.handler = WindowAttention(method, lambda _: None)
+    return _forward(model, ids, method.caches[0].length, keep)
 
 
 class WindowAttention:
@@ -119,8 +129,8 @@ class PreviewAttention:
         return prefill_attention(q[0], k[0], v[0], softmax, self.layers[layer].window).transpose(0, 1)[None]
 
 
-def _forward(model: PreTrainedModel, ids: Sequence[int], start: int) -> Tensor:
+def _forward(model: PreTrainedModel, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
     tokens = torch.tensor([list(ids)], device=model.device)  # [1, n]
     positions = torch.arange(start, start + len(ids), device=model.device)[None]  # [1, n]
-    out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
-    return out.logits[0, -1]  # type: ignore[no-any-return]
+    out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+    return out.logits[0]  # type: ignore[no-any-return]

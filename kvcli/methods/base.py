@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
@@ -101,6 +101,13 @@ class PagedConfig(MethodConfig):
         return self
 
 
+class Witness(Protocol):
+    """Whoever watches a method attend."""
+
+    def __call__(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
+        """See what a layer's query q [H, d] got from attention, out [H, d]; not to be changed, nor kept."""
+
+
 @dataclass
 class SequenceContext:
     """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE."""
@@ -115,6 +122,8 @@ class SequenceContext:
     """Token ids of the question after the document, where the prompt has one."""
     prompt_tokens: int | None = None
     """How many of `capacity` the prompt takes, where that is known: the others are generated."""
+    witness: Witness | None = None
+    """Called after every `Method.attend`, where somebody watches."""
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
@@ -206,9 +215,13 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             written = self.caches[layer].append(k, v)
         self.count(layer, Count.BYTES_TO_HOST, written)
         if layer in self.retrieval:
-            return self.retrieve(layer, self.retrieval[layer], q, softmax)
-        with self.span("attention", layer):
-            return self.caches[layer].attend(q, softmax)
+            out = self.retrieve(layer, self.retrieval[layer], q, softmax)
+        else:
+            with self.span("attention", layer):
+                out = self.caches[layer].attend(q, softmax)
+        if self.context.witness is not None:
+            self.context.witness(self, layer, q, out, softmax)
+        return out
 
     def take_next_query(self, layer: int, q: Tensor) -> None:
         """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
@@ -262,8 +275,11 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         return self.caches[layer].traffic(length)
 
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
-        """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one."""
-        context = replace(self.context, counters=counters, track=track)
+        """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one.
+
+        A witness is not taken along.
+        """
+        context = replace(self.context, counters=counters, track=track, witness=None)
         shared = {id(rotary): rotary for rotary in context.rotary}
         return copy.deepcopy(self, {id(self.context): context, **shared})
 

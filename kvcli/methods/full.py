@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, MethodConfig
 from kvcli.store.cache import DenseCache
 
@@ -25,3 +28,7 @@ class Full(Method[FullConfig, DenseCache]):
     def new_cache(self, layer: LayerGeometry) -> DenseCache:
         """Keep all tokens on the device."""
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
+
+    def retrieve_window(self, layer: int, cache: DenseCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+        """See `Method.retrieve_window`: attend to everything."""
+        return cache.attend_window(q, k, v, softmax)
