@@ -6,6 +6,8 @@ f is the model's softcap. Shapes: q [H, r, d], the queries of the newest r token
 least fp32, zero for the keys that a query does not see.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,11 @@ def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     if softmax.sinks is not None:
         norm = torch.logaddexp(norm, softmax.sinks[:, None])
     return scores.sub_(norm[..., None]).exp_()
+
+
+def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Tensor]:
+    """Give the weights of one KV head's query heads after the other, [G, r, s] each: all at once may be too many."""
+    queries = q.unflatten(0, (k.shape[0], -1))  # type: ignore[no-untyped-call]  # [Hk, G, r, d]
+    for head in range(k.shape[0]):
+        sinks = None if softmax.sinks is None else softmax.sinks.view(k.shape[0], -1)[head]
+        yield last_rows(queries[head], k[head : head + 1], softmax._replace(sinks=sinks))
