@@ -8,6 +8,7 @@ from kvcli.kernels.softmax import Softmax
 
 H, HK, D = 6, 2, 16
 SOFTMAX = Softmax(D**-0.5)
+CHUNK = 32  # tokens of the prompt that a method sees read together
 
 
 def layers(count=2, window=None):
@@ -35,6 +36,9 @@ class Stream:
         """Feed everything to one layer; yields (step, method, output [H, d])."""
         method = new_method(name, settings, layers(), self.prompt + self.steps)
         k, v = self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone()
+        for start in range(0, self.prompt, CHUNK):
+            stop = min(start + CHUNK, self.prompt)
+            method.observe(layer, self.prompt_q[:, start:stop], k[:, :stop], SOFTMAX)
         method.prefill(layer, k, v, self.prompt_q[:, max(0, self.prompt - method.query_rows) :], SOFTMAX)
         for step in range(self.steps):
             at = self.prompt + step

@@ -1,0 +1,89 @@
+"""H2O: heavy hitters and recent tokens, the rest is evicted at every step (arXiv 2306.14048, section 4).
+
+Attention that a token received, summed over all queries so far, says what it is worth. Beside the most recent tokens
+the cache holds those that received most, the heavy hitters; each new token evicts the one that received least. The
+prompt's queries count as all others do: its sums are the columns of the whole attention matrix, made chunk by chunk
+while the prompt is read, which costs its attention once more.
+
+Decided where the paper, written for one KV head a query head, says nothing: the tokens of a KV head are chosen by the
+mean over its query heads. Budget and recent tokens include the current one, at whose arrival the eviction happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.column_sums import column_sums
+from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.store.evicting import EvictingCache
+
+
+class H2OConfig(MethodConfig):
+    """Settings of H2O."""
+
+    budget: int = setting(2048, "tokens held per layer and KV head, recent ones included", "tokens", ge=1)
+    recent: float = setting(0.5, "part of the budget that the most recent tokens take", ge=0, le=1)
+
+
+class H2O(Method[H2OConfig, EvictingCache]):
+    """Holds what was looked at most so far, and what came last."""
+
+    Config = H2OConfig
+    title = "heavy hitters by accumulated attention and recent tokens, the rest is evicted"
+    paper = "arXiv 2306.14048"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(B)"
+
+    def __init__(self, config: H2OConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.sums: dict[int, Tensor] = {}  # layer that is being read -> attention each token received, [Hk, m]
+
+    def new_cache(self, layer: LayerGeometry) -> EvictingCache:
+        """Hold a budget of tokens."""
+        rows = min(self.config.budget, self.context.capacity)
+        recent = int(self.config.recent * self.config.budget)
+        return EvictingCache(layer.num_kv_heads, layer.head_dim, rows, min(recent, rows), self.context.tiers)
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """Add what the prompt's next queries look at."""
+        if layer in self.retrieval:
+            with self.span("score", layer):
+                sums = _over_groups(column_sums(q, k, softmax), k)
+                if layer in self.sums:
+                    before = self.sums[layer]
+                    sums[:, : before.shape[1]] += before
+                self.sums[layer] = sums
+
+    def take_prompt(
+        self,
+        layer: int,
+        cache: EvictingCache,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,  # noqa: ARG002
+        softmax: Softmax,  # noqa: ARG002
+    ) -> None:
+        """Keep the prompt's heavy hitters and its last tokens."""
+        with self.span("prune", layer):
+            cache.load_scored(k, v, self.sums.pop(layer))
+
+    def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to all that is held, and add to its scores."""
+        with self.span("attention", layer):
+            out = cache.attend(q, softmax)
+        with self.span("score", layer):
+            k, _ = cache.resident
+            cache.scores[:, : cache.held] += _over_groups(last_rows(q[:, None], k, softmax)[:, 0], k)
+        return out
+
+
+def _over_groups(received: Tensor, k: Tensor) -> Tensor:
+    """Mean over the query heads of each KV head: [H, n] -> [Hk, n]."""
+    return received.view(k.shape[0], -1, received.shape[-1]).mean(1)

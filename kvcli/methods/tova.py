@@ -1,0 +1,65 @@
+"""TOVA: the token that the newest query looks at least is evicted (arXiv 2401.06104, section 3.2 and algorithm 1).
+
+The cache is the state of a recurrent network, of a fixed number of tokens. At every step the attention row of the
+newest query alone, averaged over the heads, says which of them goes; neither sinks nor recent tokens are set aside,
+and the newest token may be the one. A prompt is read exactly and cut by its last row.
+
+Decided as in the paper's algorithm and reference code: the mean is over all query heads of the layer, so that its KV
+heads hold the same tokens. The budget includes the current token, at whose arrival the eviction happens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.store.evicting import EvictingCache
+
+
+class TOVAConfig(MethodConfig):
+    """Settings of TOVA."""
+
+    budget: int = setting(2048, "tokens held per layer", "tokens", ge=1)
+
+
+class TOVA(Method[TOVAConfig, EvictingCache]):
+    """Holds what the newest query still looks at."""
+
+    Config = TOVAConfig
+    title = "the token that the newest query looks at least is evicted"
+    paper = "arXiv 2401.06104"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(B)"
+
+    def new_cache(self, layer: LayerGeometry) -> EvictingCache:
+        """Hold a budget of tokens."""
+        rows = min(self.config.budget, self.context.capacity)
+        return EvictingCache(layer.num_kv_heads, layer.head_dim, rows, 0, self.context.tiers)
+
+    @property
+    def query_rows(self) -> int:
+        """See `Method.query_rows`."""
+        return 1
+
+    def take_prompt(self, layer: int, cache: EvictingCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Keep what the prompt's last query looks at most."""
+        with self.span("prune", layer):
+            cache.load_scored(k, v, _newest_row(q, k, softmax))
+
+    def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to all that is held; this query's row alone decides what goes next."""
+        with self.span("attention", layer):
+            out = cache.attend(q, softmax)
+        with self.span("score", layer):
+            cache.scores[:, : cache.held] = _newest_row(q[:, None], cache.resident[0], softmax)
+        return out
+
+
+def _newest_row(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """Weights of one query q [H, 1, d] over keys k [Hk, n, d], mean over all heads: [Hk, n], the same for each."""
+    return last_rows(q, k, softmax).mean((0, 1)).expand(k.shape[0], -1)
