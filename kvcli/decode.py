@@ -55,9 +55,7 @@ class BlockingPipeline:
 
 
 @torch.inference_mode()
-def forward_step(
-    model: PreTrainedModel, hook: Hook, batch: Sequence[Row], rope: Rope | None = None
-) -> Tensor:
+def forward_step(model: PreTrainedModel, hook: Hook, batch: Sequence[Row], rope: Rope | None = None) -> Tensor:
     """Run the newest token of every sequence through the model -> logits [b, vocab].
 
     `rope` is what stands in for the model's rotary module, where something does.

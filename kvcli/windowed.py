@@ -96,7 +96,7 @@ def windowed_prefill(
 
 @torch.inference_mode()
 def extend(model: PreTrainedModel, hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
-    """Read n >= 1 more tokens as one window into a method that has read others -> logits of the last `keep` [keep, vocab].
+    """Read n >= 1 more tokens as one window into a method -> logits of the last `keep` of them [keep, vocab].
 
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
     """

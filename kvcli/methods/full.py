@@ -29,6 +29,14 @@ class Full(Method[FullConfig, DenseCache]):
         """Keep all tokens on the device."""
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
 
-    def retrieve_window(self, layer: int, cache: DenseCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+    def retrieve_window(
+        self,
+        layer: int,  # noqa: ARG002
+        cache: DenseCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax: Softmax,
+    ) -> Tensor:
         """See `Method.retrieve_window`: attend to everything."""
         return cache.attend_window(q, k, v, softmax)
