@@ -25,6 +25,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, MethodConfig, setting
 from kvcli.stats import Count
+from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget, TokenCache
 
 
@@ -60,7 +61,7 @@ class FIERConfig(MethodConfig):
         return self
 
 
-class FIER(Method[FIERConfig, TokenCache]):
+class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     """Selects tokens anew at every step, each for itself."""
 
     Config = FIERConfig
@@ -71,13 +72,15 @@ class FIER(Method[FIERConfig, TokenCache]):
     group_consistent = False
     device_memory = "O(L)"
 
-    def new_cache(self, layer: LayerGeometry) -> TokenCache:
+    def new_cache(self, layer: LayerGeometry) -> TokenCache[OneBitIndex]:
         """Keep one-bit keys on the device, and the KV there or in host memory."""
+        heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
+        budget, group = self.config.tokens, self.config.group
+        index = OneBitIndex(heads, d, group, capacity // group, tiers)
         cache = OffloadedTokens if self.config.offload else ResidentTokens
-        context = self.context
-        return cache(layer.num_kv_heads, layer.head_dim, context.capacity, self.config.tokens, context.tiers)
+        return cache(heads, d, capacity, budget, index, tiers)
 
-    def retrieve(self, layer: int, cache: TokenCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: TokenCache[OneBitIndex], q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)

@@ -1,26 +1,25 @@
-"""A layer whose tokens are selected one by one, by keys of one bit a channel (FIER, arXiv 2508.08256, section 3.3).
+"""A layer whose tokens are selected one by one, by an index of their keys.
 
-Every full group of tokens is quantised on the device. The newest tokens, those of the unfilled group among them, are
-always attended, so that what can be selected is quantised and what is not quantised is seen anyway. The KV itself is
-on the device (`ResidentTokens`) or in host memory with the attended tokens on the device (`OffloadedTokens`).
+Tokens are indexed a full group at a time, on the device; a group may be a single token. The newest tokens, those of the
+unfilled group among them, are always attended, so that what can be selected is indexed and what is not indexed is seen
+anyway. The KV itself is on the device (`ResidentTokens`) or in host memory with the attended tokens on the device
+(`OffloadedTokens`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
-from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
 from kvcli.kernels.resolve_tokens import resolve_tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
-from kvcli.store.pages import paged
 
 EMPTY = -1  # a slot that holds no token
 
@@ -58,52 +57,27 @@ class TokenBudget:
         return range(sink, max(sink, min(length - self.window, self.full(length))))
 
 
-class OneBitIndex:
-    """Codes [Hk, groups, g, bytes] and ranges [Hk, groups, 2, d] of the full groups, on the device."""
-
-    def __init__(self, num_kv_heads: int, head_dim: int, group: int, num_groups: int, tiers: Tiers):
-        self.group = group
-        self.codes = tiers.on_device(num_kv_heads, num_groups, group, -(-head_dim // 8), dtype=torch.uint8)
-        self.ranges = tiers.on_device(num_kv_heads, num_groups, 2, head_dim)
+class TokenIndex(Protocol):
+    """What single tokens are scored by, on the device; how, is between an index and the methods that use it."""
 
     def fill(self, first: int, keys: Tensor) -> None:
-        """Quantise consecutive groups from group `first` on: keys [Hk, n * g, d]."""
-        groups = paged(keys, self.group)
-        part = slice(first, first + groups.shape[1])
-        self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
-
-    def scores(self, q: Tensor, tokens: range, scale: float, pooling: Pooling) -> Tensor:
-        """Score consecutive tokens of full groups with q [H, d] for every KV head: [Hk, len(tokens)] in fp32."""
-        heads = pool_queries(q.float().view(self.codes.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
-        first = tokens.start // self.group
-        part = slice(first, -(-tokens.stop // self.group))
-        start = tokens.start - first * self.group
-        scores = one_bit_scores(heads, self.codes[:, part], self.ranges[:, part])
-        return pool_scores(scale * scores[..., start : start + len(tokens)], pooling)
+        """Take whole groups of consecutive tokens from token `first` on: keys [Hk, n, d]."""
 
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        """What choosing tokens moves once `length` were seen."""
-        candidates = budget.candidates(length)
-        groups = slice(candidates.start // self.group, -(-candidates.stop // self.group))
-        scored = nbytes(self.codes[:, groups], self.ranges[:, groups])
-        return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
-
-    def load_ratio(self) -> float | None:
-        """Bytes read to score all tokens, by the bytes of their full-precision keys; None where there is no group."""
-        num_kv_heads, groups, group, _ = self.codes.shape
-        keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
-        return self.nbytes() / keys if keys else None
+        """Say what choosing tokens moves once `length` were seen."""
 
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return nbytes(self.codes, self.ranges)
 
 
-class TokenCache(LayerCache):
+IndexT = TypeVar("IndexT", bound=TokenIndex)
+
+
+class TokenCache(LayerCache, Generic[IndexT]):
     """What both places of the KV have in common: what to select from, and attention to a selection."""
 
     budget: TokenBudget
-    index: OneBitIndex
+    index: IndexT
     k: Tensor
     v: Tensor
     chosen: Tensor | None = None
@@ -148,20 +122,22 @@ class TokenCache(LayerCache):
 
     def attended(self) -> Tensor:
         """See `LayerCache.attended`."""
-        k, candidates = self.index.codes, self.candidates
+        candidates = self.candidates
         if self.chosen is None:
-            return token_mask(k, self.length, range(self.length))
-        always = token_mask(k, self.length, range(candidates.start), range(candidates.stop, self.length))
+            return token_mask(self.k, self.length, range(self.length))
+        always = token_mask(self.k, self.length, range(candidates.start), range(candidates.stop, self.length))
         return always.scatter(1, self.chosen, True)
 
 
-class ResidentTokens(TokenCache, DenseCache):
+class ResidentTokens(TokenCache[IndexT], DenseCache):
     """Everything on the device: k, v [Hk, capacity, d]."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, tiers: Tiers):
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
+    ):
         super().__init__(num_kv_heads, head_dim, capacity, tiers)
         self.budget = budget
-        self.index = OneBitIndex(num_kv_heads, head_dim, budget.group, capacity // budget.group, tiers)
+        self.index = index
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`."""
@@ -170,11 +146,11 @@ class ResidentTokens(TokenCache, DenseCache):
         return 0
 
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; the group is quantised when it fills."""
+        """See `LayerCache.append`; a group is indexed when it fills."""
         super().append(k, v)
-        group = self.budget.group
-        if self.length % group == 0:
-            self.index.fill(self.length // group - 1, self.k[:, self.length - group : self.length])
+        first = self.length - self.budget.group
+        if self.length % self.budget.group == 0:
+            self.index.fill(first, self.k[:, first : self.length])
         return 0
 
     def recall(self, selected: Tensor) -> tuple[int, int]:  # noqa: ARG002
@@ -197,18 +173,20 @@ class ResidentTokens(TokenCache, DenseCache):
         return super().footprint() + Footprint(device=self.index.nbytes())
 
 
-class OffloadedTokens(TokenCache):
+class OffloadedTokens(TokenCache[IndexT]):
     """Full groups in host memory, token by token; on the device k, v [Hk, sink + selected + recent, d] in this order.
 
     Recent tokens lie in a ring of `recent` rows, so that a group is whole when it is put away. As long as the context
     has not outgrown the budget, the rows before the ring hold the first tokens.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, tiers: Tiers):
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
+    ):
         self.length = 0
         self.budget = budget
+        self.index = index
         self.recent = max(budget.window, budget.group)
-        self.index = OneBitIndex(num_kv_heads, head_dim, budget.group, capacity // budget.group, tiers)
         self.pool = HostPool(num_kv_heads, head_dim, 1, budget.full(capacity), tiers)
         self.first_rows = budget.sink + budget.most_selected
         self.k, self.v = (tiers.on_device(num_kv_heads, self.first_rows + self.recent, head_dim) for _ in range(2))
@@ -229,7 +207,7 @@ class OffloadedTokens(TokenCache):
         return self._put_away(0, k[:, :full], v[:, :full])
 
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; a group that fills is quantised and written to the host."""
+        """See `LayerCache.append`; a group that fills is indexed and written to the host."""
         at = self.length
         for rows, token in ((self.k, k), (self.v, v)):
             rows[:, self.first_rows + at % self.recent] = token
@@ -282,8 +260,8 @@ class OffloadedTokens(TokenCache):
         return decode_attention(q, k, v, softmax)
 
     def _put_away(self, first: int, k: Tensor, v: Tensor) -> int:
-        """Quantise whole groups from token `first` on, k, v [Hk, n * g, d], and write them to the host."""
-        self.index.fill(first // self.budget.group, k)
+        """Index whole groups from token `first` on, k, v [Hk, n * g, d], and write them to the host."""
+        self.index.fill(first, k)
         return self.pool.write(first, k[:, :, None], v[:, :, None])
 
     def _ring_rows(self, tokens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers
+from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.pruned import PrunedCache
 from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget
 
@@ -24,6 +25,11 @@ def dense(q, k, v):
     return torch.einsum("hgn,hnd->hgd", scores.softmax(-1), v).reshape(q.shape)
 
 
+def new_cache(kind, budget, tiers=TIERS):
+    index = OneBitIndex(HK, D, budget.group, CAPACITY // budget.group, tiers)
+    return kind(HK, D, CAPACITY, budget, index, tiers)
+
+
 def poisoned(cache):
     for tensor in vars(cache).values():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -36,7 +42,7 @@ def poisoned(cache):
 @pytest.mark.parametrize("prompt", [1, 3, 8, 23, 24, 25, 47])
 def test_attends_to_sinks_selection_and_recent_tokens(kind, budget, prompt):
     k, v = tokens(prompt + 12)
-    cache = poisoned(kind(HK, D, CAPACITY, budget, TIERS))
+    cache = poisoned(new_cache(kind, budget))
     cache.load(k[:, :prompt].clone(), v[:, :prompt].clone())
     generator = torch.Generator().manual_seed(prompt)
     for at in range(prompt, prompt + 12):
@@ -73,7 +79,7 @@ def test_budget_is_spent_to_the_token(budget, length):
 
 def test_hits_stay_and_only_misses_move():
     k, v = tokens(40)
-    cache = OffloadedTokens(HK, D, CAPACITY, TokenBudget(6, 0, 1, 4), TIERS)
+    cache = new_cache(OffloadedTokens, TokenBudget(6, 0, 1, 4))
     cache.load(k, v)
     assert cache.recall(torch.tensor([[0, 9, 30], [4, 5, 6]])) == (6, 6 * 2 * D * 4)
     assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == (1, 2 * D * 4)
@@ -102,7 +108,7 @@ def test_a_pruned_prompt_and_all_that_follows(first, last, offload):
 
 @pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
 def test_footprint_counts_what_is_allocated_even_on_meta(kind):
-    real, planned = (kind(HK, D, CAPACITY, BUDGETS[0], tiers).footprint() for tiers in (TIERS, META))
+    real, planned = (new_cache(kind, BUDGETS[0], tiers).footprint() for tiers in (TIERS, META))
     assert real == planned
     index = HK * (CAPACITY // 8) * (8 * 1 + 2 * D * 4)
     token = HK * 2 * D * 4

@@ -1,0 +1,53 @@
+"""Keys of one bit a channel, by which single tokens are scored (FIER, arXiv 2508.08256, section 3.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
+from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
+from kvcli.store.cache import Tiers, Traffic, nbytes
+from kvcli.store.pages import paged
+from kvcli.store.tokens import TokenBudget
+
+
+class OneBitIndex:
+    """Codes [Hk, groups, g, bytes] and ranges [Hk, groups, 2, d] of the full groups, on the device."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, group: int, num_groups: int, tiers: Tiers):
+        self.group = group
+        self.codes = tiers.on_device(num_kv_heads, num_groups, group, -(-head_dim // 8), dtype=torch.uint8)
+        self.ranges = tiers.on_device(num_kv_heads, num_groups, 2, head_dim)
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """See `TokenIndex.fill`."""
+        groups, start = paged(keys, self.group), first // self.group
+        part = slice(start, start + groups.shape[1])
+        self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
+
+    def scores(self, q: Tensor, tokens: range, scale: float, pooling: Pooling) -> Tensor:
+        """Score consecutive tokens of full groups with q [H, d] for every KV head: [Hk, len(tokens)] in fp32."""
+        heads = pool_queries(q.float().view(self.codes.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
+        first = tokens.start // self.group
+        part = slice(first, -(-tokens.stop // self.group))
+        start = tokens.start - first * self.group
+        scores = one_bit_scores(heads, self.codes[:, part], self.ranges[:, part])
+        return pool_scores(scale * scores[..., start : start + len(tokens)], pooling)
+
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        """See `TokenIndex.traffic`."""
+        candidates = budget.candidates(length)
+        groups = slice(candidates.start // self.group, -(-candidates.stop // self.group))
+        scored = nbytes(self.codes[:, groups], self.ranges[:, groups])
+        return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
+
+    def load_ratio(self) -> float | None:
+        """Bytes read to score all tokens, by the bytes of their full-precision keys; None where there is no group."""
+        num_kv_heads, groups, group, _ = self.codes.shape
+        keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
+        return self.nbytes() / keys if keys else None
+
+    def nbytes(self) -> int:
+        """See `TokenIndex.nbytes`."""
+        return nbytes(self.codes, self.ranges)
