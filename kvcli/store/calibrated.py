@@ -1,4 +1,4 @@
-"""Matrices that a calibration made for a model's layers, in a safetensors file: one tensor `layer.{index}` a layer."""
+"""What a calibration found out about a model, in a safetensors file: a matrix `layer.{index}` a layer, or a tensor."""
 
 from __future__ import annotations
 
@@ -16,28 +16,9 @@ class CalibratedLayers:
     """The matrices of a file, read one layer at a time; only the file's header is read before."""
 
     def __init__(self, path: str, shapes: Mapping[int, tuple[int, ...]], kind: str):
-        """Check that the file holds a tensor of the given shape for every layer asked for.
-
-        `kind` is what the matrices are, as `kvcli calibrate` calls it.
-
-        Raises:
-            KvcliError: there is no such file, it is no safetensors file, or it belongs to another model (usage).
-        """
-        self.path, self.kind = path, kind
-        try:
-            Path(path).open("rb").close()  # whose error says what is wrong, where safetensors' does not
-            with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                for layer, shape in shapes.items():
-                    if name_of(layer) not in names:
-                        raise self._refused(f"no tensor {name_of(layer)}")
-                    found = tuple(file.get_slice(name_of(layer)).get_shape())
-                    if found != shape:
-                        raise self._refused(f"{name_of(layer)} has shape {list(found)}, not {list(shape)}")
-        except OSError as error:
-            raise self._refused(str(error.strerror)) from None
-        except SafetensorError as error:
-            raise self._refused(f"not a safetensors file ({error})") from None
+        """Check that the file holds a tensor of the given shape for every layer asked for; see `check_file`."""
+        check_file(path, {name_of(layer): shape for layer, shape in shapes.items()}, kind)
+        self.path = path
 
     def __getitem__(self, layer: int) -> Tensor:
         """The matrices of one layer, in float32 in host memory."""
@@ -45,14 +26,45 @@ class CalibratedLayers:
             matrices: Tensor = file.get_tensor(name_of(layer))
         return matrices.to(torch.float32)
 
-    def _refused(self, reason: str) -> KvcliError:
-        return KvcliError(
-            f"{self.kind} file {self.path}: {reason}",
-            f"make one for this model with: kvcli calibrate {self.kind}; or leave the setting out",
-            ExitCode.USAGE,
-        )
+
+def read_tensor(path: str, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
+    """One tensor of a file, in host memory; see `check_file`."""
+    check_file(path, {name: shape}, kind)
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
+    """Check that a file holds these tensors; `kind` is what they are, as `kvcli calibrate` calls it.
+
+    Raises:
+        KvcliError: there is no such file, it is no safetensors file, or it belongs to another model (usage).
+    """
+    try:
+        Path(path).open("rb").close()  # whose error says what is wrong, where safetensors' does not
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for name, shape in shapes.items():
+                if name not in names:
+                    raise _refused(path, kind, f"no tensor {name}")
+                found = tuple(file.get_slice(name).get_shape())
+                if found != shape:
+                    raise _refused(path, kind, f"{name} has shape {list(found)}, not {list(shape)}")
+    except OSError as error:
+        raise _refused(path, kind, str(error.strerror)) from None
+    except SafetensorError as error:
+        raise _refused(path, kind, f"not a safetensors file ({error})") from None
 
 
 def name_of(layer: int) -> str:
     """What a layer's matrices are called in the file."""
     return f"layer.{layer}"
+
+
+def _refused(path: str, kind: str, reason: str) -> KvcliError:
+    return KvcliError(
+        f"{kind} file {path}: {reason}",
+        f"make one for this model with: kvcli calibrate {kind}; or leave the setting out",
+        ExitCode.USAGE,
+    )
