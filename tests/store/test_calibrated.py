@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.store.calibrated import CalibratedLayers
+from kvcli.store.calibrated import CalibratedLayers, read_tensor
 
 SHAPES = {1: (2, 8, 8), 3: (2, 8, 8)}
 
@@ -27,6 +27,16 @@ def test_layers_are_read_by_their_number(file):
 def test_sixteen_bit_files_are_read_as_float32(tmp_path):
     save_file({"layer.0": torch.ones(1, 2, 2, dtype=torch.bfloat16)}, tmp_path / "a")
     assert CalibratedLayers(str(tmp_path / "a"), {0: (1, 2, 2)}, "pca")[0].dtype == torch.float32
+
+
+def test_a_tensor_alone_is_read_as_it_is(tmp_path):
+    heads = torch.tensor([[True, False], [False, False]])
+    save_file({"heads": heads}, tmp_path / "heads")
+    assert torch.equal(read_tensor(str(tmp_path / "heads"), "heads", (2, 2), "heads"), heads)
+    with pytest.raises(KvcliError, match=r"heads has shape \[2, 2\], not \[3, 2\]"):
+        read_tensor(str(tmp_path / "heads"), "heads", (3, 2), "heads")
+    with pytest.raises(KvcliError, match="no tensor other"):
+        read_tensor(str(tmp_path / "heads"), "other", (2, 2), "heads")
 
 
 def refusal(path, shapes=SHAPES):
