@@ -191,11 +191,15 @@ class SlidingCache(LayerCache):
 
     def append(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.append`."""
-        row = self.length if self.length < self.sink else self.sink + (self.length - self.sink) % self.window
+        row = self.row_of(self.length)
         self.k[:, row] = k
         self.v[:, row] = v
         self.length += 1
         return 0
+
+    def row_of(self, position: int) -> int:
+        """Row that a token has, or had while it was held."""
+        return position if position < self.sink else self.sink + (position - self.sink) % self.window
 
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""
