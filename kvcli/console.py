@@ -20,6 +20,7 @@ from kvcli.sizes import format_bytes
 
 _TIMELINE_LINES = 40
 _BAR = 24
+_UNLIMITED = 10_000  # columns
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -166,6 +167,20 @@ def render(content: RenderableType, to_file: bool = False) -> str:
     console = Console(highlight=False, markup=False, emoji=False, width=100 if to_file else None)
     with console.capture() as capture:
         console.print(content)
+    return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
+
+
+def render_tables(titled: Iterable[tuple[str, summary.Table]], to_file: bool = False) -> str:
+    """Text of tables for stdout, each under its title; what is too wide for the terminal goes on below."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    limited = console.is_terminal and not to_file
+    wide = Console(highlight=False, markup=False, emoji=False, width=console.width if limited else _UNLIMITED)
+    parts: list[RenderableType] = []
+    for title, content in titled:
+        parts += [*([Text()] if parts else []), Text(title, style="bold")]
+        parts += [_table(part) for part in summary.folded(content, wide.width)]
+    with wide.capture() as capture:
+        wide.print(Group(*parts))
     return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
 
 

@@ -10,6 +10,7 @@ from kvcli.report import Report, Sequence, Step
 from kvcli.sizes import format_bytes
 
 _NAME = 18
+_GAP = 2  # between columns
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
         moves.append(_moves("all", report.sequences))
     if moves:
         tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
-    return [_without_empty_columns(table) for table in tables]
+    return [without_empty_columns(table) for table in tables]
 
 
 def layer_table(sequence: Sequence) -> Table:
@@ -170,7 +171,7 @@ def layer_table(sequence: Sequence) -> Table:
         if layer.pages_requested or layer.bytes_to_device
     ]
     table = Table(("layer", "KV heads corrected", "page hits", "misses", "to device"), rows)
-    return _without_empty_columns(table)
+    return without_empty_columns(table)
 
 
 def timeline_rows(steps: Many[Step], most: int) -> list[TimelineRow]:
@@ -229,8 +230,22 @@ def _speed(tokens_per_s: float | None) -> str:
     return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else _digits(tokens_per_s, "tokens/s")
 
 
-def _without_empty_columns(table: Table) -> Table:
+def without_empty_columns(table: Table) -> Table:
     """Leave out the columns in which no row has anything to say."""
     nothing = {"-", "0", "0 / 0", "0 B"}
     keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
     return Table(tuple(table.columns[i] for i in keep), [tuple(row[i] for i in keep) for row in table.rows])
+
+
+def folded(table: Table, width: int) -> list[Table]:
+    """Split a table that is wider than `width` characters by its columns; every part begins with the first column."""
+    widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return [
+        Table(tuple(table.columns[i] for i in part), [tuple(row[i] for i in part) for row in table.rows])
+        for part in parts
+    ]

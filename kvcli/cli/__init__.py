@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcli import __version__
+from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.guard import run
 from kvcli.cli.methods import methods
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(methods)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvcli.cli.options import by_precedence, flag, given, number, option, positive_count, whole
+from kvcli.cli.options import assignments, by_precedence, flag, given, number, option, positive_count, whole
 from kvcli.cli.output import check_writable
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, KvcliError
@@ -236,12 +236,7 @@ def _profile(
     explicit = given(context, named)
     if len(explicit) == 1:  # --method quest beats KVCLI_PROFILE=freekv instead of contradicting it
         named = {name: named[name] for name in explicit}
-    overrides: dict[str, str] = {}
-    for assignment in settings:
-        key, equals, value = assignment.partition("=")
-        if not equals or not key.strip():
-            raise KvcliError(f"--set {assignment!r} is not KEY=VALUE", "for example --set budget=4K", ExitCode.USAGE)
-        overrides[key.strip().replace("-", "_")] = value.strip()
+    overrides = assignments(settings)
     direct = by_precedence(context, short)
     twice = [key for key in given(context, direct) if key in overrides and given(context, ["settings"])]
     if twice:

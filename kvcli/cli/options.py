@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_count
 
 
@@ -44,6 +45,17 @@ def number(text: object) -> float:
         return float(str(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+
+
+def assignments(settings: Iterable[str]) -> dict[str, str]:
+    """Read what --set was given: KEY=VALUE, the last of a key counts."""
+    values: dict[str, str] = {}
+    for assignment in settings:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            raise KvcliError(f"--set {assignment!r} is not KEY=VALUE", "for example --set budget=4K", ExitCode.USAGE)
+        values[key.strip().replace("-", "_")] = value.strip()
+    return values
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

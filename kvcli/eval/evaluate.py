@@ -1,0 +1,115 @@
+"""One evaluation from its options to its table: load a model, ask, count."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvcli import report
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.eval import suite
+from kvcli.eval.example import Cell
+from kvcli.eval.predictions import Predictions, digest
+from kvcli.eval.runner import Evaluation
+from kvcli.eval.table import Table, results
+from kvcli.eval.variants import Variant
+from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
+from kvcli.observer import Observer
+from kvcli.prompts import Prompt, Template, encode
+from kvcli.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to evaluate. `lengths` are tokens of a prompt; `limit` documents of every task and length.
+
+    `predictions` is a file that grows while the run goes on, and from which a run that was cut off goes on.
+    """
+
+    model: ModelSpec
+    variants: Sequence[Variant]
+    tasks: Sequence[str]
+    lengths: Sequence[int] = ()
+    limit: int = 20
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    template: Template = field(default_factory=Template)
+    predictions: Path | None = None
+
+
+def evaluate(plan: Plan, observer: Observer) -> Table:
+    """Ask every variant every example. Ctrl-C is no error once the first was asked: the table says it is incomplete.
+
+    Raises:
+        KvcliError: the model cannot be loaded, a task is unknown or does not fit the model's positions (usage), the
+            predictions are another run's (usage).
+    """
+    observer.stage("load")
+    checkpoint = open_checkpoint(plan.model)
+    cells = suite.cells(_request(plan, checkpoint.tokenizer))
+    _check_positions(cells, checkpoint)
+    configuration = _configuration(plan, checkpoint)
+    with Predictions(plan.predictions, configuration) as predictions:
+        done = len(predictions)
+        if done:
+            observer.notice(f"{done:,} answers are in {plan.predictions} already; going on from there")
+        model = checkpoint.load()
+        evaluation = Evaluation(model, plan.variants, plan.sampling, plan.template, predictions, observer)
+        complete = True
+        try:
+            evaluation.run(cells)
+        except KeyboardInterrupt:
+            complete = False
+        observer.stage_done()
+        found = results(cells, plan.variants, predictions)
+        environment = report.environment() | {"machine": platform.machine()}
+        return Table(environment, configuration, digest(configuration), plan.variants, found, complete)
+
+
+def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> suite.Request:
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # What the chat template puts around a message is part of a prompt's length.
+    frame = len(encode(Prompt("frame", "x"), plan.template, tokenizer)) - count_tokens("x")
+    return suite.Request(
+        tasks=plan.tasks,
+        lengths=plan.lengths,
+        limit=plan.limit,
+        seed=plan.sampling.seed,
+        frame=frame,
+        max_tokens=plan.max_tokens,
+        count_tokens=count_tokens,
+    )
+
+
+def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
+    limit = checkpoint.geometry.max_positions
+    longest = max(cell.length or 0 for cell in cells)
+    if limit is not None and longest > limit:
+        raise KvcliError(
+            f"a length of {longest:,} tokens is beyond the {limit:,} positions of {checkpoint.name}",
+            f"ask for --length {limit} at most",
+            ExitCode.USAGE,
+        )
+
+
+def _configuration(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What has to be the same for predictions to belong together."""
+    sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
+    return {
+        "model": checkpoint.name,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "tasks": list(plan.tasks),
+        "lengths": list(plan.lengths),
+        "limit": plan.limit,
+        "max_tokens": plan.max_tokens,
+        **sampling,
+        "template": asdict(plan.template),
+        "variants": {variant.label: variant.profile.hash for variant in plan.variants},
+    }

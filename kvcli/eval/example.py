@@ -1,0 +1,47 @@
+"""What is asked: one example, and the cells of a table that examples are counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and what a right answer holds.
+
+    `prompt` is the whole message, `question` the part of it behind the document, for methods that look at it first.
+    `metric` names a scorer of `scorers.SCORERS`; `choices` are what a classification chooses from. With a
+    `continuation` nothing is generated: its tokens are fed one by one, and their likelihood is what counts.
+    """
+
+    prompt: str
+    question: str
+    references: tuple[str, ...]
+    metric: str
+    max_tokens: int
+    choices: tuple[str, ...] = ()
+    raw: bool = False
+    """Whether the benchmark leaves the chat template out."""
+    continuation: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Examples that share a figure of the table: `size` of one task, of one length and depth where those are chosen.
+
+    `length` is tokens of a prompt. Examples are made one at a time, when their turn has come, by `make`.
+    """
+
+    task: str
+    length: int | None
+    depth: float | None
+    metric: str
+    size: int
+    make: Callable[[int], Example]
+
+    @property
+    def title(self) -> str:
+        """How the cell is called in notes."""
+        length = f" {self.length:,}" if self.length is not None else ""
+        return f"{self.task}{length}" + (f" depth {self.depth:g}" if self.depth is not None else "")
