@@ -8,7 +8,7 @@ The workspace of the prefill is an estimate of the largest tensors that live at 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,10 @@ def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], samp
 
     device, longest = checkpoint.device, max(prompts)
     free, wanted = available(device), planned(longest)
-    if _fits(wanted.on(device), free):
+    if fits(wanted.on(device), free):
         return
     pool = next(name for name, size in wanted.on(device).items() if size > free[name])
-    fitting = bisect_left(range(1, longest), True, key=lambda n: not _fits(planned(n).on(device), free))
+    fitting = longest_fitting(lambda n: planned(n).on(device), free, longest)
     if fitting:
         way_out = f"up to {fitting:,} tokens would fit"
     elif wanted.weights + RUNTIME_BYTES > max(free.values()):
@@ -120,8 +120,14 @@ def available(device: torch.device) -> dict[str, int]:
     return free
 
 
-def _fits(needed: dict[str, int], free: dict[str, int]) -> bool:
+def fits(needed: dict[str, int], free: dict[str, int]) -> bool:
+    """Tell whether no pool of memory is overdrawn."""
     return all(needed[pool] <= free[pool] for pool in needed)
+
+
+def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int], limit: int) -> int:
+    """Find the longest context below `limit`, in tokens, whose needs by pool fit; 0 where none does."""
+    return bisect_left(range(1, limit), True, key=lambda n: not fits(needed(n), free))
 
 
 def _workspace(geometry: ModelGeometry, length: int, window: int | None, itemsize: int) -> int:
