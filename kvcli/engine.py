@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvcli.methods import get_method
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model
 from kvcli.profile import Profile
+from kvcli.retrieval_heads import HeadScores, Probe, head_scores
 from kvcli.rope import Rope, installed
 from kvcli.sequence import RunningSequence
 from kvcli.speculation import check_next_queries
@@ -32,8 +34,8 @@ from kvcli.windowed import extend, read_prompt
 class Engine:
     """Runs methods on one model; made by `engine`."""
 
-    def __init__(self, model: Model, hook: Hook, rope: Rope):
-        self.model, self.hook, self.rope = model, hook, rope
+    def __init__(self, model: Model, hook: Hook, rope: Rope, notice: Callable[[str], None]):
+        self.model, self.hook, self.rope, self.notice = model, hook, rope, notice
 
     @property
     def layers(self) -> Sequence[LayerGeometry]:
@@ -74,10 +76,27 @@ class Engine:
         Raises:
             KvcliError: the method wants queries a layer ahead, and this model's cannot be made (usage).
         """
-        method = get_method(profile.method)(profile.settings, self.layers, context)
+        method_class = get_method(profile.method)
+        context.prepared = {name: self.prepared(name) for name in method_class.needs(profile.settings)}
+        method = method_class(profile.settings, self.layers, context)
         if method.wants_next_query:
             check_next_queries(self.model.module, self.hook, self.rope, method)
         return method
+
+    def prepared(self, name: str) -> Any:
+        """Find out what a method needs to know about the model (`Method.needs`), once.
+
+        "head_scores": how well every KV head retrieves, `HeadScores`.
+        """
+        return {"head_scores": lambda: self._head_scores}[name]()
+
+    @cached_property
+    def _head_scores(self) -> HeadScores:
+        probe = Probe.of(self.model)
+        self.notice(f"no file of retrieval heads: looking for them on {len(probe.ids):,} random tokens")
+        self.rope.cover(len(probe.ids))
+        self.rope.use([len(probe.ids)])
+        return head_scores(self.model, self.hook, probe)
 
     def read(
         self,
@@ -109,7 +128,12 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Model, capacities: Collection[int]) -> Iterator[Engine]:
-    """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was."""
+def engine(
+    model: Model, capacities: Collection[int], notice: Callable[[str], None] = lambda _: None
+) -> Iterator[Engine]:
+    """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was.
+
+    `notice` is told in one line what takes time that nobody asked for.
+    """
     with attached(model.module) as hook, onednn_linears(model.module), installed(model.module, capacities) as rope:
-        yield Engine(model, hook, rope)
+        yield Engine(model, hook, rope, notice)

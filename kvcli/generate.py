@@ -56,7 +56,7 @@ def generate(request: Request, observer: Observer) -> report.Report:
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
     try:
-        with engine(model, _capacities(request, prompts)) as ready:
+        with engine(model, _capacities(request, prompts), observer.notice) as ready:
             reader = Reader(ready, request.profile, request.sampling, observer, timeline)
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)

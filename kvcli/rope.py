@@ -47,14 +47,23 @@ class Rope(nn.Module):
 
     def __init__(self, model: PreTrainedModel, original: nn.Module, lengths: Collection[int]):
         super().__init__()
+        self._model, self._original = (model,), (original,)  # tuples: no modules of this one
         self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
+        self._rotary: dict[int, list[Rotary | None]] = {}
         for length in sorted(set(lengths), reverse=True):
-            frequencies = Frequencies(original, length, model.device)
-            same = [entry for entry in self._of_length.values() if frequencies.begin(entry[0])]
-            self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
-        distinct = {id(frequencies): frequencies for frequencies, _ in self._of_length.values()}
-        self._rotary = {key: _per_layer(model, frequencies) for key, frequencies in distinct.items()}
+            self.cover(length)
         self.use([max(lengths)])
+
+    def cover(self, length: int) -> None:
+        """Serve sequences of this length, too."""
+        if length in self._of_length:
+            return
+        (model,), (original,) = self._model, self._original
+        frequencies = Frequencies(original, length, model.device)
+        same = [entry for entry in self._of_length.values() if frequencies.begin(entry[0])]
+        self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
+        if not same:
+            self._rotary[id(frequencies)] = _per_layer(model, frequencies)
 
     def use(self, lengths: Sequence[int]) -> None:
         """Say which sequences, by their lengths, the rows of the next forward passes belong to."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar
@@ -122,6 +122,8 @@ class SequenceContext:
     """Token ids of the question after the document, where the prompt has one."""
     prompt_tokens: int | None = None
     """How many of `capacity` the prompt takes, where that is known: the others are generated."""
+    prepared: Mapping[str, Any] | None = None
+    """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
     witness: Witness | None = None
     """Called after every `Method.attend`, where somebody watches."""
 
@@ -174,6 +176,11 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             else:
                 cache = self.retrieval[layer.index] = self.new_cache(layer)
             self.caches.append(cache)
+
+    @classmethod
+    def needs(cls, config: ConfigT) -> Sequence[str]:  # noqa: ARG003
+        """Name what has to be found out about the model before a sequence can be served; see `Engine.prepared`."""
+        return ()
 
     @abstractmethod
     def new_cache(self, layer: LayerGeometry) -> CacheT:
