@@ -1,0 +1,118 @@
+"""RazorAttention: heads that retrieve keep everything, the others what is near (arXiv 2407.15891, section 3).
+
+Few heads look back over a whole text: they find a token's former occurrences (echo heads) or what followed them
+(induction heads). These retrieval heads keep all their KV. Every other head keeps sinks, a recent window and one
+compensation token, the mean key and value of all that it dropped, which weighs as many tokens as it stands for.
+
+Which heads those are does not depend on the text. They come from a file (`heads`, a tensor of that name, bool
+[layers, KV heads]); without one they are found on random tokens that repeat (`kvcli.retrieval_heads`), before the
+first prompt is read.
+
+Decided where the paper, written for one KV head a query head, says nothing or differs from its reference code: a KV
+head scores what its best query head scores, as in the code; a head that is good at both takes one place, so that
+`sparsity` is exact, rounded up. Generated tokens move the window on. Layers that attend to everything are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.head_choice import choose_heads
+from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.store.cache import DenseCache, SlidingCache
+from kvcli.store.calibrated import read_tensor
+from kvcli.store.compensated import CompensatedCache, HeadSplitCache
+
+
+class RazorConfig(MethodConfig):
+    """Settings of RazorAttention."""
+
+    sparsity: float = setting(0.15, "part of the KV heads that keep everything", ge=0, le=1)
+    echo: float = setting(0.01, "part of the KV heads chosen by echo score, the others by induction", ge=0, le=1)
+    sink: int = setting(4, "first tokens that the other heads keep", "tokens", ge=0)
+    window: int = setting(4000, "most recent tokens that the other heads keep, at least", "tokens", ge=1)
+    window_part: float = setting(0.2, "they keep at least this part of the prompt", ge=0, le=1)
+    compensation: bool = setting(True, "the other heads keep one token for all they dropped")
+    heads: str = setting("", "safetensors file of the heads that keep everything; without, a probe finds them")
+    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @model_validator(mode="after")
+    def _echo_is_a_part(self) -> RazorConfig:
+        if self.echo > self.sparsity:
+            raise ValueError(f"echo {self.echo} is more than sparsity {self.sparsity}, of which it is a part")
+        return self
+
+
+class Razor(Method[RazorConfig, HeadSplitCache]):
+    """Each head keeps what its kind needs."""
+
+    Config = RazorConfig
+    title = "everything in retrieval heads; sinks, window and one mean token in the others"
+    paper = "arXiv 2407.15891"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(s·L + W)"
+    exact: ClassVar[dict[str, Any]] = {"window_part": 1.0, "window": 4096}
+    true_kv: ClassVar[dict[str, Any]] = {"compensation": False}
+
+    def __init__(self, config: RazorConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        self.keep = _heads(config, layers, context)  # layer -> [Hk] bool
+        super().__init__(config, layers, context)
+
+    @classmethod
+    def needs(cls, config: RazorConfig) -> Sequence[str]:
+        """See `Method.needs`: without a file, how well every head retrieves."""
+        return () if config.heads else ("head_scores",)
+
+    def new_cache(self, layer: LayerGeometry) -> HeadSplitCache:
+        """Keep everything for some heads and sinks, window and mean for the others."""
+        config, context, keep, d = self.config, self.context, self.keep[layer.index], layer.head_dim
+        prompt = context.capacity if context.prompt_tokens is None else context.prompt_tokens
+        window = min(context.capacity, max(config.window, math.ceil(config.window_part * prompt)))
+        local = CompensatedCache if config.compensation else SlidingCache
+        dense_heads = int(keep.sum())
+        return HeadSplitCache(
+            keep,
+            DenseCache(dense_heads, d, context.capacity, context.tiers),
+            local(layer.num_kv_heads - dense_heads, d, window, context.tiers, config.sink),
+            context.tiers,
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Say which KV heads keep everything, as pairs of layer and head."""
+        return {
+            "retrieval_heads": [[layer, int(head)] for layer in self.retrieval for head in self.keep[layer].nonzero()]
+        }
+
+
+def _heads(config: RazorConfig, layers: Sequence[LayerGeometry], context: SequenceContext) -> dict[int, Tensor]:
+    """Tell for every layer which of its heads keep everything: [Hk] bool.
+
+    While memory is planned nothing is known of the model, and the first heads stand for as many others.
+    """
+    split = [layer for layer in layers if layer.window is None and layer.index >= config.dense_layers]
+    most = max((layer.num_kv_heads for layer in layers), default=0)
+    if config.heads:
+        keep = read_tensor(config.heads, "heads", (len(layers), most), "heads").bool()
+    else:
+        known = context.prepared
+        echo, induction = (torch.full((len(layers), most), -torch.inf) for _ in range(2))
+        for layer in split:
+            cells = layer.index, slice(layer.num_kv_heads)
+            echo[cells] = 0 if known is None else known["head_scores"].echo[cells]
+            induction[cells] = 0 if known is None else known["head_scores"].induction[cells]
+        keep = choose_heads(induction, echo, config.sparsity, config.echo)
+    return {layer.index: keep[layer.index, : layer.num_kv_heads] for layer in split}
