@@ -60,7 +60,8 @@ class Rope(nn.Module):
             return
         (model,), (original,) = self._model, self._original
         frequencies = Frequencies(original, length, model.device)
-        same = [entry for entry in self._of_length.values() if frequencies.begin(entry[0])]
+        longer = [entry for entry in self._of_length.values() if entry[0].length > length]
+        same = [entry for entry in longer if frequencies.begin(entry[0])]
         self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
         if not same:
             self._rotary[id(frequencies)] = _per_layer(model, frequencies)
