@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from weakref import WeakKeyDictionary
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.attention import Hook, attached
 from kvcli.decode import Row, decode, forward_step
@@ -29,6 +29,8 @@ from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
 from kvcli.windowed import extend, read_prompt
+
+_HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
 
 
 class Engine:
@@ -88,15 +90,16 @@ class Engine:
 
         "head_scores": how well every KV head retrieves, `HeadScores`.
         """
-        return {"head_scores": lambda: self._head_scores}[name]()
+        return {"head_scores": self._head_scores}[name]()
 
-    @cached_property
     def _head_scores(self) -> HeadScores:
-        probe = Probe.of(self.model)
-        self.notice(f"no file of retrieval heads: looking for them on {len(probe.ids):,} random tokens")
-        self.rope.cover(len(probe.ids))
-        self.rope.use([len(probe.ids)])
-        return head_scores(self.model, self.hook, probe)
+        if self.model.module not in _HEAD_SCORES:
+            probe = Probe.of(self.model)
+            self.notice(f"no file of retrieval heads: looking for them on {len(probe.ids):,} random tokens")
+            self.rope.cover(len(probe.ids))
+            self.rope.use([len(probe.ids)])
+            _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, probe)
+        return _HEAD_SCORES[self.model.module]
 
     def read(
         self,

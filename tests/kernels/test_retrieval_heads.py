@@ -72,6 +72,7 @@ def test_heads_are_chosen_by_echo_first_and_then_by_induction():
     assert choose_heads(induction, echo, 0.6, 0.2).tolist() == [[True, True, True], [False, False, False]]
     assert choose_heads(induction, echo, 0.6, 0.0).tolist() == [[True, False, True], [False, True, False]]
     assert choose_heads(induction, echo, 0.2, 0.2).tolist() == [[False, True, False], [False] * 3]
+    assert choose_heads(induction, echo, 0.15, 0.05).tolist() == [[True, False, False], [False] * 3]
     assert choose_heads(induction, echo, 1.0, 0.0).sum() == 5
     assert choose_heads(induction, echo, 0.0, 0.0).sum() == 0
 
