@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from kvcli import memory, report
+from kvcli.audit import Audit, conclude, prepare
 from kvcli.engine import engine
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
@@ -35,6 +36,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
     trace: Path | None = None
+    audit: int | None = None
+    """Compare every so many steps with full attention, see `kvcli.audit`."""
 
 
 def generate(request: Request, observer: Observer) -> report.Report:
@@ -55,19 +58,24 @@ def generate(request: Request, observer: Observer) -> report.Report:
         _check_fit(request, checkpoint, prompts, observer)
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
+    audits: list[Audit] = []
     try:
         with engine(model, _capacities(request, prompts), observer.notice) as ready:
-            reader = Reader(ready, request.profile, request.sampling, observer, timeline)
+            reader = Reader(ready, request.profile, request.sampling, observer, timeline, request.audit)
+            audits = reader.audits
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)
+            prepare(audits)
             for step in ready.decode(sequences, timeline):  # all together, one token each
                 announce(step, request.sampling.max_tokens, observer)
+                conclude(audits)
+                prepare(audits)
     except KeyboardInterrupt:
         _flush(sequences, observer)
     observer.stage_done()
     if request.trace is not None:
         timeline.save(request.trace)
-    return _report(request, model, prompts, sequences)
+    return _report(request, model, prompts, sequences, audits)
 
 
 def _capacities(request: Request, prompts: Sequence[EncodedPrompt]) -> list[int]:
@@ -78,7 +86,7 @@ def _capacities(request: Request, prompts: Sequence[EncodedPrompt]) -> list[int]
 def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], observer: Observer) -> None:
     """Refuse what memory does not hold; warn of what the model was not made for."""
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
-    memory.check(request.profile, checkpoint, lengths, request.sampling)
+    memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None)
     limit, capacity = checkpoint.geometry.max_positions, max(_capacities(request, prompts))
     if limit is not None and capacity > limit:
         observer.notice(
@@ -98,9 +106,15 @@ def _flush(sequences: Sequence[RunningSequence], observer: Observer) -> None:
 
 
 def _report(
-    request: Request, model: Model, prompts: Sequence[EncodedPrompt], sequences: Sequence[RunningSequence]
+    request: Request,
+    model: Model,
+    prompts: Sequence[EncodedPrompt],
+    sequences: Sequence[RunningSequence],
+    audits: Sequence[Audit],
 ) -> report.Report:
     by_index = {sequence.index: sequence.report() for sequence in sequences}
+    for audit in audits:
+        by_index[audit.sequence.index] = replace(by_index[audit.sequence.index], fidelity=audit.summary())
     samples = request.sampling.num_samples
     outcomes = [
         by_index.get(index * samples + sample) or _unread(prompt, sample)

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.fidelity import reference_profile
 from kvcli.geometry import ModelGeometry
 from kvcli.methods import get_method
 from kvcli.methods.base import Method, SequenceContext
@@ -71,16 +72,30 @@ def planned_method(
 
 
 def need(
-    profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompts: Sequence[int], max_tokens: int, samples: int
+    profile: Profile,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    prompts: Sequence[int],
+    max_tokens: int,
+    samples: int,
+    audited: bool = False,
 ) -> Need:
-    """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`."""
+    """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`.
+
+    An audited run holds, beside each sequence, the cache of full attention.
+    """
     each = {length: planned_method(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
     kv = sum((each[length].footprint() for length in prompts for _ in range(samples)), Footprint())
+    if audited:
+        reference = reference_profile()
+        beside = {length: kv_footprint(reference, geometry, length + max_tokens, dtype, length) for length in each}
+        kv = sum((beside[length] for length in prompts for _ in range(samples)), kv)
     longest = max(prompts)
     return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))
 
 
-def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling) -> None:
+def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling, audited: bool = False
+) -> None:
     """Refuse a run over prompts of these lengths (in tokens) that will not fit.
 
     Raises:
@@ -89,7 +104,15 @@ def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], samp
 
     def planned(longest: int) -> Need:
         lengths = [min(longest, length) for length in prompts]
-        return need(profile, checkpoint.geometry, checkpoint.dtype, lengths, sampling.max_tokens, sampling.num_samples)
+        return need(
+            profile,
+            checkpoint.geometry,
+            checkpoint.dtype,
+            lengths,
+            sampling.max_tokens,
+            sampling.num_samples,
+            audited,
+        )
 
     device, longest = checkpoint.device, max(prompts)
     free, wanted = available(device), planned(longest)
@@ -107,7 +130,8 @@ def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], samp
         f"a context of {longest:,} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
         f"{format_bytes(free[pool])} are free",
-        f"{way_out}; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
+        f"{way_out}; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once"
+        + (", or leave --audit out" if audited else ""),
         ExitCode.WILL_NOT_FIT,
     )
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from kvcli.audit import Audit
 from kvcli.engine import Engine
 from kvcli.errors import KvcliError
+from kvcli.fidelity import reference_profile
 from kvcli.methods.base import SequenceContext
 from kvcli.observer import Observer
 from kvcli.profile import Profile
@@ -60,9 +62,12 @@ class Reader:
         sampling: Sampling,
         observer: Observer,
         timeline: Timeline,
+        audit: int | None = None,
     ):
         self.engine, self.profile, self.sampling = engine, profile, sampling
         self.observer, self.timeline = observer, timeline
+        self.audit = audit  # steps, or None
+        self.audits: list[Audit] = []
         self.started = time.perf_counter()
         self.eos = frozenset() if sampling.ignore_eos else engine.eos
 
@@ -76,10 +81,12 @@ class Reader:
         method = self.engine.method(self.profile, contexts[0])
         begun = time.perf_counter()
         with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
-            (logits,) = self.engine.read(prompt.ids, [method], self.observer.advance)
+            references = [self.engine.method(reference_profile(), self._context(index, prompt, 0))] * bool(self.audit)
+            logits, *_ = self.engine.read(prompt.ids, [method, *references], self.observer.advance)
         self.observer.stage_done()
         now = time.perf_counter()
-        methods = [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]
+        methods = _copies(method, contexts)
+        references = [copy for reference in references for copy in _copies(reference, contexts)]
         for sample, each in enumerate(methods):
             sequence = RunningSequence(
                 index=index * sampling.num_samples + sample,
@@ -96,6 +103,8 @@ class Reader:
             )
             piece = sequence.accept(logits)
             sequence.ttft_ms = 1000 * (time.perf_counter() - self.started)
+            if self.audit is not None:
+                self.audits.append(Audit(self.engine, sequence, references[sample], self.audit))
             announce([(sequence, piece)], sampling.max_tokens, self.observer)
             yield sequence
 

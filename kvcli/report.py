@@ -102,7 +102,8 @@ class Step:
 class Sequence:
     """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
 
-    `method` holds what only the method knows, see `Method.statistics`.
+    `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
+    attention, see `kvcli.fidelity`.
     """
 
     source: str
@@ -118,6 +119,7 @@ class Sequence:
     steps: list[Step] = field(default_factory=list)
     method: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    fidelity: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class RunningSequence:
     token_ids: list[int] = field(default_factory=list)
     decode_ms: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    logits: Tensor | None = None
+    """What the newest token was chosen from: [vocab]."""
 
     @property
     def running(self) -> bool:
@@ -47,6 +49,7 @@ class RunningSequence:
 
     def accept(self, logits: Tensor) -> str:
         """Choose the next token from logits [vocab] and see whether the sequence ends; returns the new text."""
+        self.logits = logits
         token = self.sampler(logits)
         self.token_ids.append(token)
         if token in self.eos:

@@ -104,10 +104,25 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     for key, value in sequence.method.items():
         if isinstance(value, int | float | str):  # longer data is for the JSON
             rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
+    rows += fidelity_rows(sequence.fidelity)
     budget = report.profile.get("settings", {}).get("budget")
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
     return rows
+
+
+def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an audit found: nothing where none was asked for."""
+    if not fidelity:
+        return []
+    steps = fidelity["steps_audited"]
+    rows = [("audit", f"{steps:,} of the steps, every {fidelity['every']:,}., beside full attention")]
+    if fidelity["mass"] is not None:
+        found = f"top {fidelity['top']} tokens found {fidelity['recall']:.1%}"
+        rows.append(("attention", f"mass {fidelity['mass']:.2%} · {found} · output off by {fidelity['error']:.2%}"))
+    divergence = f"KL {fidelity['kl']:.2g} nats, most {fidelity['kl_max']:.2g}"
+    agreeing = rate(round(fidelity["agreement"] * steps), steps)
+    return [*rows, ("next token", f"{divergence} · same likeliest {agreeing}")]
 
 
 def memory_rows(report: Report) -> list[tuple[str, str]]:

@@ -157,6 +157,16 @@ def generate(
         Path | None,
         option("--trace", panel=_OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON."),
     ] = None,
+    audit: Annotated[
+        int | None,
+        option(
+            "--audit",
+            panel=_OUTPUT,
+            metavar="N",
+            parser=positive_count,
+            help="Hold every N-th step against full attention; takes a full KV cache on the device beside the method's.",
+        ),
+    ] = None,
     stats: Annotated[
         bool | None, flag("--stats/--no-stats", panel=_OUTPUT, help="Statistics at the end; shown unless -q.")
     ] = None,
@@ -217,6 +227,7 @@ def generate(
         ),
         template=template,
         trace=trace,
+        audit=audit,
     )
     try:
         report = run(request, show.observer)
