@@ -94,7 +94,8 @@ def need(
     return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))
 
 
-def check(profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling, audited: bool = False
+def check(
+    profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling, audited: bool = False
 ) -> None:
     """Refuse a run over prompts of these lengths (in tokens) that will not fit.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +13,7 @@ from kvcli.audit import Audit
 from kvcli.engine import Engine
 from kvcli.errors import KvcliError
 from kvcli.fidelity import reference_profile
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.base import Method, SequenceContext
 from kvcli.observer import Observer
 from kvcli.profile import Profile
 from kvcli.prompts import Prompt, Template, encode, encode_question
@@ -79,14 +80,15 @@ class Reader:
         self.observer.stage("prefill", len(prompt.ids) * len(self.engine.layers))
         contexts = [self._context(index, prompt, sample) for sample in range(sampling.num_samples)]
         method = self.engine.method(self.profile, contexts[0])
+        beside = [self.engine.context(len(prompt.ids), sampling.max_tokens) for _ in contexts]
+        references = [] if self.audit is None else [self.engine.method(reference_profile(), beside[0])]
         begun = time.perf_counter()
         with self.timeline.span("prefill", source=prompt.source, tokens=len(prompt.ids)):
-            references = [self.engine.method(reference_profile(), self._context(index, prompt, 0))] * bool(self.audit)
             logits, *_ = self.engine.read(prompt.ids, [method, *references], self.observer.advance)
         self.observer.stage_done()
         now = time.perf_counter()
         methods = _copies(method, contexts)
-        references = [copy for reference in references for copy in _copies(reference, contexts)]
+        references = [copy for reference in references for copy in _copies(reference, beside)]
         for sample, each in enumerate(methods):
             sequence = RunningSequence(
                 index=index * sampling.num_samples + sample,
@@ -111,6 +113,11 @@ class Reader:
     def _context(self, index: int, prompt: EncodedPrompt, sample: int) -> SequenceContext:
         track = f"sequence {index * self.sampling.num_samples + sample}"
         return self.engine.context(len(prompt.ids), self.sampling.max_tokens, prompt.question, self.timeline, track)
+
+
+def _copies(method: Method[Any, Any], contexts: Sequence[SequenceContext]) -> list[Method[Any, Any]]:
+    """The method, made with the first context, and a fork for each of the others."""
+    return [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]
 
 
 def announce(step: Sequence[tuple[RunningSequence, str]], max_tokens: int, observer: Observer) -> None:

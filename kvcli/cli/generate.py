@@ -164,7 +164,7 @@ def generate(
             panel=_OUTPUT,
             metavar="N",
             parser=positive_count,
-            help="Hold every N-th step against full attention; takes a full KV cache on the device beside the method's.",
+            help="Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
         ),
     ] = None,
     stats: Annotated[
