@@ -37,8 +37,13 @@ class Timeline:
 
     def __init__(self, enabled: bool = False):
         self.enabled = enabled
-        self.spans: list[Span] = []
+        self._spans: list[Span] = []
         self._origin = time.perf_counter_ns()
+
+    @property
+    def spans(self) -> list[Span]:
+        """All that ended so far, in the order in which they ended."""
+        return self._spans
 
     def span(self, name: str, track: str = "run", **details: Any) -> AbstractContextManager[None]:
         """Time a block as `name` on `track`; `details` show up when the span is clicked."""
@@ -54,7 +59,7 @@ class Timeline:
         try:
             yield
         finally:
-            self.spans.append(Span(name, track, start, self._now(), threading.get_ident(), details))
+            self._spans.append(Span(name, track, start, self._now(), threading.get_ident(), details))
 
     def _now(self) -> float:
         return (time.perf_counter_ns() - self._origin) / 1000
