@@ -12,7 +12,7 @@ Shapes: q [H, r, d], k [Hk, s, d] -> skew [Hk, d, d], columns [Hk, d, c].
 import torch
 from torch import Tensor
 
-from kvcli.kernels.principal_axes import principal_axes, second_moments
+from kvcli.kernels.principal_axes import PIECE, principal_axes, second_moments
 from kvcli.kernels.topk import topk_pages
 
 
@@ -32,9 +32,17 @@ def prompt_skew(q: Tensor, k: Tensor) -> Tensor:
 
 def strongest_columns(skew: Tensor, q: Tensor, k: Tensor, count: int) -> Tensor:
     """The `count` columns of the skew that carry most of this prompt's queries and keys."""
-    strength = (_by_group(q, k).to(skew) @ skew).abs().mean(1) + (k.to(skew) @ skew).abs().mean(1)  # [Hk, d]
+    strength = _mean_magnitude(_by_group(q, k), skew) + _mean_magnitude(k, skew)  # [Hk, d]
     columns = topk_pages(strength, count)[:, None].expand(-1, skew.shape[1], -1)  # [Hk, d, c]
     return skew.gather(2, columns)
+
+
+def _mean_magnitude(x: Tensor, skew: Tensor) -> Tensor:
+    """Mean over the vectors x [Hk, n, d] of |x A|: [Hk, d]."""
+    total = torch.zeros_like(skew[:, 0])
+    for piece in torch.split(x, PIECE, 1):
+        total += (piece.to(skew.dtype) @ skew).abs().sum(1)
+    return total / x.shape[1]
 
 
 def _by_group(q: Tensor, k: Tensor) -> Tensor:

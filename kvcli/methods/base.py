@@ -22,6 +22,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.stats import Count, Counters
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.pages import PageBudget
+from kvcli.store.tokens import TokenBudget
 from kvcli.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -97,6 +98,42 @@ class PagedConfig(MethodConfig):
             raise ValueError(
                 f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
                 f"in pages of {self.page_size}: it must be at least {least}"
+            )
+        return self
+
+
+class TokenConfig(MethodConfig):
+    """Settings shared by the methods that select single tokens."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
+    window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
+    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @property
+    def indexed_together(self) -> int:
+        """Consecutive tokens that can be selected once the last of them is there."""
+        return 1
+
+    @property
+    def tokens(self) -> TokenBudget:
+        """Split the budget."""
+        return TokenBudget(self.budget, self.sink, max(1, self.window), self.indexed_together)
+
+    @model_validator(mode="after")
+    def _leaves_a_token(self) -> TokenConfig:
+        missing = 1 - self.tokens.least_selected
+        if missing > 0:
+            group = f", window {self.window} and an unfilled group of {self.indexed_together}"
+            beside = group if self.indexed_together > 1 else f" and window {self.window}"
+            raise ValueError(
+                f"budget {self.budget} leaves no token to select beside sink {self.sink}{beside}: "
+                f"it must be at least {self.budget + missing}"
             )
         return self
 

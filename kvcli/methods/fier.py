@@ -16,49 +16,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import model_validator
 from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.methods.base import Method, TokenConfig, setting
 from kvcli.stats import Count
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget, TokenCache
+from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenCache
 
 
-class FIERConfig(MethodConfig):
+class FIERConfig(TokenConfig):
     """Settings of FIER."""
 
-    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     group: int = setting(32, "consecutive tokens quantised together", "tokens", ge=1)
-    sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
-    window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
     dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
     pooling: Pooling = setting("max_s", "how token scores are pooled over the query heads of a KV head")
     offload: bool = setting(False, "keep the KV in host memory and recall the selected tokens")
 
     @property
-    def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
-        return self.dense_layers
-
-    @property
-    def tokens(self) -> TokenBudget:
-        """Split the budget."""
-        return TokenBudget(self.budget, self.sink, max(1, self.window), self.group)
-
-    @model_validator(mode="after")
-    def _leaves_a_token(self) -> FIERConfig:
-        missing = 1 - self.tokens.least_selected
-        if missing > 0:
-            raise ValueError(
-                f"budget {self.budget} leaves no token to select beside sink {self.sink}, window {self.window} and "
-                f"an unfilled group of {self.group}: it must be at least {self.budget + missing}"
-            )
-        return self
+    def indexed_together(self) -> int:
+        """See `TokenConfig.indexed_together`."""
+        return self.group
 
 
 class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):

@@ -1,0 +1,79 @@
+"""Loki: tokens by the few dimensions that keys really have (arXiv 2406.02542, section 4).
+
+The keys of a head lie close to a space of few dimensions. They are kept turned to their principal axes, found by a
+calibration or, without one, from the prompt's keys. That changes no score, but the first `rank` channels now say most
+of it. A step scores all tokens by these, takes the best, and attends to them with all channels. It saves memory
+traffic, not memory.
+
+Decided where the paper, which has no grouped queries, is silent: scores are scaled as in attention, turned to weights
+over the candidates, and pooled over the query heads of a KV head. The paper's part k_f of the context is a budget in
+tokens here. In the counters one token of one KV head is a page of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
+from kvcli.kernels.principal_axes import centred_moments, principal_axes
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.stats import Count
+from kvcli.store.calibrated import CalibratedLayers
+from kvcli.store.keyed import PrincipalTokens
+
+
+class LokiConfig(TokenConfig):
+    """Settings of Loki."""
+
+    rank: int = setting(32, "leading principal axes that tokens are scored by", "channels", ge=1)
+    pca: str = setting("", "safetensors file with the axes of every layer; without it they are the prompt's own")
+    pooling: Pooling = setting("max_s", "how token scores are pooled over the query heads of a KV head")
+
+
+class Loki(Method[LokiConfig, PrincipalTokens]):
+    """Scores by a few dimensions, attends with all."""
+
+    Config = LokiConfig
+    title = "token selection by the leading principal axes of the keys, everything on the device"
+    paper = "arXiv 2406.02542"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(L)"
+
+    def __init__(self, config: LokiConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        shapes = {layer: tuple(cache.axes.shape) for layer, cache in self.retrieval.items()}
+        self.pca = CalibratedLayers(config.pca, shapes, "pca") if config.pca else None
+
+    def new_cache(self, layer: LayerGeometry) -> PrincipalTokens:
+        """Keep everything on the device, keys in their principal axes."""
+        heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
+        return PrincipalTokens(heads, d, context.capacity, self.config.tokens, min(self.config.rank, d), context.tiers)
+
+    def take_prompt(
+        self, layer: int, cache: PrincipalTokens, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax
+    ) -> None:
+        """Find the axes of the keys; the cache turns what it takes."""
+        cache.axes.copy_(self.pca[layer] if self.pca else principal_axes(centred_moments(k)))
+        super().take_prompt(layer, cache, k, v, q, softmax)
+
+    def retrieve(self, layer: int, cache: PrincipalTokens, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select with the leading axes, then attend with all of them."""
+        q = cache.turned(q)
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
+            heads = pool_queries(q.view(cache.k.shape[0], -1, q.shape[-1]), self.config.pooling)  # [Hk, G or 1, d]
+            scores = cache.index.scores(heads.flatten(0, 1), cache.candidates, softmax.scale)
+            scores = pool_scores(scores, self.config.pooling)  # [Hk, n]
+        with self.span("select", layer):
+            selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        with self.span("attention", layer):
+            return cache.attend_selected(q, selected, softmax)

@@ -1,0 +1,97 @@
+"""Loki against a slow re-derivation in float64, sharing no code with it."""
+
+import math
+
+import pytest
+import torch
+from driver import HK, D, Stream
+from engine import run
+from families import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
+from oracle import G, attention, best, dot, group, same, softmax
+from safetensors.torch import save_file
+
+from kvcli.errors import KvcliError
+
+BUDGET, RANK = 30, 5
+SETTINGS = {"budget": BUDGET, "rank": RANK}
+VARIANTS = [{}, {"sink": 3, "window": 6}, {"rank": 1}, {"rank": 64}, {"pooling": "mean_qk"}, {"pooling": "mean_q"}]
+
+
+def axes_of(keys):
+    """Right singular vectors of the centred keys [n, D], as rows; numpy's way to a PCA."""
+    return torch.linalg.svd(keys.double() - keys.double().mean(0))[2]
+
+
+def chosen(stream, step, head, axes, settings):
+    length, rank = stream.prompt + step + 1, min(settings["rank"], D)
+    sink, window = settings.get("sink", 0), max(1, settings.get("window", 0))
+    if length <= BUDGET:
+        return range(length)
+    rows = []
+    queries = group(stream.q[step], head)
+    if settings.get("pooling") == "mean_q":
+        queries = [[sum(channel) / G for channel in zip(*queries, strict=True)]]
+    for query in queries:
+        short = [dot(query, axis) for axis in axes[:rank].tolist()]
+        scores = [
+            dot(short, [dot(key, axis) for axis in axes[:rank].tolist()]) / math.sqrt(D)
+            for key in stream.k[head, sink : length - window].double().tolist()
+        ]
+        rows.append(scores if "pooling" in settings else softmax(scores))
+    pool = (lambda values: sum(values) / len(values)) if "pooling" in settings else max
+    pooled = [pool(values) for values in zip(*rows, strict=True)]
+    selected = [sink + i for i in best(pooled, BUDGET - sink - window)]
+    return [*range(sink), *selected, *range(length - window, length)]
+
+
+@pytest.mark.parametrize("prompt", [61, 22])  # retrieving from the first step; growing out of the budget
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_step_matches_the_oracle(prompt, variant):
+    settings = {**SETTINGS, **variant}
+    stream = Stream(prompt, steps=100, seed=prompt)
+    axes = [axes_of(stream.k[head, :prompt]) for head in range(HK)]
+    for step, method, out in stream.run("loki", settings):  # noqa: B007 - read afterwards
+        tokens = [chosen(stream, step, head, axes[head], settings) for head in range(HK)]
+        assert same(out, attention(stream, stream.q[step], tokens)), f"step {step}"
+    cache = method.context.counters.cache()
+    always = settings.get("sink", 0) + max(1, settings.get("window", 0))
+    active = sum(prompt + step + 1 > BUDGET for step in range(100))
+    assert cache.pages_requested == cache.hits == active * HK * (BUDGET - always)
+    assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+def test_axes_come_from_a_calibration_file_where_there_is_one(tmp_path):
+    other = Stream(80, steps=1, seed=9)
+    axes = torch.stack([axes_of(other.k[head]) for head in range(HK)])
+    save_file({"layer.1": axes.transpose(1, 2).float().contiguous()}, tmp_path / "pca.safetensors")
+    stream = Stream(50, steps=30, seed=2)
+    for step, _, out in stream.run("loki", {**SETTINGS, "pca": str(tmp_path / "pca.safetensors")}):
+        tokens = [chosen(stream, step, head, axes[head], SETTINGS) for head in range(HK)]
+        assert same(out, attention(stream, stream.q[step], tokens)), f"step {step}"
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path):
+    save_file({f"layer.{layer}": torch.eye(8).repeat(KV_HEADS, 1, 1) for layer in range(LAYERS)}, tmp_path / "pca")
+    with pytest.raises(KvcliError, match=rf"pca file .*has shape \[2, 8, 8\], not \[2, {HEAD_DIM}, {HEAD_DIM}\]"):
+        run(tiny_model("llama"), "loki", {**SETTINGS, "pca": str(tmp_path / "pca")}, [[5]], 1)
+
+
+def test_two_sequences_side_by_side_keep_axes_of_their_own():
+    model = tiny_model("qwen3")
+    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (71, 40)]
+    together = run(model, "loki", SETTINGS, ids, 40)
+    for sequence, prompt in zip(together, ids, strict=True):
+        (alone,) = run(model, "loki", SETTINGS, [prompt], 40)
+        assert sequence.token_ids == alone.token_ids
+    first, second = (sequence.method.retrieval[2].axes for sequence in together)
+    assert not torch.allclose(first, second)
+
+
+def test_keys_of_low_rank_need_no_more_channels_than_they_have():
+    """With keys in a space of three dimensions, three channels choose what all of them choose."""
+    stream = Stream(60, steps=40, seed=5)
+    stream.k = torch.randn(HK, 100, 3, generator=torch.Generator().manual_seed(1)) @ stream.k[:, :3]
+    few, all_of_them = (
+        [out for _, _, out in stream.run("loki", {**SETTINGS, "rank": rank, "pooling": "max_s"})] for rank in (4, D)
+    )
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(few, all_of_them, strict=True))
