@@ -8,7 +8,9 @@ import random
 from collections.abc import Callable
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.tasks.cwe import common_words
 from kvcli.tasks.fwe import frequent_words
+from kvcli.tasks.haystacks import needles_only, noise, uuids_only
 from kvcli.tasks.needles import multikey, multiquery, multivalue, single
 from kvcli.tasks.rows import SEPARATOR, CountTokens, Draft, Row
 from kvcli.tasks.score import recall, string_match_all
@@ -21,7 +23,20 @@ TASKS: dict[str, Callable[..., Draft]] = {
     "niah_multiquery": multiquery,
     "vt": variable_tracking,
     "fwe": frequent_words,
+    "cwe": common_words,
+    "niah_single_1": noise,
+    "niah_multikey_2": needles_only,
+    "niah_multikey_3": uuids_only,
 }
+"""The generators by name. Beside RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with sentences
+of our own and values of nine digits, where RULER has seven:
+
+- `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `cwe`, `fwe`: RULER's of that name, made the same way;
+- `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
+  essays, and with a fact every 80 tokens in `niah_multikey`, where RULER has four in all;
+- `niah_multivalue`, `niah_multiquery`: RULER's of that name in that filler, among facts about other names;
+- `vt`: RULER's the other way round, see `kvcli/tasks/vt.py`.
+"""
 
 EVALUATION = "evaluation"
 """The split that rows belong to unless the caller says otherwise. The demo model is trained on split "train"."""

@@ -5,6 +5,7 @@ unless the task says so.
 """
 
 import random
+from collections.abc import Callable
 
 from kvcli.tasks import phrases
 from kvcli.tasks.rows import SEPARATOR, CountTokens, Draft, place, require, require_depth
@@ -23,7 +24,7 @@ def _distinct_values(rng: random.Random, count: int) -> list[str]:
     return list(values)
 
 
-def _hide(
+def hide(
     rng: random.Random,
     facts: list[tuple[str, str]],
     asked_depths: list[float],
@@ -32,8 +33,12 @@ def _hide(
     *,
     length: int,
     count_tokens: CountTokens,
+    filler: Callable[[int], list[str]] | None = None,
 ) -> Draft:
-    """Hide `facts` (name, value) in filler: the asked ones stand first in the list and have a depth each."""
+    """Hide `facts` (name, value) in filler: the asked ones stand first in the list and have a depth each.
+
+    `filler` makes sentences of at most so many tokens together; by default they are the grammar's.
+    """
     statements = [rng.choice(phrases.CODE_FACTS).format(name=name, value=value) for name, value in facts]
     asked = len(asked_depths)
     depths = asked_depths + [rng.random() for _ in facts[asked:]]
@@ -43,12 +48,16 @@ def _hide(
         f"a length of {length} tokens is too short: the facts and the question alone take {fixed}",
         "ask for a longer text or for fewer facts",
     )
-    document, got = place(statements, depths, sentences(rng, length - fixed, count_tokens), count_tokens)
+    left = length - fixed
+    document, got = place(
+        statements, depths, filler(left) if filler is not None else sentences(rng, left, count_tokens), count_tokens
+    )
     outputs = tuple(value for _, value in facts[:asked])
     return Draft(document, question, answer, outputs, got[0])
 
 
-def _depth(rng: random.Random, depth: float | None) -> float:
+def drawn_depth(rng: random.Random, depth: float | None) -> float:
+    """Return `depth`, which has to be within 0..1, or one at random."""
     require_depth(depth)
     return rng.random() if depth is None else depth
 
@@ -74,7 +83,7 @@ def multikey(
     name, value = facts[0]
     question = rng.choice(phrases.CODE_QUESTIONS).format(name=name)
     answer = phrases.CODE_ANSWER.format(name=name, value=value)
-    return _hide(rng, facts, [_depth(rng, depth)], question, answer, length=length, count_tokens=count_tokens)
+    return hide(rng, facts, [drawn_depth(rng, depth)], question, answer, length=length, count_tokens=count_tokens)
 
 
 def multiquery(
@@ -93,8 +102,8 @@ def multiquery(
     asked = facts[:queries]
     question = phrases.NAMES_QUESTION.format(names=phrases.listing([name for name, _ in asked]))
     answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=value) for name, value in asked)
-    depths = [_depth(rng, depth), *(rng.random() for _ in range(queries - 1))]
-    return _hide(rng, facts, depths, question, answer, length=length, count_tokens=count_tokens)
+    depths = [drawn_depth(rng, depth), *(rng.random() for _ in range(queries - 1))]
+    return hide(rng, facts, depths, question, answer, length=length, count_tokens=count_tokens)
 
 
 def multivalue(
@@ -120,7 +129,7 @@ def multivalue(
     facts = [(owner, drawn[i]) for i, owner in enumerate([name] * values + rest)]
     question = phrases.VALUES_QUESTION.format(name=name)
     answer = phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(drawn[:values]))
-    return _hide(rng, facts, depths, question, answer, length=length, count_tokens=count_tokens)
+    return hide(rng, facts, depths, question, answer, length=length, count_tokens=count_tokens)
 
 
 def _require_names(count: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -40,11 +41,11 @@ def test_length_is_reached_and_never_passed(task, length):
     got = row(task, length=length)
     assert got.length == count_tokens(got.input)
     # Short by less than one sentence of filler; the word lists of fwe round every count down.
-    slack = 40 if task == "fwe" else 25
+    slack = {"fwe": 40, "niah_multikey_3": 70}.get(task, 25)
     assert length - slack <= got.length <= length
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "fwe"])
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("fwe", "cwe")])
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.9, 1.0])
 def test_depth_is_honoured(task, depth):
     got = row(task, length=1500, depth=depth)
@@ -115,6 +116,43 @@ def test_fwe_expects_the_three_most_frequent_words():
     assert words.count(ranked[2]) > words.count(ranked[3])
 
 
+def test_noise_repeats_its_five_sentences_around_the_fact():
+    got = row("niah_single_1", length=1200)
+    parts = re.split(r"(?<=\.) ", got.document)
+    facts = [part for part in parts if got.outputs[0] in part]
+    assert len(facts) == 1
+    assert len({part for part in parts if part not in facts}) == 5
+    assert len(parts) > 50
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "value"),
+    [
+        ("niah_multikey_2", r"[A-Z][a-z]+ [A-Z][a-z]+", r"\d{9}"),
+        ("niah_multikey_3", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"[0-9a-f-]{36}"),
+    ],
+)
+def test_a_haystack_of_needles_holds_nothing_else_and_asks_for_one(task, name, value):
+    got = row(task, length=1500)
+    facts = re.findall(rf"access code of ({name}) is ({value})\.", got.document)
+    assert len(facts) == len(re.findall(r"access code", got.document)) == got.document.count(". ") + 1
+    assert len(facts) > 15
+    assert len({fact[0] for fact in facts}) == len({fact[1] for fact in facts}) == len(facts)
+    (asked,) = [fact for fact in facts if fact[1] == got.outputs[0]]
+    assert asked[0] in got.question
+
+
+@pytest.mark.parametrize(("length", "common", "uncommon"), [(500, 10, 1), (2048, 30, 3), (20000, 70, 7)])
+def test_cwe_has_ten_words_ten_times_as_often_as_the_others(length, common, uncommon):
+    got = row("cwe", length=length)
+    words = re.findall(r"\d+\. (\w+)", got.document)
+    counted = Counter(words)
+    assert [int(number) for number in re.findall(r"(\d+)\.", got.document)] == list(range(1, len(words) + 1))
+    assert {word for word, times in counted.items() if times == common} == set(got.outputs)
+    assert set(counted.values()) == {common, uncommon}
+    assert len(got.outputs) == 10
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_full_answer_contains_every_output_and_the_input_is_document_and_question(task):
     got = row(task)
@@ -145,6 +183,10 @@ def test_row_format(task):
         (lambda: row("vt", hops=1000), "2002 variables"),
         (lambda: row("fwe", depth=0.5), "0.5"),
         (lambda: row("fwe", length=60), "60 tokens is too short"),
+        (lambda: row("cwe", depth=0.5), "0.5"),
+        (lambda: row("cwe", length=300), "300 tokens is too short"),
+        (lambda: row("niah_single_1", length=10), "10 tokens is too short"),
+        (lambda: row("niah_multikey_2", depth=2), "2"),
         (lambda: row("niah_multikey", keys=0), "0 names"),
         (lambda: row("niah_multivalue", values=0), "0 values"),
     ],
