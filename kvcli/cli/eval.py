@@ -117,7 +117,7 @@ def evaluate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
-    from kvcli.eval.variants import variants
+    from kvcli.variants import variants
 
     for path, name in ((output, "-o"), (predictions, "--predictions")):
         if path is not None:

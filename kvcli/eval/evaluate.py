@@ -17,7 +17,7 @@ from kvcli.eval.example import Cell
 from kvcli.eval.predictions import Predictions, digest
 from kvcli.eval.runner import Evaluation
 from kvcli.eval.table import Table, results
-from kvcli.eval.variants import Variant
+from kvcli.variants import Variant
 from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.prompts import Prompt, Template, encode

@@ -17,7 +17,7 @@ from kvcli.engine import Engine, engine
 from kvcli.eval.example import Cell, Example
 from kvcli.eval.predictions import Prediction, Predictions
 from kvcli.eval.scorers import score
-from kvcli.eval.variants import Variant
+from kvcli.variants import Variant
 from kvcli.methods.base import Method
 from kvcli.model import Model
 from kvcli.observer import Observer

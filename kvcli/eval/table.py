@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.eval.example import Cell
 from kvcli.eval.predictions import Prediction
-from kvcli.eval.variants import Variant
+from kvcli.variants import Variant
 
 SCHEMA_VERSION = 1
 
