@@ -17,11 +17,11 @@ from kvcli.eval.example import Cell
 from kvcli.eval.predictions import Predictions, digest
 from kvcli.eval.runner import Evaluation
 from kvcli.eval.table import Table, results
-from kvcli.variants import Variant
 from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.prompts import Prompt, Template, encode
 from kvcli.sampling import Sampling
+from kvcli.variants import Variant
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from kvcli.engine import Engine, engine
 from kvcli.eval.example import Cell, Example
 from kvcli.eval.predictions import Prediction, Predictions
 from kvcli.eval.scorers import score
-from kvcli.variants import Variant
 from kvcli.methods.base import Method
 from kvcli.model import Model
 from kvcli.observer import Observer
@@ -25,6 +24,7 @@ from kvcli.prompts import Prompt, Template, encode, encode_question
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.text import TextStream
+from kvcli.variants import Variant
 
 # Part of the free memory that the caches of variants read together may take.
 _SHARE = 0.5
