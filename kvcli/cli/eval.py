@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import typer
 
-from kvcli.cli.options import assignments, flag, number, option, positive_count, whole
+from kvcli.cli.options import assignments, each, flag, names, number, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
-from kvcli.errors import ExitCode, KvcliError
-
-T = TypeVar("T")
+from kvcli.errors import ExitCode
 
 _TASKS, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Tasks", "Model", "Methods", "Sampling", "Output"
 
@@ -122,11 +119,11 @@ def evaluate(
     for path, name in ((output, "-o"), (predictions, "--predictions")):
         if path is not None:
             check_writable(path, name)
-    methods, profiles = _names(method, "--method"), _names(profile, "--profile")
+    methods, profiles = names(method, "--method"), names(profile, "--profile")
     compared = variants(
         methods or ([] if profiles else ["full", "freekv"]),
         profiles,
-        _each(budget, "--budget", positive_count),
+        each(budget, "--budget", positive_count),
         assignments(settings or []),
     )
 
@@ -145,8 +142,8 @@ def evaluate(
     plan = Plan(
         model=ModelSpec(model, device, dtype, load_format, offline),
         variants=compared,
-        tasks=_names(tasks, "--tasks"),
-        lengths=_each(length, "--length", positive_count),
+        tasks=names(tasks, "--tasks"),
+        lengths=each(length, "--length", positive_count),
         limit=limit,
         max_tokens=max_tokens,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed, num_samples=num_samples),
@@ -166,21 +163,3 @@ def evaluate(
         kept = f"answers so far are in {predictions}" if predictions else "no --predictions FILE kept the answers"
         observer.notice(f"interrupted; the table is not complete, {kept}")
         raise typer.Exit(ExitCode.INTERRUPTED)
-
-
-def _names(text: str | None, name: str) -> list[str]:
-    """Split a comma-separated list."""
-    return _each(text, name, str)
-
-
-def _each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
-    """Read the entries of a comma-separated list, at least one where the option is given."""
-    if text is None:
-        return []
-    entries = [entry.strip() for entry in text.split(",")]
-    if not all(entries):
-        raise KvcliError(f"{name} {text!r} has an empty entry", "separate the entries by single commas", ExitCode.USAGE)
-    try:
-        return [read(entry) for entry in entries]
-    except ValueError as error:
-        raise KvcliError(f"{name}: {error}", "separate the entries by commas", ExitCode.USAGE) from None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import typer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_count
+
+T = TypeVar("T")
 
 
 def option(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
@@ -56,6 +58,24 @@ def assignments(settings: Iterable[str]) -> dict[str, str]:
             raise KvcliError(f"--set {assignment!r} is not KEY=VALUE", "for example --set budget=4K", ExitCode.USAGE)
         values[key.strip().replace("-", "_")] = value.strip()
     return values
+
+
+def names(text: str | None, name: str) -> list[str]:
+    """Split a comma-separated list; `name` is the option it was given to."""
+    return each(text, name, str)
+
+
+def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
+    """Read the entries of a comma-separated list, at least one where the option is given."""
+    if text is None:
+        return []
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entries):
+        raise KvcliError(f"{name} {text!r} has an empty entry", "separate the entries by single commas", ExitCode.USAGE)
+    try:
+        return [read(entry) for entry in entries]
+    except ValueError as error:
+        raise KvcliError(f"{name}: {error}", "separate the entries by commas", ExitCode.USAGE) from None
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
