@@ -188,6 +188,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     """Settings with which an ample budget is full attention, where the defaults are not."""
     true_kv: ClassVar[dict[str, Any] | None] = {}
     """Settings with which attention reads the model's own keys and values in their places; None: there are none."""
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {}
+    """What the method is built of, part after part: names of steps towards it, with the settings that stop there."""
     planned_is_bound: ClassVar[bool] = False
     """Whether the footprint is that of the plan or less, because what a prompt needs shows only when it is read."""
     budget_is_mean: ClassVar[bool] = False

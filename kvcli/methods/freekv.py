@@ -12,7 +12,7 @@ must select the same pages and give the same output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -54,6 +54,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     offloads = True
     group_consistent = True
     device_memory = "O(B + L/p)"
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {"without speculation": {"tau": 1.0}}
 
     def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
