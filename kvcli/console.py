@@ -170,8 +170,13 @@ def render(content: RenderableType, to_file: bool = False) -> str:
     return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
 
 
-def render_tables(titled: Iterable[tuple[str, summary.Table]], to_file: bool = False) -> str:
-    """Text of tables for stdout, each under its title; what is too wide for the terminal goes on below."""
+def render_tables(
+    titled: Iterable[tuple[str, summary.Table]], to_file: bool = False, notes: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Text of tables for stdout, each under its title; what is too wide for the terminal goes on below.
+
+    `notes` stand at the end, each after what it is about.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
     limited = console.is_terminal and not to_file
     wide = Console(highlight=False, markup=False, emoji=False, width=console.width if limited else _UNLIMITED)
@@ -179,6 +184,7 @@ def render_tables(titled: Iterable[tuple[str, summary.Table]], to_file: bool = F
     for title, content in titled:
         parts += [*([Text()] if parts else []), Text(title, style="bold")]
         parts += [_table(part) for part in summary.folded(content, wide.width)]
+    parts += [Text(), _pairs(notes)] if notes else []
     with wide.capture() as capture:
         wide.print(Group(*parts))
     return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()

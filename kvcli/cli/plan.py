@@ -1,0 +1,229 @@
+"""`kvcli plan`: memory, times and the longest context, before there are weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvcli.cli.options import assignments, each, flag, names, number, option, positive_count
+from kvcli.cli.output import check_writable, write_file
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from kvcli.planning.estimate import Machine, Subject
+
+_MODEL, _METHOD, _RUN, _MACHINE, _OUTPUT = "Model", "Methods", "Run", "Machine", "Output"
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            "-m",
+            panel=_MODEL,
+            metavar="NAME",
+            help="Checkpoint, config.json, hub id or shape; weights are not needed. Without it, the small demo model.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+    ] = "auto",
+    load_format: Annotated[  # noqa: ARG001 - so that the model options of generate can be kept
+        Literal["auto", "dummy"], option("--load-format", panel=_MODEL, help="Makes no difference here.")
+    ] = "auto",
+    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    method: Annotated[
+        str | None, option("--method", panel=_METHOD, env=False, metavar="A,B", help="Methods, comma-separated.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        option("--profile", panel=_METHOD, env=False, metavar="A,B", help="Profiles beside them, names or files."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        option("--budget", panel=_METHOD, env=False, metavar="TOKENS,...", help="Budgets, each for every method."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."
+        ),
+    ] = None,
+    context: Annotated[
+        str, option("--context", panel=_RUN, env=False, metavar="TOKENS,...", help="Lengths of the prompt, as in 8K.")
+    ] = "32K",
+    batch_size: Annotated[
+        str, option("--batch-size", panel=_RUN, env=False, metavar="N,...", help="Prompts continued together.")
+    ] = "1",
+    max_tokens: Annotated[
+        int,
+        option("--max-tokens", panel=_RUN, metavar="TOKENS", parser=positive_count, help="Longest output."),
+    ] = 256,
+    device: Annotated[
+        str, option("--device", panel=_MACHINE, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+    ] = "auto",
+    device_memory: Annotated[
+        str | None,
+        option("--device-memory", panel=_MACHINE, metavar="SIZE", help="Of another machine's GPU, as in 80GiB."),
+    ] = None,
+    host_memory: Annotated[
+        str | None, option("--host-memory", panel=_MACHINE, metavar="SIZE", help="Of another machine, as in 512GiB.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        option("--bandwidth", panel=_MACHINE, metavar="SIZE", help="Its GPU's memory, bytes a second, as in 3350GB."),
+    ] = None,
+    bus: Annotated[
+        str | None,
+        option("--bus", panel=_MACHINE, metavar="SIZE", help="Host to GPU and back, bytes a second, as in 55GB."),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        option("--compute", panel=_MACHINE, metavar="TFLOPS", parser=number, help="Its matrix products, as in 600."),
+    ] = None,
+    as_json: Annotated[
+        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead of the tables.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the tables: no progress or notes.")] = False,
+    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
+        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Say what a run will need, whether it fits, and how long it will take.
+
+    kvcli plan -m llama-3.1-8b --method full,freekv --context 8K,128K,1M
+
+    Needs a config.json, no weights. This machine's rates and a few layers are measured
+    in seconds; --device-memory and --host-memory plan for another machine instead, and
+    --bandwidth, --bus and --compute give its rates.
+
+    Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
+    """
+    from kvcli.variants import variants
+
+    if output is not None:
+        check_writable(output, "-o")
+    methods, profiles = names(method, "--method"), names(profile, "--profile")
+    chosen = variants(
+        methods or ([] if profiles else ["full", "freekv"]),
+        profiles,
+        each(budget, "--budget", positive_count),
+        assignments(settings or []),
+    )
+    contexts, batches = each(context, "--context", positive_count), each(batch_size, "--batch-size", positive_count)
+    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--bandwidth": bandwidth, "--bus": bus}
+    told: dict[str, float] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
+    if compute is not None:
+        told["--compute"] = _positive("--compute", compute * 1e12)
+
+    from kvcli import console
+    from kvcli.planning import layout
+    from kvcli.planning.plan import plan as work_out
+
+    observer = console.RunConsole(None, quiet, text_on_screen=False)
+    if model is None:
+        observer.notice("no -m: planning for the small demo model that comes with kvcli")
+    try:
+        observer.stage("measure")
+        subject, machine = _subject_and_machine(model, dtype, device, offline, told)
+        observer.stage("plan", len(chosen) * len(contexts) * len(batches))
+        plans = []
+        labelled = [(variant.label, variant.profile) for variant in chosen]
+        for each_plan in work_out(subject, machine, labelled, contexts, batches, max_tokens):
+            plans.append(each_plan)
+            observer.advance()
+    finally:
+        observer.stage_done()
+    if as_json:
+        text = json.dumps(_as_dict(model, subject, machine, [entry.as_dict() for entry in plans])) + "\n"
+    else:
+        title = f"{model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}, {max_tokens:,} tokens of output"
+        notes = layout.notes(plans, machine.ceilings, machine.here)
+        text = console.render_tables(layout.tables(title, plans), output is not None, notes)
+    if output is not None:
+        write_file(output, text)
+    else:
+        typer.echo(text, nl=False)
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return int(_positive(name, parse_bytes(text)))
+    except ValueError as error:
+        raise KvcliError(f"{name}: {error}", "sizes are written as 80GiB or 3350GB", ExitCode.USAGE) from None
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise KvcliError(f"{name} {value:g} is not more than nothing", "leave it out to measure it", ExitCode.USAGE)
+    return value
+
+
+def _subject_and_machine(
+    model: str | None, dtype: str, device: str, offline: bool, told: dict[str, float]
+) -> tuple[Subject, Machine]:
+    """Read the config, and measure this machine or take what is told of another; measured is the less surprising."""
+    import torch
+
+    from kvcli.ceilings import Ceilings, Rate, measure_ceilings
+    from kvcli.memory import available
+    from kvcli.model import ModelSpec, read_config, resolve_device, resolve_dtype
+    from kvcli.planning.estimate import Machine, Subject
+
+    config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
+    if not told:
+        place = resolve_device(device)
+        subject = Subject.of(config, resolve_dtype(dtype, config, place))
+        return subject, Machine(place, available(place), measure_ceilings(place, subject.dtype), here=True)
+    missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
+    if missing:
+        raise KvcliError(
+            f"{next(iter(told))} is of another machine, and {missing[0]} is not given",
+            "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
+            ExitCode.USAGE,
+        )
+    place = torch.device("cuda")
+    free = {"device": int(told["--device-memory"]), "host": int(told["--host-memory"])}
+    rates = [told.get(name) for name in ("--bandwidth", "--bus", "--compute")]
+    ceilings = None
+    if all(rate is not None for rate in rates):
+        read, crossing, products = (Rate.given(rate or 0.0) for rate in rates)
+        ceilings = Ceilings(read, Rate.given(read.median / 2), crossing, crossing, products)
+    elif any(rate is not None for rate in rates):
+        raise KvcliError(
+            "of --bandwidth, --bus and --compute some are given and some are not", "give all of them", ExitCode.USAGE
+        )
+    subject = Subject.of(config, resolve_dtype(dtype, config, place))
+    return subject, Machine(place, free, ceilings, here=False)
+
+
+def _as_dict(model: str | None, subject: Subject, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
+    from kvcli import report
+
+    return {
+        "schema_version": 1,
+        "environment": report.environment(),
+        "model": {
+            "name": model or "demo",
+            "type": subject.config.model_type,
+            "dtype": str(subject.dtype).removeprefix("torch."),
+            "weight_bytes": subject.geometry.weight_bytes,
+            "layers": len(subject.geometry.layers),
+        },
+        "machine": {
+            "device": str(machine.device),
+            "here": machine.here,
+            "free": machine.free,
+            "ceilings": None if machine.ceilings is None else machine.ceilings.as_dict(),
+        },
+        "plans": plans,
+    }

@@ -1,0 +1,88 @@
+"""What plans say, as tables a person reads; the console lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.ceilings import Ceilings
+from kvcli.planning.plan import LONGEST, RUNTIME_BYTES, Plan
+from kvcli.sizes import format_bytes
+from kvcli.summary import Table, duration, without_empty_columns
+
+
+def tables(title: str, plans: Sequence[Plan]) -> list[tuple[str, Table]]:
+    """One row a combination; of a single one also where its memory and the time of a step go."""
+    found = [(title, _overview(plans))]
+    if len(plans) == 1:
+        found.append(("memory", _memory(plans[0])))
+        if plans[0].times is not None:
+            found.append(("the least that a decode step can do with", _phases(plans[0])))
+    return found
+
+
+def notes(plans: Sequence[Plan], ceilings: Ceilings | None, measured: bool) -> list[tuple[str, str]]:
+    """What is measured, what is counted and what is estimated of the figures."""
+    kv = ", ".join(dict.fromkeys(plan.kv_basis for plan in plans))
+    rows = [("memory", f"weights counted, KV {kv}, workspace estimated")]
+    if ceilings is not None:
+        read, copied, there, back = (
+            f"{rate.median / 1e9:,.1f}" for rate in (ceilings.read, ceilings.copy, ceilings.to_device, ceilings.to_host)
+        )
+        rates = f"memory {read} GB/s read, {copied} copied; host to device {there} GB/s, back {back}; "
+        rates += f"products {ceilings.matmul.median / 1e12:,.3f} Top/s"
+        rows.append(("rates", ("measured: " if measured else "given: ") + rates))
+    return rows + [("times", basis) for basis in dict.fromkeys(plan.time_basis for plan in plans)]
+
+
+def _overview(plans: Sequence[Plan]) -> Table:
+    pools = list(plans[0].needed)
+    rows = []
+    for plan in plans:
+        times = plan.times
+        rows.append(
+            (
+                plan.label,
+                f"{plan.context:,}",
+                str(plan.batch),
+                *(format_bytes(plan.needed[pool]) for pool in pools),
+                "yes" if plan.fits else "no",
+                f"over {LONGEST:,}" if plan.longest is None else f"{plan.longest:,}" if plan.longest else "none",
+                duration(1000 * times.prefill if times else None),
+                duration(1000 * times.step if times else None),
+                duration(1000 * times.floor if times else None),
+                f"{plan.batch / times.step:,.1f}" if times else "-",
+            )
+        )
+    columns = ("method", "context", "batch", *pools, "fits", "longest", "prefill", "step", "at least", "tokens/s")
+    return without_empty_columns(Table(columns, rows))
+
+
+def _memory(plan: Plan) -> Table:
+    need = plan.need
+    rows = [
+        ("weights", format_bytes(need.weights), "counted"),
+        ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
+        ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
+        ("workspace", format_bytes(need.workspace), "estimated"),
+        ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
+        *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
+    ]
+    return Table(("part", "size", ""), rows)
+
+
+def _phases(plan: Plan) -> Table:
+    assert plan.times is not None
+    rows = [
+        (
+            phase,
+            format_bytes(work.read),
+            format_bytes(work.to_device),
+            format_bytes(work.to_host),
+            f"{work.operations / 1e9:,.2f}" if work.operations else "0",
+            duration(1000 * seconds),
+        )
+        for phase, (work, seconds) in plan.times.floors.items()
+        if seconds
+    ]
+    columns = ("phase", "read", "to device", "to host", "Gop", "at least")
+    return without_empty_columns(Table(columns, rows))

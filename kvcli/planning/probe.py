@@ -1,0 +1,238 @@
+"""A few layers of a model, run as `generate` runs them: what a decode step and a prefill take here, without weights.
+
+The layers are made up of random numbers, and so is the KV that a method is given: times depend on shapes, and on how
+far queries turn from one step to the next. With random weights they turn completely, so that methods that recall what
+a query wants recall most of it: their worst case.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcli.attention import attached
+from kvcli.ceilings import timed, wait
+from kvcli.decode import forward_step
+from kvcli.dummy import random_model
+from kvcli.geometry import ModelGeometry, decoder_of, geometry_of
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.linear import onednn_linears
+from kvcli.methods import get_method
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.prefill import prefill
+from kvcli.profile import Profile
+from kvcli.rope import installed
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers, nbytes
+from kvcli.text import TextStream
+from kvcli.timeline import Timeline
+
+WARMUP, STEPS = 2, 8
+PROMPT = 256  # tokens of the prefill that is timed
+_HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Medians over the steps: seconds of each layer and of all else, and of a layer in a prefill of `PROMPT` tokens.
+
+    `geometry` is that of the model tried, `length` the tokens of each sequence. `missed` is the part of what was
+    selected that had to be recalled, None where nothing was. `read` is what attention to all of a layer read, in bytes
+    a second.
+    """
+
+    geometry: ModelGeometry
+    length: int
+    layers: list[float]
+    rest: float
+    prompt_layer: float
+    missed: float | None
+    read: float
+
+
+def shortened(config: PreTrainedConfig, layers: int, itemsize: int) -> PreTrainedConfig:
+    """Copy a config for a model of its first `layers`, with a head that is quickly made."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:  # one entry a layer
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    text.vocab_size = min(text.vocab_size, max(1024, _HEAD_BYTES // (text.hidden_size * itemsize)))
+    if text.pad_token_id is not None and text.pad_token_id >= text.vocab_size:
+        text.pad_token_id = None
+    return config
+
+
+def probe(
+    profile: Profile,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    batch: int,
+) -> Probe:
+    """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill."""
+    geometry = geometry_of(config, dtype)
+    capacity = length + WARMUP + STEPS + 1
+    model = random_model(config, dtype, device).requires_grad_(False).train(False)
+    with attached(model) as hook, onednn_linears(model), installed(model, [capacity, PROMPT]) as rope:
+        sequences = []
+        for index in range(batch):
+            context = SequenceContext(
+                capacity=capacity,
+                tiers=Tiers.for_device(device, dtype),
+                counters=Counters(len(geometry.layers)),
+                timeline=Timeline(),
+                rotary=rope.rotary(capacity),
+                prompt_tokens=length,
+            )
+            method = get_method(profile.method)(profile.settings, geometry.layers, context)
+            sequences.append(_sequence(index, method, length, device))
+        k, v = _fill([sequence.method for sequence in sequences], geometry, length, dtype, device)
+        clock = _Clock(device)
+        totals = []
+        with _clocked(model, clock):
+            for _ in range(WARMUP + STEPS):
+                clock.start()
+                for sequence in sequences:
+                    sequence.counters.next_step()
+                logits = forward_step(model, hook, sequences, rope)
+                for sequence, row in zip(sequences, logits, strict=True):
+                    sequence.accept(row)
+                totals.append(clock.stop())
+        steps, totals = clock.steps[WARMUP:], totals[WARMUP:]
+        layers = [statistics.median(times) for times in zip(*steps, strict=True)]
+        rest = statistics.median(total - sum(step) for total, step in zip(totals, steps, strict=True))
+        rope.use([PROMPT])
+        clock.start()
+        prefill(model, hook, [1] * PROMPT, _Nobody(), geometry.layers, lambda _: None)
+        taken = clock.stop() / len(geometry.layers)
+    caches = [sequence.counters.cache() for sequence in sequences]
+    requested = sum(cache.pages_requested for cache in caches)
+    missed = sum(cache.misses for cache in caches) / requested if requested else None
+    return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(k, v, geometry, device))
+
+
+def _sequence(index: int, method: Method[Any, Any], length: int, device: torch.device) -> RunningSequence:
+    return RunningSequence(
+        index=index,
+        source="made up",
+        sample=0,
+        prompt_tokens=length,
+        method=method,
+        counters=method.context.counters,
+        sampler=Sampler(Sampling(), 0, device),
+        stream=TextStream(_NoText()),  # type: ignore[arg-type]
+        eos=(),
+        max_tokens=WARMUP + STEPS + 2,
+        prefill_ms=0.0,
+        token_ids=[1],
+    )
+
+
+@torch.inference_mode()
+def _fill(
+    methods: list[Method[Any, Any]], geometry: ModelGeometry, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Give every layer of every method made-up KV of `length` tokens; returns one layer's."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(heads: int, tokens: int, d: int) -> Tensor:
+        return torch.randn(heads, tokens, d, generator=generator, dtype=dtype, device=device)
+
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for layer in geometry.layers:
+        shape = layer.num_kv_heads, layer.head_dim
+        if shape not in made:
+            made[shape] = noise(shape[0], length, shape[1]), noise(shape[0], length, shape[1])
+        k, v = made[shape]
+        softmax = Softmax(layer.head_dim**-0.5)
+        for method in methods:
+            q = noise(layer.num_heads, min(length, max(1, method.query_rows)), layer.head_dim)
+            method.observe(layer.index, q, k, softmax)
+            method.prefill(layer.index, k, v, q[:, q.shape[1] - min(length, method.query_rows) :], softmax)
+    return k, v
+
+
+def _attention_rate(k: Tensor, v: Tensor, geometry: ModelGeometry, device: torch.device) -> float:
+    """Bytes a second that attention reads all of a layer with, k and v [Hk, n, d]."""
+    layer = geometry.layers[-1]
+    q = torch.randn(layer.num_heads, layer.head_dim, device=device).to(k.dtype)
+    softmax = Softmax(layer.head_dim**-0.5)
+    return nbytes(k, v) / statistics.median(timed(lambda: decode_attention(q, k, v, softmax), device))
+
+
+class _Clock:
+    """Times the layers of a step, the device waited for at every reading."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.steps: list[list[float]] = []
+        self._layer = self._step = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self.steps.append([])
+        self._step = self._now()
+
+    def stop(self) -> float:
+        """A step has ended: its seconds."""
+        return self._now() - self._step
+
+    def enter(self, *_: Any) -> None:
+        """A layer begins."""
+        self._layer = self._now()
+
+    def leave(self, *_: Any) -> None:
+        """A layer has ended."""
+        self.steps[-1].append(self._now() - self._layer)
+
+    def _now(self) -> float:
+        wait(self.device)
+        return time.perf_counter()
+
+
+@contextmanager
+def _clocked(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
+    hooks = []
+    for layer in decoder_of(model).layers:  # type: ignore[union-attr]
+        hooks += [layer.register_forward_pre_hook(clock.enter), layer.register_forward_hook(clock.leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _NoText:
+    """A tokenizer that spells nothing."""
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        """Nothing."""
+        return ""
+
+
+class _Nobody:
+    """Whoever wants no prompt."""
+
+    query_rows = 0
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See nothing."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Keep nothing."""
