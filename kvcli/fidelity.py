@@ -7,16 +7,17 @@ they are what an exact run would have had. So a figure holds all that the method
 it leaves out, what it keeps in another form, and how far its cache has drifted from the exact one. With w_h the weights
 of query head h over all tokens, of the G heads of a KV head, S the tokens it attended to and o its output:
 
-    mass    mean over the G heads of sum_{j in S} w_hj / sum_j w_hj
-    recall  part of the `TOP` tokens of the largest sum_h w_hj that are in S
-    error   ||o - o*|| / ||o*|| over the G heads together, o* = sum_j w_hj v_j
+    mass       mean over the G heads of sum_{j in S} w_hj / sum_j w_hj
+    recall     part of the `TOP` tokens of the largest sum_h w_hj that are in S
+    error      ||o - o*|| / ||o*|| over the G heads together, o* = sum_j w_hj v_j
+    attended   tokens in S
 
 What the layers add up to shows in the next token's distributions, p of the reference and p' of the method:
 
-    kl          KL(p || p') in nats
-    agreement   whether both are largest at the same token
+    kl         KL(p || p') in nats
+    agreement  whether both are largest at the same token
 
-Everything streams into sums: what is held does not grow with the context, and by six numbers with a step looked at.
+Everything streams into sums: what is held does not grow with the context, and by seven numbers with a step looked at.
 Beside the method's own memory the reference takes a full KV cache on the device.
 """
 
@@ -38,8 +39,8 @@ from kvcli.profile import Profile, resolve_profile
 
 TOP = 64
 """Tokens that recall asks for; all of them where there are fewer."""
-ATTENTION = ("mass", "recall", "error")
-_WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.minimum, torch.maximum)
+ATTENTION = ("mass", "recall", "error", "attended")
+_WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.minimum, torch.maximum, torch.maximum)
 
 
 def reference_profile() -> Profile:
@@ -50,7 +51,7 @@ def reference_profile() -> Profile:
 def compare_attention(
     q: Tensor, out: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax: Softmax, top: int = TOP
 ) -> Tensor:
-    """Mass, recall and error [3, Hk] of attention from q [H, d] that gave out [H, d] by looking at `attended` [Hk, n].
+    """What `ATTENTION` names, [4, Hk], of q [H, d] that got out [H, d] by looking at the tokens `attended` [Hk, n].
 
     k, v [Hk, n, d] are all there is. A logit of the softmax that carries no value takes no part in the mass.
     """
@@ -65,20 +66,20 @@ def compare_attention(
     if softmax.sinks is not None:
         true = true * torch.sigmoid(norm - softmax.sinks.view(*norm.shape))
     error = (out.view(by_group).to(true.dtype) - true).flatten(1).norm(dim=-1) / true.flatten(1).norm(dim=-1)
-    return torch.stack((mass, recall, error))
+    return torch.stack((mass, recall, error, attended.sum(1).to(mass.dtype)))
 
 
 @dataclass
 class HeadSums:
-    """Running sums of one layer: of mass, recall and error by KV head, and the worst of each."""
+    """Running sums of one layer: of what `ATTENTION` names by KV head, and the worst of each."""
 
     steps: int
-    total: Tensor  # [3, Hk]
+    total: Tensor  # [4, Hk]
     worst: Tensor
 
     @classmethod
     def of(cls, figures: Tensor) -> HeadSums:
-        """Begin with one step's figures [3, Hk]."""
+        """Begin with one step's figures [4, Hk]."""
         return cls(1, figures, figures)
 
     def __add__(self, other: HeadSums) -> HeadSums:
@@ -87,18 +88,19 @@ class HeadSums:
 
     @property
     def mean(self) -> Tensor:
-        """By head: [3, Hk]."""
+        """By head: [4, Hk]."""
         return self.total / self.steps
 
 
 @dataclass(frozen=True)
 class StepFidelity:
-    """One step that was looked at; mass, recall and error are means over layers and KV heads, None without a layer."""
+    """One step that was looked at; of attention the means over layers and KV heads, None without a layer."""
 
     step: int
     mass: float | None
     recall: float | None
     error: float | None
+    attended: float | None
     kl: float
     agrees: bool
 
@@ -112,7 +114,7 @@ class Fidelity:
     _now: dict[int, Tensor] = field(default_factory=dict)  # layer -> figures of the step that is being looked at
 
     def note_layer(self, layer: int, figures: Tensor) -> None:
-        """Take mass, recall and error [3, Hk] of a layer at the current step."""
+        """Take what `ATTENTION` names, [4, Hk], of a layer at the current step."""
         self._now[layer] = figures
 
     def note_step(self, step: int, reference: Tensor, logits: Tensor) -> None:
@@ -121,8 +123,9 @@ class Fidelity:
         kl = float((expected.exp() * (expected - found)).sum())
         agrees = bool(reference.argmax() == logits.argmax())
         figures = {layer: each.double().cpu() for layer, each in self._now.items()}
-        mass, recall, error = torch.cat(list(figures.values()), 1).mean(1).tolist() if figures else (None, None, None)
-        self.steps.append(StepFidelity(step, mass, recall, error, max(0.0, kl), agrees))
+        means = torch.cat(list(figures.values()), 1).mean(1).tolist() if figures else [None] * len(ATTENTION)
+        mass, recall, error, attended = means
+        self.steps.append(StepFidelity(step, mass, recall, error, attended, max(0.0, kl), agrees))
         self._add({layer: HeadSums.of(each) for layer, each in figures.items()})
         self._now = {}
 
@@ -142,7 +145,7 @@ class Fidelity:
         return fmean(step.agrees for step in self.steps)
 
     def attention(self) -> dict[str, float | None]:
-        """Mass, recall and error, each the mean over steps, KV heads and layers; None where no layer chose."""
+        """What `ATTENTION` names, each the mean over steps, KV heads and layers; None where no layer chose."""
         if not self.layers:
             return dict.fromkeys(ATTENTION)
         mean = torch.cat([sums.mean for sums in self.layers.values()], 1).mean(1)

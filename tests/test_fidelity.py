@@ -54,7 +54,8 @@ def by_hand(q, out, k, v, attended, scale):
         true.append([sum(weights[j] * v[j][c] for j in range(n)) for c in range(d)])
     best = sorted(range(n), key=lambda j: -importance[j])[:64]
     off = sum((a - b) ** 2 for x, y in zip(out, true, strict=True) for a, b in zip(x, y, strict=True))
-    return mass, sum(attended[j] for j in best) / len(best), math.sqrt(off / sum(a * a for row in true for a in row))
+    error = math.sqrt(off / sum(a * a for row in true for a in row))
+    return mass, sum(attended[j] for j in best) / len(best), error, sum(attended)
 
 
 @torch.inference_mode()
@@ -78,9 +79,9 @@ def test_every_figure_is_that_of_a_slow_computation():
                 q[group].double().tolist(), out[group].double().tolist(), k, v, attended[head].tolist(), softmax.scale
             )
             key = (layer, head)
-            sums[key] = [a + b for a, b in zip(sums.get(key, [0] * 3), figures, strict=True)]
-            before = worst.get(key, [2, 2, 0])
-            worst[key] = [min(before[0], figures[0]), min(before[1], figures[1]), max(before[2], figures[2])]
+            sums[key] = [a + b for a, b in zip(sums.get(key, [0] * 4), figures, strict=True)]
+            before = worst.get(key, figures)
+            worst[key] = [choose(*pair) for choose, *pair in zip((min, min, max, max), before, figures, strict=True)]
     assert set(fidelity.layers) == set(range(1, LAYERS))
     for (layer, head), total in sums.items():
         mean = fidelity.layers[layer].mean[:, head].tolist()
@@ -147,9 +148,10 @@ def test_a_softmax_with_a_logit_of_its_own_keeps_its_share_out_of_the_mass():
     weights = torch.cat((scores, sinks.double().view(2, 2, 1)), -1).softmax(-1)[..., :-1]
     out = torch.einsum("hgn,hnd->hgd", weights, v.double()).reshape(4, 8)
     everything = torch.ones(2, 11, dtype=torch.bool)
-    mass, recall, error = compare_attention(q, out.float(), k, v, everything, Softmax(0.3, None, sinks))
+    mass, recall, error, attended = compare_attention(q, out.float(), k, v, everything, Softmax(0.3, None, sinks))
     assert mass.tolist() == pytest.approx([1, 1])
     assert recall.tolist() == [1, 1]
+    assert attended.tolist() == [11, 11]
     assert error.tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
@@ -158,10 +160,10 @@ def test_sums_of_sequences_are_those_of_one_long_one():
     for part, values in ((first, (0.25, 0.5)), (second, (0.75,))):
         for value in values:
             for each in (part, both):
-                each.note_layer(3, torch.full((3, 2), value))
+                each.note_layer(3, torch.full((4, 2), value))
                 each.note_step(0, torch.tensor([0.0, 1.0]), torch.tensor([0.0, value]))
     first.add(second)
     assert first.summary() == both.summary()
-    assert first.attention() == {"mass": 0.5, "recall": 0.5, "error": 0.5}
-    assert first.layers[3].worst.tolist() == [[0.25] * 2, [0.25] * 2, [0.75] * 2]
+    assert first.attention() == {"mass": 0.5, "recall": 0.5, "error": 0.5, "attended": 0.5}
+    assert first.layers[3].worst.tolist() == [[0.25] * 2, [0.25] * 2, [0.75] * 2, [0.75] * 2]
     assert Fidelity().summary() == {}
