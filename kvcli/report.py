@@ -72,6 +72,7 @@ class LayerCache:
 class Cache:
     """Hits and misses of the selected pages (one page of one KV head counts one), and what crossed the bus.
 
+    `bytes_exposed` is the part of `bytes_to_device` that attention waited for, the rest came after it, for later steps.
     `bytes_to_host` is all that was written out, `prefill_bytes_to_host` the prompt's part of it.
     """
 
@@ -82,6 +83,7 @@ class Cache:
     bytes_to_host: int = 0
     prefill_bytes_to_host: int = 0
     layers: list[LayerCache] = field(default_factory=list)
+    bytes_exposed: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class Count(IntEnum):
     MISSES = 4
     BYTES_TO_DEVICE = 5
     BYTES_TO_HOST = 6
+    BYTES_EXPOSED = 7
 
 
 class Counters:
@@ -61,6 +62,7 @@ class Counters:
             hits=requested - misses,
             misses=misses,
             bytes_to_device=_total(counts, Count.BYTES_TO_DEVICE),
+            bytes_exposed=_total(counts, Count.BYTES_EXPOSED),
             bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
             prefill_bytes_to_host=self.prefill_bytes_to_host,
             layers=[_layer(index, row) for index, row in enumerate(counts.sum(0).tolist())],

@@ -333,12 +333,16 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Count in the current step."""
         self.context.counters.add(layer, count, amount)
 
-    def recall(self, layer: int, fetch: Callable[[], tuple[int, int]]) -> None:
-        """Bring what a selection misses to the device and count it: `fetch` returns the misses and the bytes moved."""
+    def recall(self, layer: int, fetch: Callable[[], tuple[int, int]], hidden: bool = False) -> None:
+        """Bring what a selection misses to the device and count it: `fetch` returns the misses and the bytes moved.
+
+        `hidden` is what this step's attention does not wait for.
+        """
         with self.span("recall", layer):
             misses, moved = fetch()
         self.count(layer, Count.MISSES, misses)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.count(layer, Count.BYTES_EXPOSED, 0 if hidden else moved)
 
     def span(self, name: str, layer: int) -> AbstractContextManager[None]:
         """Time a phase of a layer's work where somebody listens."""

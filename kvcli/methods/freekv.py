@@ -81,7 +81,8 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         with self.span("attention", layer):
             out = cache.attend(q, softmax)
         if not corrected.all():
-            self.recall(layer, lambda: cache.recall(selected))  # the others; a corrected head misses nothing any more
+            # The others; a corrected head misses nothing any more.
+            self.recall(layer, lambda: cache.recall(selected), hidden=True)
         self.previous_query[layer] = q.clone()
         return out
 

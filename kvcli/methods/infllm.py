@@ -153,4 +153,5 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         self.count(layer, Count.PAGES_REQUESTED, wanted * num_kv_heads)
         self.count(layer, Count.MISSES, misses * num_kv_heads)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.count(layer, Count.BYTES_EXPOSED, moved)
         usage.note(wanted, misses, moved, float(scores[blocks].mean()))

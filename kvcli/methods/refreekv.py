@@ -88,6 +88,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         with self.span("recall", layer):
             k, v, moved = cache.bring()
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.count(layer, Count.BYTES_EXPOSED, moved)
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
 

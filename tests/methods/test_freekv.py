@@ -32,7 +32,7 @@ class Oracle:
         self.tau, self.prompt = tau, stream.prompt
         self.held = [set() for _ in range(HK)]
         self.retrieved = False
-        self.checked = self.corrected = self.layer_steps = self.misses = self.requested = self.first = 0
+        self.checked = self.corrected = self.layer_steps = self.misses = self.requested = self.first = self.exposed = 0
 
     def pages(self, length):
         return -(-length // P)
@@ -78,6 +78,7 @@ class Oracle:
         for head in range(HK):
             self.misses += len(wanted[head] - self.held[head])
             if turned[head]:
+                self.exposed += len(wanted[head] - self.held[head])
                 self.held[head] = wanted[head]
             first_recent = (self.pages(length) - WINDOW) * P
             tokens = [*range(SINK * P), *(t for page in self.held[head] for t in range(page * P, page * P + P))]
@@ -116,6 +117,7 @@ def test_every_step_matches_the_oracle(prompt, tau):
     assert cache.misses == oracle.misses
     assert cache.hits == oracle.requested - oracle.misses
     assert cache.bytes_to_device == oracle.misses * 2 * P * D * 4
+    assert cache.bytes_exposed == oracle.exposed * 2 * P * D * 4
     page_bytes = HK * 2 * P * D * 4
     assert cache.prefill_bytes_to_host == prompt // P * page_bytes
     assert cache.bytes_to_host == (prompt + 110) // P * page_bytes
