@@ -1,0 +1,92 @@
+"""TokenSelect: tokens by a vote of all heads, kept while the query stays (arXiv 2411.02886, section 4).
+
+A step scores every token by its exact q.k. Each query head turns its scores to weights over the candidates, and the sum
+over all heads of the layer is the vote: a head that is sure of a token counts for more than many that are not. One set
+of tokens a layer serves all KV heads. Consecutive queries are much alike, so that the choice is kept for as long as the
+layer's query has a cosine of `theta` or more, over all its heads, with the one that chose.
+
+Decided: the scores are scaled as in attention before they become weights (the reference code leaves that out). The
+prompt is read exactly, and tokens keep their positions: the paper's selection in prefill, and its queries placed right
+behind the window to read past a model's trained length, are not part of this. All KV stays on the device. In the
+counters one token of one KV head is a page of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.query_similarity import query_similarity
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.stats import Count
+from kvcli.store.keyed import KeyedTokens
+
+
+class TokenSelectConfig(TokenConfig):
+    """Settings of TokenSelect."""
+
+    budget: int = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
+    window: int = setting(512, "most recent tokens, always attended", "tokens", ge=0)
+    theta: float = setting(0.9, "choose anew below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
+
+
+class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
+    """One choice of tokens for all heads, by their vote, and for all steps that ask alike."""
+
+    Config = TokenSelectConfig
+    title = "token selection by a vote of all heads, kept while the query stays, everything on the device"
+    paper = "arXiv 2411.02886"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(L)"
+
+    def __init__(self, config: TokenSelectConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.queries: dict[int, Tensor] = {}  # layer -> the query [H, d] that chose last
+        self.selected: dict[int, Tensor] = {}  # layer -> what it chose, [k]
+        self.steps = self.choices = 0  # layer-steps that retrieved, and those of them that chose anew
+
+    def new_cache(self, layer: LayerGeometry) -> KeyedTokens:
+        """Keep everything on the device; tokens are scored by their whole keys."""
+        heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
+        return KeyedTokens(heads, d, context.capacity, self.config.tokens, d, context.tiers)
+
+    def retrieve(self, layer: int, cache: KeyedTokens, q: Tensor, softmax: Softmax) -> Tensor:
+        """Choose where the query turned, then attend to what was chosen last."""
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        self.steps += 1
+        if self._turned(layer, q):
+            self.choices += 1
+            self.queries[layer], self.selected[layer] = q.clone(), self._vote(layer, cache, q, softmax)
+        selected = self.selected[layer].expand(cache.k.shape[0], -1)  # [Hk, k]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        with self.span("attention", layer):
+            return cache.attend_selected(q, selected, softmax)
+
+    def _turned(self, layer: int, q: Tensor) -> bool:
+        """Tell whether the layer's query, all heads in a row, is no longer like the one that chose."""
+        if layer not in self.queries or self.config.theta == 1:
+            return True
+        with self.span("score", layer):
+            cosine = query_similarity(q.view(1, -1), self.queries[layer].view(1, -1), 1, "mean")
+        return self.config.theta > 0 and bool(cosine < self.config.theta)
+
+    def _vote(self, layer: int, cache: KeyedTokens, q: Tensor, softmax: Softmax) -> Tensor:
+        """Choose the tokens that all heads together want most: [k]."""
+        with self.span("score", layer):
+            scores = cache.index.scores(q, cache.candidates, softmax.scale)  # [Hk, G, n]
+            votes = scores.softmax(-1).sum((0, 1))  # [n]
+        with self.span("select", layer):
+            return topk_pages(votes[None], cache.selected)[0] + cache.candidates.start
+
+    def statistics(self) -> dict[str, Any]:
+        """Say in how many of the layer-steps that retrieved the choice was made anew."""
+        return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
