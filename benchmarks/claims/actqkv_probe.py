@@ -28,7 +28,6 @@ from kvcli.methods.actqkv import ActQKV
 from kvcli.methods.base import SequenceContext
 from kvcli.profile import resolve_profile
 from kvcli.store.blocks import BlockCache
-from kvcli.windowed import read_prompt
 
 PROBES = ("activation", "mean")
 
@@ -114,7 +113,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     layers, found = subject.model.geometry.layers, defaultdict(list)
     for document in subject.documents(args.tasks, args.rows):
         method = Watched(profile.settings, layers, subject.context(document), args.least_blocks)
-        read_prompt(subject.model.module, subject.hook, document.ids, method, layers, lambda _: None)
+        subject.engine.read(document.ids, [method])
         method.compare_questions()
         for what, layer, one in method.seen:
             for where in (str(layer), "all"):

@@ -7,27 +7,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from demo_accuracy import FRAME, MAX_TOKENS, Tee
+from torch import Tensor
 
-from kvcli.attention import Hook, attached
-from kvcli.decode import decode
-from kvcli.methods import get_method
+from kvcli.engine import Engine, engine
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model, ModelSpec, load_model
-from kvcli.prefill import prefill
+from kvcli.prefill import TakesPrompt, prefill
 from kvcli.profile import Profile
 from kvcli.prompts import Prompt, Template, encode, encode_question
-from kvcli.rope import installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
-from kvcli.stats import Counters
-from kvcli.store.cache import Tiers
 from kvcli.tasks import TASKS, Row, make_row, recall
 from kvcli.text import TextStream
-from kvcli.timeline import Timeline
+from kvcli.windowed import Together
 
 NEEDLES = ["niah_single", "niah_multikey", "niah_multiquery"]
+MAX_TOKENS = 80
+FRAME = 8  # tokens that the chat template may add
 
 
 @dataclass(frozen=True)
@@ -49,13 +45,16 @@ class Answer:
 
 @dataclass
 class Subject:
-    """A model with kvcli's attention in place, for prompts of at most `length` tokens."""
+    """A model made ready for prompts of at most `length` tokens."""
 
-    model: Model
-    hook: Hook
-    rotary: Any
+    engine: Engine
     length: int
     seed: int
+
+    @property
+    def model(self) -> Model:
+        """What is loaded."""
+        return self.engine.model
 
     def documents(self, tasks: Sequence[str], rows: int) -> Iterator[Document]:
         """Make `rows` documents of the evaluation split for each task."""
@@ -78,43 +77,37 @@ class Subject:
 
     def context(self, document: Document) -> SequenceContext:
         """Give a method what it needs for a document and its answer."""
-        model, capacity = self.model, len(document.ids) + MAX_TOKENS
-        tiers, counters = Tiers.for_device(model.device, model.dtype), Counters(len(model.geometry.layers))
-        return SequenceContext(
-            capacity,
-            tiers,
-            counters,
-            Timeline(),
-            self.rotary,
-            question=document.question,
-            prompt_tokens=len(document.ids),
-        )
+        prompt = len(document.ids)
+        return self.engine.context(prompt, self.length + MAX_TOKENS - prompt, document.question)
 
     def methods(self, document: Document, profiles: dict[str, Profile]) -> dict[str, Method[Any, Any]]:
         """Make one method object a profile."""
-        layers = self.model.geometry.layers
-        return {
-            name: get_method(profile.method)(profile.settings, layers, self.context(document))
-            for name, profile in profiles.items()
-        }
+        return {name: self.engine.method(profile, self.context(document)) for name, profile in profiles.items()}
 
-    def read(self, document: Document, methods: Sequence[Method[Any, Any]]) -> torch.Tensor:
+    def read(self, document: Document, methods: Sequence[TakesPrompt]) -> Tensor:
         """Read a document once, by exact prefill, into all methods; returns the logits [vocab] of the first token."""
-        layers = self.model.geometry.layers
-        return prefill(self.model.module, self.hook, document.ids, Tee(list(methods)), layers, lambda _: None)
+        ready = self.engine
+        return prefill(ready.model.module, ready.hook, document.ids, Together(methods), ready.layers, lambda _: None)
 
-    def answer(self, document: Document, method: Method[Any, Any], logits: torch.Tensor) -> float:
+    def answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
-        model, counters = self.model, method.context.counters
-        eos = {model.tokenizer.eos_token_id}
-        sampler, stream = Sampler(Sampling(), 0, model.device), TextStream(model.tokenizer)
         sequence = RunningSequence(
-            0, "row", 0, len(document.ids), method, counters, sampler, stream, eos, MAX_TOKENS, 0.0
+            index=0,
+            source="row",
+            sample=0,
+            prompt_tokens=len(document.ids),
+            method=method,
+            counters=method.context.counters,
+            sampler=Sampler(Sampling(), 0, self.model.device),
+            stream=TextStream(self.model.tokenizer),
+            eos=self.engine.eos,
+            max_tokens=MAX_TOKENS,
+            prefill_ms=0.0,
         )
         sequence.accept(logits)
-        for _ in decode(model.module, self.hook, [sequence], Timeline()):
+        for _ in self.engine.decode([sequence]):
             pass
-        return recall(stream.text, document.row.outputs)
+        return recall(sequence.stream.text, document.row.outputs)
 
     def answers(
         self, tasks: Sequence[str], rows: int, profiles: dict[str, Profile]
@@ -129,10 +122,9 @@ class Subject:
 
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[Subject]:
-    """Load the model of `add_arguments` and put kvcli's attention and rotary tables in place."""
-    model, longest = load_model(ModelSpec(args.model)), args.length + MAX_TOKENS
-    with attached(model.module) as hook, installed(model.module, [longest]) as rope:
-        yield Subject(model, hook, rope.rotary(longest), args.length, args.seed)
+    """Load the model of `add_arguments` and make it ready."""
+    with engine(load_model(ModelSpec(args.model)), [args.length + MAX_TOKENS]) as ready:
+        yield Subject(ready, args.length, args.seed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
