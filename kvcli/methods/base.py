@@ -42,6 +42,7 @@ MEMORY_SYMBOLS = {
     "g": "generated ones of them",
     "k": "tokens kept of the prompt",
     "B": "budget",
+    "W": "recent window",
     "p": "tokens in a page, block, chunk or group",
     "r": "rank of the keys",
     "w": "width of a layer's keys, KV heads times head_dim",

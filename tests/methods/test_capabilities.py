@@ -47,7 +47,8 @@ def stated_tokens(name, capacity, prompt):
     settings = {field: getattr(config, field) for field in type(config).model_fields}
     size = next((settings[field] for field in ("page_size", "chunk", "group") if field in settings), 1)
     values = {"L": capacity, "g": capacity - prompt, "k": prompt, "B": settings.get("budget"), "p": size}
-    values |= {"r": settings.get("rank"), "w": WIDTH, "s": settings.get("sparsity"), "n": LAYERS}
+    values |= {"r": settings.get("rank"), "w": WIDTH, "W": settings.get("window")}
+    values |= {"s": settings.get("sparsity"), "n": LAYERS}
     inside = get_method(name).device_memory.removeprefix("O(").removesuffix(")").replace("·", "*")
     return _value(ast.parse(inside, mode="eval").body, values)
 
