@@ -15,6 +15,7 @@ import torch
 from kvcli import memory, report
 from kvcli.audit import Audit, conclude, prepare
 from kvcli.engine import engine
+from kvcli.fingerprint import foreign
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.profile import Profile
@@ -87,6 +88,8 @@ def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[Encod
     """Refuse what memory does not hold; warn of what the model was not made for."""
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
     memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None)
+    if (elsewhere := foreign(request.profile, checkpoint)) is not None:
+        observer.notice(elsewhere)
     limit, capacity = checkpoint.geometry.max_positions, max(_capacities(request, prompts))
     if limit is not None and capacity > limit:
         observer.notice(

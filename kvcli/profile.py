@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -21,18 +21,23 @@ if TYPE_CHECKING:
     from kvcli.methods.base import MethodConfig
 
 DEFAULT_METHOD = "freekv"
-_KEYS = ("method", "description", "paper", "settings")
+_KEYS = ("method", "description", "paper", "settings", "provenance")
+_TABLES = ("settings", "provenance")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A method and every one of its settings; `paper` names the source of the values."""
+    """A method and every one of its settings; `paper` names the source of the values.
+
+    `provenance` says what values that `kvcli calibrate` found hold for: the model, the text, the curve.
+    """
 
     name: str
     method: str
     description: str
     paper: str
     settings: MethodConfig
+    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def hash(self) -> str:
@@ -49,6 +54,7 @@ class Profile:
             "paper": self.paper,
             "settings": self.settings.model_dump(mode="json"),
             "hash": self.hash,
+            **({"provenance": self.provenance} if self.provenance else {}),
         }
 
 
@@ -92,6 +98,7 @@ def resolve_profile(
         found.get("description", method_class.title),
         found.get("paper", method_class.paper),
         _validate(method_class.Config, found["method"], settings),
+        found.get("provenance", {}),
     )
 
 
@@ -125,9 +132,9 @@ def _check(name: str, found: dict[str, Any]) -> dict[str, Any]:
     if "method" not in found:
         raise _usage(f"profile {name}: no method", f'add a line such as method = "{DEFAULT_METHOD}"')
     for key in _KEYS:
-        wanted = dict if key == "settings" else str
+        wanted = dict if key in _TABLES else str
         if not isinstance(found.get(key, wanted()), wanted):
-            expected = "a table" if key == "settings" else "text in quotes"
+            expected = "a table" if key in _TABLES else "text in quotes"
             raise _usage(f"profile {name}: {key} = {found[key]!r} is not {expected}", "see kvcli methods NAME")
     return found
 
