@@ -11,6 +11,7 @@ from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.guard import run
 from kvcli.cli.methods import methods
+from kvcli.cli.profile import profile
 from kvcli.cli.plan import plan
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(methods)
+app.command()(profile)
 app.command()(plan)
 
 

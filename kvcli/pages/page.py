@@ -14,7 +14,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.summary import Table
 
 if TYPE_CHECKING:
-    from altair import Chart, LayerChart
+    from altair import Chart, FacetChart, LayerChart
 
 # The colours are variables of page.css: the browser fills them in, for light or for dark.
 PALETTE = tuple(f"var(--c{index})" for index in range(10))
@@ -51,8 +51,9 @@ _CONFIG: dict[str, Any] = {
 _DRAW = """
 document.querySelectorAll("script[type='application/vega-lite+json']").forEach((script) => {
   const spec = JSON.parse(script.textContent), place = script.previousElementSibling;
-  spec.config.legend.columns = Math.max(2, Math.floor(place.clientWidth / 130));
-  vegaEmbed(place, spec, { renderer: "svg", actions: false, mode: "vega-lite" });
+  spec.config.legend.columns = Math.max(2, Math.floor((0.7 * place.clientWidth) / 120));
+  spec.config.axis.labelLimit = Math.max(100, 0.3 * place.clientWidth);
+  vegaEmbed(place, spec, { renderer: "svg", actions: false, mode: "vega-lite", logLevel: 1 });
 });
 """
 
@@ -89,7 +90,7 @@ class Page:
         """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
-    def chart(self, chart: Chart | LayerChart, caption: str) -> None:
+    def chart(self, chart: Chart | LayerChart | FacetChart, caption: str) -> None:
         """Add a chart as wide as the page; `caption` says what it shows, to those who do not see it as well."""
         spec = chart.to_dict()
         spec["config"] = _CONFIG  # Altair's own theme has fixed colours

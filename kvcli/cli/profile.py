@@ -1,0 +1,188 @@
+"""`kvcli profile`: how long a step takes, and where the time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvcli.cli.options import assignments, each, flag, names, option, positive_count, whole
+from kvcli.cli.output import check_writable, write_file
+from kvcli.errors import ExitCode, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.profiling.report import ProfileReport
+
+_LOAD, _MODEL, _METHOD, _RUNS, _OUTPUT = "Load", "Model", "Methods", "Runs", "Output"
+
+
+def profile(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="Text to read instead of made-up KV; - is standard input.", show_default=False
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        option("--context", panel=_LOAD, env=False, metavar="TOKENS,...", help="Tokens before the first step; 8K."),
+    ] = None,
+    batch_size: Annotated[
+        str, option("--batch-size", panel=_LOAD, env=False, metavar="N,...", help="Sequences decoded together.")
+    ] = "1",
+    output_len: Annotated[
+        int,
+        option(
+            "--output-len", panel=_LOAD, env=False, parser=positive_count, metavar="N", help="Timed steps of a run."
+        ),
+    ] = 32,
+    read: Annotated[
+        bool, flag("--read", panel=_LOAD, env=False, help="Read seeded tokens with the model instead of made-up KV.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        option("--model", "-m", panel=_MODEL, metavar="DIR|ID", help="Checkpoint; without it, the small demo model."),
+    ] = None,
+    device: Annotated[
+        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+    ] = "auto",
+    dtype: Annotated[
+        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        option("--load-format", panel=_MODEL, help="dummy makes random weights up, of a shape or a config.json."),
+    ] = "auto",
+    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    method: Annotated[
+        str | None,
+        option("--method", panel=_METHOD, env=False, metavar="A,B", help="Methods, comma-separated; full,freekv."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        option("--profile", panel=_METHOD, env=False, metavar="A,B", help="Profiles beside them, names or files."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."
+        ),
+    ] = None,
+    ablate: Annotated[
+        bool, flag("--ablate", panel=_METHOD, env=False, help="Add each method without the parts it can do without.")
+    ] = False,
+    peers: Annotated[
+        bool, flag("--peers", panel=_METHOD, env=False, help="Add transformers' own caches, on the same weights.")
+    ] = False,
+    repeat: Annotated[
+        int,
+        option("--repeat", panel=_RUNS, env=False, parser=positive_count, metavar="N", help="Runs of each, in turn."),
+    ] = 5,
+    warmup: Annotated[
+        int, option("--warmup", panel=_RUNS, env=False, parser=whole, metavar="N", help="Steps of a run not counted.")
+    ] = 2,
+    seed: Annotated[
+        int, option("--seed", panel=_RUNS, parser=whole, metavar="N", help="Of made-up KV and tokens.")
+    ] = 0,
+    html: Annotated[
+        Path | None,
+        option("--html", panel=_OUTPUT, env=False, metavar="FILE", help="Write a page with pictures, in one file."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        option("--trace", panel=_OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON."),
+    ] = None,
+    nvtx: Annotated[
+        bool, flag("--nvtx", panel=_OUTPUT, env=False, help="Mark the same spans as NVTX ranges (CUDA).")
+    ] = False,
+    as_json: Annotated[
+        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead of the tables.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the tables: no progress or notes.")] = False,
+    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
+        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Measure a decode step: how long, made of what, and how far from what the machine allows.
+
+    kvcli profile --method full,quest,freekv --context 8K,32K --html profile.html
+
+    The first method named is what the others are compared with. Runs take turns, and
+    the parts of a step come from runs of their own, with clocks inside.
+
+    Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
+    failed, 130 interrupted, 141 stdout was closed.
+    """
+    from kvcli.pages import check_installed
+    from kvcli.profiling.entries import entries
+    from kvcli.prompts import read_document
+    from kvcli.variants import variants
+
+    for path, name in ((output, "-o"), (trace, "--trace"), (html, "--html")):
+        if path is not None:
+            check_writable(path, name)
+    if html is not None:
+        check_installed()
+    if warmup < 0:
+        raise KvcliError(f"--warmup {warmup} is negative", "give 0 or more", ExitCode.USAGE)
+    methods, profiles = names(method, "--method"), names(profile, "--profile")
+    compared = variants(methods or ([] if profiles else ["full", "freekv"]), profiles, [], assignments(settings or []))
+    contexts, batches = each(context, "--context", positive_count), each(batch_size, "--batch-size", positive_count)
+    document = None if file is None else read_document(file)
+
+    from kvcli import console
+    from kvcli.model import ModelSpec
+    from kvcli.profiling.run import Request
+    from kvcli.profiling.run import profile as run
+    from kvcli.profiling.tables import notes, tables
+    from kvcli.timeline import chrome_trace
+
+    observer = console.RunConsole(None, quiet, text_on_screen=False)
+    if model is None:
+        observer.notice("no -m: using the small demo model that comes with kvcli")
+    request = Request(
+        model=ModelSpec(model, device, dtype, load_format, offline),
+        entries=entries(compared, ablate),
+        contexts=tuple(contexts),
+        batches=tuple(batches),
+        steps=output_len,
+        repeat=repeat,
+        warmup=warmup,
+        seed=seed,
+        document=document,
+        read=read,
+        peers=peers,
+        nvtx=nvtx,
+    )
+    try:
+        outcome = run(request, observer)
+    finally:
+        observer.stage_done()
+    report = outcome.report
+    if trace is not None:
+        write_file(trace, chrome_trace(outcome.spans))
+    if html is not None:
+        from kvcli.profiling.page import page
+
+        write_file(html, page(outcome))
+    to_file = output is not None
+    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), to_file)
+    if output is not None:
+        write_file(output, text)
+    else:
+        typer.echo(text, nl=False)
+    for note in notes(report):
+        observer.notice(note)
+    raise typer.Exit(_exit_code(report))
+
+
+def _exit_code(report: ProfileReport) -> ExitCode:
+    if not report.finished:
+        return ExitCode.INTERRUPTED
+    failed = [case.error is not None for case in report.cases]
+    return ExitCode.OK if not any(failed) else ExitCode.RUNTIME if all(failed) else ExitCode.PARTIAL

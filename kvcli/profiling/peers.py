@@ -1,0 +1,79 @@
+"""transformers' own caches under its own `generate`, on the weights that kvcli runs on.
+
+Their KV is made up in every case: full attention takes as long whatever the values are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from kvcli.model import Model
+from kvcli.profiling.candidates import Run
+from kvcli.profiling.sources import Load, Noise
+from kvcli.timeline import Timeline
+
+
+class Clock(BaseStreamer):
+    """Notes when the tokens of a step arrive; they are on the host by then."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002
+        """Take the tokens of a step, or the prompt at the beginning."""
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """`generate` with a `DynamicCache`: resident, or offloaded to host memory layer by layer."""
+
+    model: Model
+    noise: Noise
+    offloading: bool = False
+    kind: str = "peer"
+    profile: None = None
+
+    @property
+    def label(self) -> str:
+        """See `Candidate.label`."""
+        return "transformers offloaded" if self.offloading else "transformers"
+
+    @torch.inference_mode()
+    def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
+        """See `Candidate.run`; its step is not taken apart."""
+        clock = Clock()
+        cache = DynamicCache(config=self.model.module.config, offloading=self.offloading)
+        for layer in self.model.geometry.layers:
+            k, v = self.noise.kv(layer, load.context)
+            cache.update(*(x[None].expand(load.batch, -1, -1, -1) for x in (k, v)), layer.index)
+        ids = torch.ones(load.batch, load.context + 1, dtype=torch.long, device=self.model.device)
+        generate: Any = self.model.module.generate
+        generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=load.max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
+        return Run(steps[len(steps) - load.steps :])
+
+
+def transformers_peers(model: Model, noise: Noise) -> list[Transformers]:
+    """Those that run on the model's device: the offloaded cache needs CUDA."""
+    resident = Transformers(model, noise)
+    return [resident, Transformers(model, noise, offloading=True)] if model.device.type == "cuda" else [resident]

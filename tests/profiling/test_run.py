@@ -1,0 +1,250 @@
+"""Whole profiles of a tiny checkpoint."""
+
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+from families import tiny_checkpoint
+
+from kvcli import memory
+from kvcli.ceilings import Ceilings, Rate
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.floors import PHASES
+from kvcli.methods import method_names
+from kvcli.model import ModelSpec, load_model
+from kvcli.observer import Observer
+from kvcli.profile import resolve_profile
+from kvcli.profiling import run as profiling
+from kvcli.profiling import runs
+from kvcli.profiling.candidates import Decoding
+from kvcli.profiling.entries import Entry, entries
+from kvcli.profiling.phases import step_parts
+from kvcli.profiling.run import Request, profile
+from kvcli.profiling.sources import Load, MadeUp, Noise
+from kvcli.timeline import Timeline
+from kvcli.variants import variants
+
+SMALL = {"budget": 96, "sink": 16, "window": 32, "page_size": 16, "chunk": 8, "outliers": 2, "rank": 8}
+
+
+def entry(method, **overrides):
+    known = type(resolve_profile(method).settings).model_fields
+    settings = {key: value for key, value in SMALL.items() if key in known} | overrides
+    return Entry(method, "method", resolve_profile(method, None, settings))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(tiny_checkpoint("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(ModelSpec(checkpoint))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine():
+    """Measuring the machine takes seconds, and is tested elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "measure_ceilings", lambda *_: Ceilings(*[Rate.given(1e9)] * 5))
+        yield
+
+
+@pytest.fixture(scope="module")
+def outcome(checkpoint):
+    wanted = request(checkpoint, "full", "quest", "freekv", contexts=(250, 400), batches=(1, 2), peers=True)
+    return profile(wanted, Observer())
+
+
+def request(checkpoint, *methods, **options):
+    sizes = {"contexts": (200,), "steps": 4, "repeat": 2, "warmup": 1, **options}
+    return Request(ModelSpec(checkpoint), tuple(entry(method) for method in methods), **sizes)
+
+
+def test_there_is_a_case_for_everything_asked_for(outcome):
+    cases = [(case.label, case.context, case.batch) for case in outcome.report.cases]
+    labels = ("full", "quest", "freekv", "transformers")
+    assert cases == [(label, context, batch) for context in (250, 400) for batch in (1, 2) for label in labels]
+    for case in outcome.report.cases:
+        assert len(case.runs_ms) == 2
+        assert case.step_ms.least <= case.step_ms.median <= case.step_ms.most
+        assert case.tokens_per_s == pytest.approx(1000 * case.batch / case.step_ms.median)
+        assert case.error is None
+
+
+def test_parts_add_up_to_the_step(outcome):
+    broken = [case for case in outcome.report.cases if case.breakdown is not None]
+    assert {case.label for case in broken} == {"full", "quest", "freekv"}
+    for case in broken:
+        parts = {part.phase: part for part in case.breakdown.parts}
+        assert list(parts) == list(PHASES)
+        assert sum(part.ms for part in parts.values()) == pytest.approx(case.breakdown.step_ms)
+        assert all(parts[phase].ms > 0 for phase in ("projections", "attention", "mlp", "sampling", "host"))
+        assert case.breakdown.disturbance.least > 0
+
+
+def test_phases_are_those_of_the_method(outcome):
+    for case in outcome.report.cases[:3]:
+        there = {part.phase for part in case.breakdown.parts if part.ms > 0}
+        assert ("score" in there) == ("select" in there) == (case.label != "full")
+        assert ("recall" in there) == ("correction" in there) == ("offload" in there) == (case.label == "freekv")
+        assert sum(part.floor_ms for part in case.breakdown.parts) == pytest.approx(case.floor_ms)
+
+
+def test_ratios_are_taken_against_the_first_case_of_a_round(outcome):
+    first, *others = outcome.report.cases[:4]
+    assert first.ratio.median == first.ratio.most == 1
+    for case in others:
+        ratios = [a / b for a, b in zip(first.runs_ms, case.runs_ms, strict=True)]
+        assert (case.ratio.least, case.ratio.most) == (min(ratios), max(ratios))
+
+
+def test_counts_are_of_the_timed_steps_of_all_sequences(outcome):
+    one, two = (case for case in outcome.report.cases[:8] if case.label == "freekv")
+    for case in (one, two):
+        assert len(case.counts.misses) == 4
+        assert len(case.counts.misses[0]) == 4
+        assert case.counts.misses[0][0] == 0  # the first layer is dense
+    assert sum(map(sum, two.counts.pages_requested)) == 2 * sum(map(sum, one.counts.pages_requested)) > 0
+    assert two.host_kv_bytes == 2 * one.host_kv_bytes > 0
+
+
+def test_spans_of_a_run_that_was_taken_apart_are_kept_by_case(outcome):
+    assert "freekv · 400 tokens · batch 2" in outcome.spans
+    tracks = {span.track for span in outcome.spans["freekv · 400 tokens · batch 2"]}
+    assert tracks == {"run", "sequence 0", "sequence 1"}
+    assert not any(name.startswith("transformers") for name in outcome.spans)
+
+
+def test_the_report_is_one_json_object(outcome):
+    body = json.loads(outcome.report.to_json())
+    assert next(iter(body)) == "schema_version"
+    assert body["options"]["kv"] == "made up"
+    assert body["cases"][0]["breakdown"]["parts"][0]["phase"] == "projections"
+    assert body["ceilings"]["read"]["median"] > 0
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_method_runs_on_made_up_kv_and_its_spans_make_up_the_step(model, method):
+    each, timeline = entry(method), Timeline(enabled=True)
+    source = MadeUp(Noise(0, model.device, model.dtype))
+    load = Load(200, 1, 1, 8)
+    run = Decoding(each.label, each.kind, each.profile, model, source).run(load, timeline)
+    parts = step_parts(timeline.spans, offloaded=False)[load.warmup :]
+    assert len(parts) == len(run.steps_ms) == load.steps
+    covered = [sum(step.exposed.values()) / 1000 / ms for step, ms in zip(parts, run.steps_ms, strict=True)]
+    assert statistics.median(covered) == pytest.approx(1, abs=0.02)
+    assert all(step.exposed["attention"] > 0 for step in parts)
+
+
+def test_runs_take_turns_and_each_is_followed_by_the_one_taken_apart(checkpoint, monkeypatch):
+    order, plain = [], Decoding.run
+
+    def noted(self, load, timeline):
+        order.append((self.label, timeline.enabled))
+        return plain(self, load, timeline)
+
+    monkeypatch.setattr(Decoding, "run", noted)
+    profile(request(checkpoint, "full", "quest", steps=1), Observer())
+    assert order == [("full", False), ("full", True), ("quest", False), ("quest", True)] * 2
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_reading_is_said_and_gives_the_models_own_selections(checkpoint, read):
+    found = profile(request(checkpoint, "freekv", "full", read=read, batches=(2,)), Observer()).report
+    assert found.options["kv"] == ("read" if read else "made up")
+    assert all(case.error is None and case.batch == 2 for case in found.cases)
+
+
+def test_a_document_is_cut_to_the_context_or_taken_whole(checkpoint):
+    text = "the quick brown fox jumps over the lazy dog " * 30
+    whole = profile(request(checkpoint, "full", contexts=(), document=text, steps=1, repeat=1), Observer()).report
+    (context,) = whole.options["contexts"]
+    assert context > 200
+    cut = profile(request(checkpoint, "full", document=text, steps=1, repeat=1), Observer()).report
+    assert [case.context for case in cut.cases] == [200]
+    with pytest.raises(KvcliError) as error:
+        profile(request(checkpoint, "full", contexts=(context + 1,), document=text), Observer())
+    assert error.value.exit_code == ExitCode.USAGE
+    assert f"{context:,} tokens" in error.value.what
+
+
+def test_a_case_that_fails_leaves_the_others_alone(checkpoint, monkeypatch):
+    plain = Decoding.run
+
+    def failing(self, load, timeline):
+        if self.label == "quest":
+            raise KvcliError("quest is out of order")
+        return plain(self, load, timeline)
+
+    monkeypatch.setattr(Decoding, "run", failing)
+    full, quest = profile(request(checkpoint, "full", "quest"), Observer()).report.cases
+    assert full.error is None
+    assert (quest.error, quest.step_ms, quest.breakdown) == ("quest is out of order", None, None)
+
+
+def test_what_does_not_fit_is_left_out_and_refused_where_nothing_fits(checkpoint, monkeypatch):
+    def check(profile, checkpoint, prompts, sampling):
+        if profile.method == "full":
+            raise KvcliError(f"{prompts} will not fit", exit_code=ExitCode.WILL_NOT_FIT)
+
+    monkeypatch.setattr(memory, "check", check)
+    full, quest = profile(request(checkpoint, "full", "quest"), Observer()).report.cases
+    assert full.error == "[200] will not fit"
+    assert quest.step_ms is not None
+    with pytest.raises(KvcliError) as error:
+        profile(request(checkpoint, "full"), Observer())
+    assert error.value.exit_code == ExitCode.WILL_NOT_FIT
+
+
+def test_reading_for_many_methods_needs_room_for_all(checkpoint, monkeypatch):
+    monkeypatch.setattr(memory, "check", lambda *_: None)
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1000})
+    with pytest.raises(KvcliError) as error:
+        profile(request(checkpoint, "full", "quest", read=True), Observer())
+    assert error.value.exit_code == ExitCode.WILL_NOT_FIT
+
+
+def test_an_interruption_keeps_what_there_is(checkpoint, monkeypatch):
+    plain, done = Decoding.run, []
+
+    def interrupted(self, load, timeline):
+        done.append(self.label)
+        if len(done) > 3:
+            raise KeyboardInterrupt
+        return plain(self, load, timeline)
+
+    monkeypatch.setattr(Decoding, "run", interrupted)
+    found = profile(request(checkpoint, "full", "quest", "freekv"), Observer()).report
+    assert not found.finished
+    full, quest = found.cases
+    assert full.breakdown is not None
+    assert quest.step_ms is not None
+    assert quest.breakdown is None
+
+
+def test_nvtx_needs_a_gpu(checkpoint):
+    with pytest.raises(KvcliError) as error:
+        profile(replace(request(checkpoint, "full"), nvtx=True), Observer())
+    assert error.value.exit_code == ExitCode.USAGE
+
+
+def test_ablation_lists_what_a_method_declares_and_nothing_else():
+    compared = variants(["full", "freekv"], [], [], {"tau": "0.7"})
+    found = entries(compared, ablate=True)
+    assert [(each.label, each.kind) for each in found] == [
+        ("full", "method"),
+        ("freekv, without speculation", "ablation"),
+        ("freekv", "method"),
+    ]
+    assert [getattr(each.profile.settings, "tau", None) for each in found] == [None, 1.0, 0.7]
+    assert len(entries(compared, ablate=False)) == 2
+
+
+def test_counts_add_up_sequences_without_the_warmup():
+    class Done:
+        counts = [[[step] * 7] for step in range(3)]  # noqa: RUF012
+
+    assert runs.counts([Done(), Done()], 1).misses == [[2], [4]]
