@@ -21,6 +21,7 @@ from kvcli.sizes import format_bytes
 _TIMELINE_LINES = 40
 _BAR = 24
 _UNLIMITED = 10_000  # columns
+_STATES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -188,6 +189,17 @@ def render_tables(
     with wide.capture() as capture:
         wide.print(Group(*parts))
     return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
+
+
+def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
+    """Name, state, what was found and what to do, of one check after another."""
+    table = _grid(("", True), ("cyan", True), ("", False))
+    for name, state, found, fix in rows:
+        style = _STATES.get(state, "")
+        table.add_row(Text(state, style=style), name, Text(found))
+        if fix:
+            table.add_row("", "", Text(fix, style="bold" if style else ""))
+    return table
 
 
 def method_list(entries: Sequence[dict[str, Any]]) -> RenderableType:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcli import __version__
+from kvcli.cli.doctor import doctor
 from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.guard import run
@@ -27,6 +28,7 @@ app.command("eval")(evaluate)
 app.command()(methods)
 app.command()(profile)
 app.command()(plan)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

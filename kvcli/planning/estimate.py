@@ -54,8 +54,8 @@ class Subject:
 class Times:
     """Seconds of the prefill of all prompts and of a decode step, and the work of a step with its least seconds.
 
-    They stand on `tried` of `layers` layers at `tried_length` tokens; 0: they are least times. `missed` is the part of the selected
-    pages that was recalled in these; None where nothing was selected: then all is taken to be recalled.
+    They stand on `tried` of `layers` layers at `tried_length` tokens; 0: they are least times. `missed` is the part of
+    the selected pages that was recalled in these; None where nothing was selected: then all is taken to be recalled.
     """
 
     prefill: float

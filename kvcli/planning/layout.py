@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.ceilings import Ceilings
-from kvcli.planning.plan import LONGEST, RUNTIME_BYTES, Plan
+from kvcli.memory import RUNTIME_BYTES
+from kvcli.planning.plan import LONGEST, Plan
 from kvcli.sizes import format_bytes
 from kvcli.summary import Table, duration, without_empty_columns
 
