@@ -12,8 +12,8 @@ from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.guard import run
 from kvcli.cli.methods import methods
-from kvcli.cli.profile import profile
 from kvcli.cli.plan import plan
+from kvcli.cli.profile import profile
 
 app = typer.Typer(
     name="kvcli",

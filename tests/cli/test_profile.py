@@ -1,0 +1,107 @@
+"""`kvcli profile` as a command."""
+
+import json
+from functools import partial
+
+import pytest
+from command import assert_refused
+from families import tiny_checkpoint
+
+SMALL = ["--set", "budget=96", "--set", "sink=16", "--set", "window=32", "--set", "page_size=16"]
+QUICK = ["--output-len", "3", "--repeat", "1", "--warmup", "1"]
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory, warm):
+    model = tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return partial(warm, "profile", "-m", model)
+
+
+@pytest.fixture(scope="module")
+def written(profile, tmp_path_factory):
+    """One run that writes everything."""
+    directory = tmp_path_factory.mktemp("profile")
+    files = {name: directory / name for name in ("out.json", "trace.json", "page.html")}
+    arguments = ["--method", "full,freekv", *SMALL, "--context", "200,300", "--batch-size", "1,2", *QUICK]
+    arguments += ["--ablate", "--peers", "--json", "-o", files["out.json"]]
+    result = profile(*arguments, "--trace", files["trace.json"], "--html", files["page.html"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    return {name: file.read_text() for name, file in files.items()}
+
+
+def test_json_has_a_case_for_each(written):
+    body = json.loads(written["out.json"])
+    labels = {case["label"] for case in body["cases"]}
+    assert labels == {"full", "freekv", "freekv, without speculation", "transformers"}
+    assert {(case["context"], case["batch"]) for case in body["cases"]} == {(200, 1), (200, 2), (300, 1), (300, 2)}
+    assert len(body["cases"]) == 16
+    assert body["options"] | {"steps": 3, "repeat": 1, "warmup": 1} == body["options"]
+
+
+def test_the_trace_has_a_process_for_each_case_and_a_line_for_each_track(written):
+    events = json.loads(written["trace.json"])["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert "freekv · 300 tokens · batch 2" in processes
+    assert len(processes) == 12
+    pid = processes.index("freekv · 300 tokens · batch 2")
+    lines = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
+    assert sorted(lines) == ["run", "sequence 0", "sequence 1"]
+    assert {"step", "projections", "score", "recall"} <= {e["name"] for e in events if e["pid"] == pid}
+
+
+def test_the_page_stands_alone(written):
+    page = written["page.html"]
+    assert page.startswith("<!DOCTYPE html>")
+    for heading in ("What a step is made of", "Step time and context", "One step", "What was corrected and recalled"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "src=" not in page.partition("<script>")[0]
+    assert page.count('type="application/vega-lite+json"') >= 6
+
+
+def test_tables_go_to_stdout_and_notes_to_stderr(profile):
+    result = profile("--method", "full,quest", *SMALL, "--context", "200", *QUICK)
+    assert result.returncode == 0, result.stderr
+    titles = [line for line in result.stdout.splitlines() if line.startswith(("step at", "where"))]
+    assert titles == ["step at 200 tokens, batch 1", "where the step goes at 200 tokens, batch 1, ms"]
+    assert "speed, full = 1" in result.stdout
+    assert "disturbed by" in result.stdout
+    assert "seeded noise" in result.stderr
+
+
+def test_a_document_is_read(profile, tmp_path):
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 20)
+    result = profile(tmp_path / "fox.txt", "--method", "full", *QUICK, "--json", "-q")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    body = json.loads(result.stdout)
+    assert body["options"]["kv"] == "read"
+    assert body["cases"][0]["context"] > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--method", "fulll"], ["fulll"]),
+        (["--method", "full,,quest"], ["empty entry"]),
+        (["--method", "full", "--set", "tau=1"], ["tau"]),
+        (["--context", "-5"], ["--context"]),
+        (["--context", "many"], ["many"]),
+        (["--batch-size", "0"], ["--batch-size"]),
+        (["--warmup", "-1"], ["--warmup -1"]),
+        (["--repeat", "0"], ["0"]),
+        (["--nvtx", "--context", "100"], ["--nvtx"]),
+        (["missing.txt"], ["missing.txt"]),
+        (["--html", "no/where.html"], ["--html no/where.html"]),
+        (["--trace", "/"], ["--trace /"]),
+    ],
+)
+def test_wrong_usage_is_refused(profile, arguments, words):
+    assert_refused(profile(*arguments, "-q"), 2, *words)
+
+
+def test_what_cannot_fit_is_refused(warm):
+    result = warm(
+        "profile", "--load-format", "dummy", "-m", "llama-3.1-8b", "--context", "100M", "--method", "full", "-q"
+    )
+    assert_refused(result, 3, "memory")
