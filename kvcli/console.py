@@ -8,7 +8,15 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -73,7 +81,8 @@ class RunConsole(Observer):
         if self._quiet or not self._console.is_terminal:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
-        counted = (BarColumn(bar_width=_BAR), TaskProgressColumn()) if total is not None else ()
+        bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left,"))
+        counted = bar if total is not None else ()
         self._progress = Progress(
             *columns,
             *counted,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcli import __version__
+from kvcli.cli.calibrate import calibrate
 from kvcli.cli.doctor import doctor
 from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(calibrate)
 app.command()(methods)
 app.command()(profile)
 app.command()(plan)

@@ -49,13 +49,14 @@ def number(text: object) -> float:
         raise ValueError(f"{text!r} is not a number") from None
 
 
-def assignments(settings: Iterable[str]) -> dict[str, str]:
-    """Read what --set was given: KEY=VALUE, the last of a key counts."""
+def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
+    """Read what --set was given, or another option `name`: KEY=VALUE, the last of a key counts."""
     values: dict[str, str] = {}
     for assignment in settings:
         key, equals, value = assignment.partition("=")
         if not equals or not key.strip():
-            raise KvcliError(f"--set {assignment!r} is not KEY=VALUE", "for example --set budget=4K", ExitCode.USAGE)
+            example = f"for example {name} budget=4K"
+            raise KvcliError(f"{name} {assignment!r} is not KEY=VALUE", example, ExitCode.USAGE)
         values[key.strip().replace("-", "_")] = value.strip()
     return values
 

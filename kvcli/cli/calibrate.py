@@ -1,0 +1,186 @@
+"""`kvcli calibrate`: the settings that keep a method close to full attention on a model and a kind of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
+from kvcli.cli.output import check_writable, write_file
+from kvcli.errors import ExitCode, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.calibrate.outcome import Calibration
+
+_TEXT, _MODEL, _METHOD, _OUTPUT = "Text", "Model", "Method", "Output"
+
+
+def calibrate(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="What to find: tau, rank, budget, threshold.", show_default=False)
+    ],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]...", help="Text to find it on; built-in text without.", show_default=False),
+    ] = None,
+    length: Annotated[
+        int, option("--length", panel=_TEXT, env=False, parser=positive_count, metavar="TOKENS", help="Of a prompt.")
+    ] = 4096,
+    steps: Annotated[
+        int,
+        option(
+            "--steps",
+            panel=_TEXT,
+            env=False,
+            parser=positive_count,
+            metavar="N",
+            help="Tokens that follow a prompt and are compared one by one.",
+        ),
+    ] = 64,
+    samples: Annotated[
+        int,
+        option("--samples", panel=_TEXT, env=False, parser=positive_count, metavar="N", help="Passages, at most."),
+    ] = 8,
+    seed: Annotated[
+        int, option("--seed", panel=_TEXT, parser=whole, metavar="N", help="Same seed, same built-in text.")
+    ] = 0,
+    model: Annotated[
+        str | None,
+        option("--model", "-m", panel=_MODEL, metavar="DIR|ID", help="Checkpoint; without it, the small demo model."),
+    ] = None,
+    device: Annotated[
+        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+    ] = "auto",
+    dtype: Annotated[
+        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "dummy"], option("--load-format", panel=_MODEL, help="dummy makes random weights up.")
+    ] = "auto",
+    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    method: Annotated[
+        str | None,
+        option("--method", panel=_METHOD, env=False, metavar="NAME", help="Method; by default the target's own."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        option(
+            "--profile", panel=_METHOD, env=False, metavar="NAME|FILE.toml", help="Settings that are not calibrated."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option("--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="One of them; repeatable."),
+    ] = None,
+    values: Annotated[
+        list[str] | None,
+        option(
+            "--values",
+            panel=_METHOD,
+            env=False,
+            metavar="KEY=A,B,...",
+            help="Values to try for a setting instead of the target's own; repeatable, all combinations.",
+        ),
+    ] = None,
+    max_loss: Annotated[
+        float,
+        option(
+            "--max-loss",
+            panel=_METHOD,
+            env=False,
+            parser=number,
+            metavar="NATS",
+            help="KL divergence that a setting may add, two standard errors included.",
+        ),
+    ] = 0.01,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE.toml", help="Write the profile found."),
+    ] = None,
+    as_json: Annotated[
+        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object on stdout instead of the tables.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        option("--html", panel=_OUTPUT, env=False, metavar="FILE", help="Curves and maps as one offline page."),
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the result: no progress or notes.")] = False,
+    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
+        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Find the settings of a method that keep it close to full attention.
+
+    kvcli calibrate tau --method freekv -m DIR book.txt -o mine.toml
+
+    Every value is measured beside full attention on the same text. The cheapest one
+    whose loss stays within --max-loss is chosen and becomes a profile for --profile.
+
+    Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
+    memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
+    """
+    for path, name in ((output, "-o"), (html, "--html")):
+        if path is not None:
+            check_writable(path, name)
+    if output is not None and output.suffix != ".toml":
+        raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
+    if html is not None:
+        from kvcli.pages import check_installed
+
+        check_installed()
+    if max_loss < 0:
+        raise KvcliError(f"--max-loss {max_loss:g} is negative", "0 allows no loss at all", ExitCode.USAGE)
+
+    from kvcli import console
+    from kvcli.calibrate.run import Plan
+    from kvcli.calibrate.run import calibrate as run
+    from kvcli.calibrate.targets import sweep_of
+    from kvcli.model import ModelSpec
+    from kvcli.profile import resolve_profile
+
+    sweep = sweep_of(target)
+    named = method if method is not None or profile is not None else sweep.method
+    plan = Plan(
+        model=ModelSpec(model, device, dtype, load_format, offline),
+        sweep=sweep,
+        profile=resolve_profile(named, profile, assignments(settings or [])),
+        files=files or (),
+        length=length,
+        steps=steps,
+        samples=samples,
+        seed=seed,
+        max_loss=max_loss,
+        values={key: each(text, f"--values {key}", str) for key, text in assignments(values or [], "--values").items()},
+    )
+    observer = console.RunConsole(None, quiet, text_on_screen=False)
+    if model is None:
+        observer.notice("no -m: using the small demo model that comes with kvcli")
+    try:
+        found = run(plan, observer)
+    finally:
+        observer.stage_done()
+    if html is not None:
+        from kvcli.calibrate.page import page
+
+        write_file(html, page(found))
+    typer.echo(found.to_json() if as_json else console.render_tables(found.tables()), nl=as_json)
+    raise typer.Exit(_conclude(found, output, observer.notice))
+
+
+def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None]) -> ExitCode:
+    """Write the profile where there is one to write, and say how it ended."""
+    if not found.complete:
+        say(f"interrupted after {found.provenance['passages']} passages; no profile was written")
+        return ExitCode.INTERRUPTED
+    say(found.choice.reason)
+    if found.chosen is None:
+        if output is not None:
+            say(f"{output} was not written; allow a larger --max-loss, or calibrate the budget first")
+        return ExitCode.RUNTIME
+    if output is not None:
+        write_file(output, found.to_toml())
+        say(f"written to {output}; use it with --profile {output}")
+    return ExitCode.OK
