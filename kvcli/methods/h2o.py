@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
@@ -72,7 +73,10 @@ class H2O(Method[H2OConfig, EvictingCache]):
     ) -> None:
         """Keep the prompt's heavy hitters and its last tokens."""
         with self.span("prune", layer):
-            cache.load_scored(k, v, self.sums.pop(layer))
+            sums = self.sums.pop(layer)
+            cache.load_scored(k, v, sums)
+            if sums.is_cuda:  # made on the stream that reads the prompt, last used on the one that stores it
+                sums.record_stream(torch.cuda.current_stream(sums.device))
 
     def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to all that is held, and add to its scores."""

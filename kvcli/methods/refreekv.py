@@ -62,9 +62,8 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     def new_cache(self, layer: LayerGeometry) -> PrunedCache:
         """Have room for everything until the prompt is known."""
         context = self.context
-        return PrunedCache(
-            layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=self.config.offload
-        )
+        heads, d, capacity = layer.num_kv_heads, layer.head_dim, context.capacity
+        return PrunedCache(heads, d, capacity, capacity, context.tiers, offload=self.config.offload)
 
     @property
     def query_rows(self) -> int:
@@ -81,7 +80,9 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
             with self.span("prune", layer):
                 last = norm_cut(self._mean_row(q, k, softmax)[:, sink:], self.config.threshold)
         self.kept[layer] = sink + last
-        self.count(layer, Count.BYTES_TO_HOST, cache.load_kept(k, v, sink, last))
+        tokens = torch.arange(length, device=k.device)
+        kept = torch.cat((tokens[:sink], tokens[length - last :])).expand(k.shape[0], -1)  # [Hk, sink + last]
+        self.count(layer, Count.BYTES_TO_HOST, cache.load_kept(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Bring the layer to the device if it is not there, and attend to all of it."""

@@ -7,48 +7,42 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
 
 
 class PrunedCache(LayerCache):
-    """The kept tokens in order, each with the position it had: k, v [rows, Hk, d] in one tier.
+    """The kept tokens of each KV head in order: k, v [rows, Hk, d] in one tier, `positions` [Hk, rows] on the device.
 
-    Before the prompt there are rows for `capacity` tokens, an upper bound. `load_kept` gives back those of the tokens
-    that are dropped, so that from then on the memory held is that of the tokens kept and those to come.
+    Until the prompt comes, `rows` is a plan, an upper bound for most, and nothing is allocated. From then on the memory
+    held is that of the tokens kept and those to come, up to `capacity` with what was dropped.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
+    def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
         self.length = self.held = 0
-        self.dropped = range(0)  # tokens of the prompt
         self.capacity, self.tiers, self.offload = capacity, tiers, offload
-        self.k, self.v = (self._rows(capacity, num_kv_heads, head_dim) for _ in range(2))
+        self.k, self.v = (torch.empty(rows, num_kv_heads, head_dim, dtype=tiers.dtype, device="meta") for _ in range(2))
+        self.positions = torch.empty(num_kv_heads, rows, dtype=torch.int32, device="meta")
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`; keeps everything."""
-        return self.load_kept(k, v, 0, k.shape[1])
+        return self.load_kept(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))
 
-    def load_kept(self, k: Tensor, v: Tensor, first: int, last: int) -> int:
-        """Take over a prompt k, v [Hk, s, d], but keep only its `first` and `last` tokens, first + last <= s.
+    def load_kept(self, k: Tensor, v: Tensor, kept: Tensor) -> int:
+        """Take over a prompt k, v [Hk, s, d], but only the tokens `kept` [Hk, n], ascending. Returns as `load`."""
+        self.length = k.shape[1]
+        return self._hold(k, v, kept, kept)
 
-        Returns the bytes written to the host tier.
-        """
-        self.length, self.held = k.shape[1], first + last
-        self.dropped = range(first, self.length - last)
-        rows = self.capacity - self.length + self.held
-        if rows < len(self.k):
-            num_kv_heads, head_dim = self.k.shape[1:]
-            del self.k, self.v  # before there are others, so that the bound holds at any time
-            with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
-                self.k, self.v = (self._rows(rows, num_kv_heads, head_dim) for _ in range(2))
-        for kept, tokens in ((self.k, k.transpose(0, 1)), (self.v, v.transpose(0, 1))):
-            kept[:first] = tokens[:first]
-            kept[first : self.held] = tokens[self.length - last :]
-        return self._moved(self.held)
+    def keep(self, rows: Tensor) -> None:
+        """Drop all but `rows` [Hk, n], ascending, of what is held on the device, and give their memory back."""
+        if rows.shape[1] < self.held:
+            k, v, _ = self.bring()
+            self._hold(k, v, rows, self.positions.take_along_dim(rows, 1))
 
     def append(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.append`."""
         self.k[self.held].copy_(k, non_blocking=True)
         self.v[self.held].copy_(v, non_blocking=True)
+        self.positions[:, self.held] = self.length
         self.length += 1
         self.held += 1
         return self._moved(1)
@@ -65,18 +59,31 @@ class PrunedCache(LayerCache):
 
     def attended(self) -> Tensor:
         """See `LayerCache.attended`."""
-        kept = range(self.dropped.start), range(self.dropped.stop, self.length)
-        return token_mask(self.k[0], self.length, *kept)
+        mask = torch.zeros(len(self.positions), self.length, dtype=torch.bool, device=self.positions.device)
+        return mask.scatter_(1, self.positions[:, : self.held].long(), True)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
-        held = nbytes(self.k, self.v)
-        return Footprint(host=held) if self.offload else Footprint(device=held)
+        kv, positions = nbytes(self.k, self.v), nbytes(self.positions)
+        return Footprint(positions, kv) if self.offload else Footprint(positions + kv)
 
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; of a prompt that everything is kept of."""
-        attended = length * nbytes(self.k[:1], self.v[:1])
+        """See `LayerCache.traffic`; of a prompt of which as much is kept as there are rows for."""
+        held = max(0, length - self.capacity + len(self.k))
+        attended = held * nbytes(self.k[:1], self.v[:1])
         return Traffic(attended, recalled=attended if self.offload else 0)
+
+    def _hold(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> int:
+        """Make room for `rows` [Hk, n] of k, v [Hk, m, d] and for all tokens to come, and take over the former."""
+        num_kv_heads, self.held = rows.shape
+        room = self.held + self.capacity - self.length
+        with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
+            self.k, self.v = (self._rows(room, num_kv_heads, k.shape[2]) for _ in range(2))
+            self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
+        for mine, tokens in ((self.k, k), (self.v, v)):
+            mine[: self.held] = tokens.take_along_dim(rows[..., None], 1).transpose(0, 1)
+        self.positions[:, : self.held] = positions
+        return self._moved(self.held)
 
     def _rows(self, *shape: int) -> Tensor:
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)

@@ -16,7 +16,7 @@ from kvcli.store.cache import Footprint
 G = H // HK
 STEPS = 110
 SETTINGS = {"dense_layers": 1, "threshold": 0.1}  # random attention is flat: 0.01 would drop a token or two
-TOKEN = 2 * HK * D * 4  # bytes of a token of a layer
+TOKEN, POSITION = 2 * HK * D * 4, HK * 4  # bytes of a token of a layer, and of where it stands
 
 
 def softmax(values):
@@ -79,8 +79,9 @@ def test_every_step_matches_the_oracle(prompt, variant, offload):
         cache = method.retrieval[1]
         assert (cache.length, cache.held) == (prompt + step + 1, len(positions) + step + 1)
     assert method.statistics() == {"realised_budget": len(positions) / prompt, "kept_tokens": [len(positions)]}
-    held = (len(positions) + STEPS) * TOKEN
-    assert cache.footprint() == (Footprint(host=held) if offload else Footprint(device=held))
+    rows = len(positions) + STEPS
+    held, places = rows * TOKEN, rows * POSITION
+    assert cache.footprint() == (Footprint(places, held) if offload else Footprint(places + held))
     counters = method.context.counters.cache()
     assert counters.pages_requested == counters.misses == 0
     if offload:
@@ -142,7 +143,7 @@ def test_leading_layers_are_kept_whole_and_count():
     statistics = method.statistics()
     assert statistics["kept_tokens"] == [75, 75, count]
     assert statistics["realised_budget"] == pytest.approx((2 + count / 75) / 3)
-    assert method.footprint().device == (2 * 76 + count + 1) * TOKEN
+    assert method.footprint().device == (2 * 76 + count + 1) * (TOKEN + POSITION)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
@@ -167,6 +168,8 @@ def test_memory_of_dropped_tokens_is_given_back():
     assert kept_tokens[:2] == [90, 90]
     dropped = 90 * LAYERS - sum(kept_tokens)
     assert dropped > 0
-    assert planned.device - method.footprint().device == dropped * 2 * 2 * 16 * 4  # K and V, 2 KV heads, d 16, fp32
-    storage = sum(x.untyped_storage().nbytes() for cache in method.caches for x in (cache.k, cache.v))
+    assert planned.device - method.footprint().device == dropped * 2 * (
+        2 * 16 * 4 + 4
+    )  # 2 KV heads: K, V of d 16, where
+    storage = sum(x.untyped_storage().nbytes() for cache in method.caches for x in (cache.k, cache.v, cache.positions))
     assert storage == method.footprint().device

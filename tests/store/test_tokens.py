@@ -1,4 +1,4 @@
-"""Caches whose tokens are selected or kept one by one, against lists of tokens."""
+"""Caches whose tokens are selected one by one, against lists of tokens."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.pruned import PrunedCache
 from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget
 
 HK, D, CAPACITY = 2, 8, 60
@@ -85,25 +84,6 @@ def test_hits_stay_and_only_misses_move():
     assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == (1, 2 * D * 4)
     assert cache.recall(torch.tensor([[9, 1], [2, 3]])) == (2, 2 * 2 * D * 4)
     assert [sorted(set(row) - {-1}) for row in cache.resident.tolist()] == [[1, 9], [2, 3]]
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 7), (20, 0), (8, 12)])
-def test_a_pruned_prompt_and_all_that_follows(first, last, offload):
-    k, v = tokens(33)
-    cache = poisoned(PrunedCache(HK, D, CAPACITY, TIERS, offload))
-    written = cache.load_kept(k[:, :20].clone(), v[:, :20].clone(), first, last)
-    for at in range(20, 33):
-        written += cache.append(k[:, at], v[:, at])
-        held = [*range(first), *range(20 - last, at + 1)]
-        q = torch.randn(2 * HK, D, generator=torch.Generator().manual_seed(at))
-        assert torch.allclose(cache.attend(q, SOFTMAX), dense(q, k[:, held], v[:, held]), atol=1e-5)
-    assert (cache.length, cache.held) == (33, first + last + 13)
-    token = HK * 2 * D * 4
-    assert written == (cache.held * token if offload else 0)
-    footprint = cache.footprint()
-    tiers = (footprint.host, footprint.device) if offload else (footprint.device, footprint.host)
-    assert tiers == ((CAPACITY - 20 + first + last) * token, 0)
 
 
 @pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
