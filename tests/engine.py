@@ -57,7 +57,7 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
             if rope is not None:
                 rope.use([capacity])
             own = rotary if rope is None else rope.rotary(capacity)
-            method = new_method(name, settings, layers, capacity, model.dtype, own)
+            method = new_method(name, settings, layers, capacity, model.dtype, own, prompt_tokens=len(ids))
             (logits,) = read_prompt(model, hook, ids, [method], layers, lambda _: None, chunk)
             sequence = RunningSequence(
                 index=index,

@@ -53,3 +53,22 @@ class Oracle:
 def best(worth, count):
     """The `count` tokens of most worth (a dict), in order; of equals the first."""
     return sorted(sorted(worth, key=lambda token: (-worth[token], token))[:count])
+
+
+def window_rows(oracle, head, window):
+    """What the prompt's last `window` queries gave the tokens before them: [window][prompt - window]."""
+    prompt = oracle.stream.prompt
+    return [oracle.prompt_row(head, at)[: prompt - window] for at in range(prompt - window, prompt)]
+
+
+def voted(oracle, head, budget, window, kernel):
+    """The tokens of the prompt that SnapKV keeps for a KV head: its last ones and those that they vote for."""
+    prompt = oracle.stream.prompt
+    if prompt <= budget:
+        return list(range(prompt))
+    votes = [0.0] * (prompt - window)
+    for query_head in range(head * G, head * G + G):
+        sums = [sum(column) for column in zip(*window_rows(oracle, query_head, window), strict=True)]
+        for token in range(len(sums)):
+            votes[token] += max(sums[max(0, token - kernel // 2) : token + kernel // 2 + 1]) / G
+    return [*best(dict(enumerate(votes)), budget - window), *range(prompt - window, prompt)]

@@ -1,0 +1,103 @@
+"""CAKE: layers share one budget by how their attention spreads and shifts (arXiv 2503.12491, section 4).
+
+A layer whose attention is spread over many tokens (entropy H of the rows of the last `window` queries) or moves from
+query to query (variance V of the columns) needs more of a prompt; its preference is P = H^(1/tau1) * V^(1/tau2). Which
+tokens it keeps is up to the mean and variance of what each received, so that those that matter now and then stay too.
+
+The prompt is read layer by layer, and preferences become known one by one. So each layer, when it has been read, shares
+the budget of all layers with those before it, which have to cut what they hold once more (cascading). Shares only ever
+shrink, hence the result is that of one cut in the end, but never more is held than then.
+
+Decided where the paper is silent or its reference code differs: no layer is given more than the prompt has, and what it
+leaves goes to the others in proportion (the code's even split may take back what was evicted). The mean over the query
+heads of a KV head chooses its tokens, as in the code. Generated tokens are kept: the algorithm ends with the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.attention_dynamics import attention_dynamics
+from kvcli.kernels.kept_tokens import kept_tokens
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import SequenceContext, setting
+from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
+from kvcli.store.pruned import PrunedCache
+
+
+class CAKEConfig(SnapKVConfig):
+    """Settings of CAKE."""
+
+    budget: int = setting(
+        2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1
+    )
+    window: int = setting(32, "last tokens of the prompt, which stay and whose queries are looked at", "tokens", ge=2)
+    kernel: Odd = setting(5, "neighbours over which a token's indicator is averaged, odd", "tokens")
+    gamma: float = setting(200.0, "weight of the variance beside the mean of what a token received", ge=0)
+    tau1: float = setting(1.0, "temperature of the entropy; the paper tunes both for each model", gt=0)
+    tau2: float = setting(1.0, "temperature of the variance", gt=0)
+
+
+class CAKE(SnapKV):
+    """Cuts all layers read so far to their shares, whenever another was read."""
+
+    Config = CAKEConfig
+    config: CAKEConfig
+    title = "layers share one budget by how their attention spreads and shifts"
+    paper = "arXiv 2503.12491"
+    group_consistent = True
+    planned_is_bound = True
+    budget_is_mean = True
+
+    def __init__(self, config: CAKEConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.preferences: dict[int, float] = {}  # of the layers read so far, in their order
+        self.indicators: dict[int, Tensor] = {}  # layer -> worth of the tokens it holds before the window [Hk, n]
+
+    def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Look at the layer, share out anew, cut the layers before to their shares, and keep this one's."""
+        length, config = k.shape[1], self.config
+        if length <= config.budget:
+            super().take_prompt(layer, cache, k, v, q, softmax)
+            return
+        with self.span("score", layer):
+            entropy, variance, self.indicators[layer] = attention_dynamics(q, k, softmax, config.gamma, config.kernel)
+            self.preferences[layer] = entropy ** (1 / config.tau1) * variance ** (1 / config.tau2)
+        with self.span("prune", layer):
+            total = len(self.retrieval) * (config.budget - config.window)
+            shares = capped_shares(list(self.preferences.values()), total, length - config.window)
+            for each, share in zip(self.preferences, shares, strict=True):
+                best = self._best(each, share)
+                if each == layer:
+                    cache.load_kept(k, v, best)
+                else:
+                    self.retrieval[each].keep(best)
+                self.kept[each] = best.shape[1]
+        if len(self.preferences) == len(self.retrieval):
+            self.indicators.clear()
+
+    def _best(self, layer: int, share: int) -> Tensor:
+        """Find the layer's window and its `share` best tokens among those it holds: [Hk, share + window]."""
+        indicator, window = self.indicators[layer], self.config.window
+        best = kept_tokens(indicator, window, min(share, indicator.shape[1]) + window)
+        self.indicators[layer] = indicator.take_along_dim(best[:, :-window], 1)
+        return best
+
+
+def capped_shares(preferences: Sequence[float], total: int, cap: int) -> list[int]:
+    """Share `total` in proportion to preferences >= 0, none above `cap`; shares are rounded down.
+
+    What a capped share leaves goes to the others in proportion. A further preference makes no share larger.
+    """
+    order = sorted(range(len(preferences)), key=lambda index: preferences[index])
+    shares, left = [0] * len(order), float(total)
+    while order:  # the largest first: as soon as one is below the cap, all that follow are
+        weight = sum(preferences[index] for index in order)
+        part = preferences[order[-1]] / weight if weight else 1 / len(order)
+        share = min(cap, left * part)
+        shares[order.pop()] = int(share)
+        left -= share
+    return shares

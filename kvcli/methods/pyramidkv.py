@@ -1,0 +1,53 @@
+"""PyramidKV: SnapKV with more tokens for lower layers and fewer for higher ones (arXiv 2406.02069, section 4).
+
+Attention spreads widely in the first layers and narrows towards the last. So the tokens that a layer keeps beside its
+window fall linearly from layer to layer, the mean being what SnapKV gives to each: the last layer gets that mean
+divided by `beta`, the first the double of the mean less this.
+
+Decided as in the reference code: where the first layer's share is more than the prompt has, it keeps everything, and
+the last layer gets what this leaves, so that the mean stays. Only layers that are cut count, not sliding-window ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.geometry import LayerGeometry
+from kvcli.methods.base import SequenceContext, setting
+from kvcli.methods.snapkv import SnapKV, SnapKVConfig
+
+
+class PyramidKVConfig(SnapKVConfig):
+    """Settings of PyramidKV."""
+
+    budget: int = setting(
+        2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1
+    )
+    window: int = setting(8, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
+    beta: int = setting(20, "how many times less than the mean the last layer gets; 1: all the same", ge=1)
+
+
+class PyramidKV(SnapKV):
+    """Keeps of a prompt what its end looks at, more in lower layers."""
+
+    Config = PyramidKVConfig
+    config: PyramidKVConfig
+    title = "SnapKV with budgets that fall from layer to layer"
+    paper = "arXiv 2406.02069"
+    budget_is_mean = True
+
+    def __init__(self, config: PyramidKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        cut = [layer.index for layer in layers if layer.window is None]
+        self.steps = {index: step for step, index in enumerate(cut)}  # layer -> steps down from the first
+        super().__init__(config, layers, context)
+
+    def layer_budget(self, layer: int, prompt: int) -> int:
+        """See `SnapKV.layer_budget`: a linear fall, rounded down."""
+        budget, window = self.config.budget, self.config.window
+        last, step = len(self.steps) - 1, self.steps[layer]
+        if prompt <= budget or last == 0:
+            return budget
+        mean = budget - window
+        most = min(2 * mean - mean // self.config.beta, prompt - window)
+        least = 2 * mean - most
+        return window + (most * (last - step) + least * step) // last

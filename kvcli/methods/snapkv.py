@@ -1,0 +1,97 @@
+"""SnapKV: the prompt is cut once, by what its last queries look at (arXiv 2404.14469, section 4).
+
+The last `window` tokens of a prompt, often its question, stay, and their attention votes for the tokens before them;
+the maximum over `kernel` neighbours keeps a chosen token's surroundings with it. The rest is dropped before the first
+token is generated. Generated tokens are kept, all of them: the budget is that of the prompt.
+
+Decided where the paper, written for one KV head a query head, says nothing: the tokens of a KV head are chosen by the
+mean over its query heads of their pooled votes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, model_validator
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.kept_tokens import kept_tokens
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.window_votes import window_votes
+from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.store.pruned import PrunedCache
+
+
+def _odd(value: int) -> int:
+    if value < 1 or value % 2 == 0:
+        raise ValueError("must be odd")
+    return value
+
+
+Odd = Annotated[int, AfterValidator(_odd)]
+
+
+class SnapKVConfig(MethodConfig):
+    """Settings of SnapKV."""
+
+    budget: int = setting(2048, "tokens kept of the prompt per layer and KV head, window included", "tokens", ge=1)
+    window: int = setting(32, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
+    kernel: Odd = setting(7, "neighbours that share the highest vote, odd", "tokens")
+
+    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
+        """See `MethodConfig.beside_budget`: what is generated."""
+        return generated
+
+    @model_validator(mode="after")
+    def _leaves_a_token(self) -> SnapKVConfig:
+        if self.budget <= self.window:
+            raise ValueError(f"budget {self.budget} leaves no token beside window {self.window}: it must be larger")
+        return self
+
+
+class SnapKV(Method[SnapKVConfig, PrunedCache]):
+    """Keeps of a prompt what its end looks at."""
+
+    Config = SnapKVConfig
+    title = "the prompt is cut once, by the votes of its last queries"
+    paper = "arXiv 2404.14469"
+    long_generation = False
+    offloads = False
+    group_consistent = False
+    device_memory = "O(B + g)"
+
+    def __init__(self, config: SnapKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.kept: dict[int, int] = {}  # layer -> tokens of the prompt
+
+    def layer_budget(self, layer: int, prompt: int) -> int:  # noqa: ARG002
+        """How many tokens a layer may keep of a prompt."""
+        return self.config.budget
+
+    def new_cache(self, layer: LayerGeometry) -> PrunedCache:
+        """Have room for the layer's budget and what is generated; for everything as long as the prompt is unknown."""
+        capacity, prompt = self.context.capacity, self.context.prompt_tokens or 0
+        rows = capacity - max(0, prompt - self.layer_budget(layer.index, prompt))
+        return PrunedCache(layer.num_kv_heads, layer.head_dim, rows, capacity, self.context.tiers)
+
+    @property
+    def query_rows(self) -> int:
+        """See `Method.query_rows`."""
+        return self.config.window
+
+    def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Keep the window and what it votes for."""
+        budget, window = self.layer_budget(layer, k.shape[1]), self.config.window
+        if k.shape[1] <= budget:
+            cache.load(k, v)
+        else:
+            with self.span("prune", layer):
+                votes = window_votes(q, k, softmax, self.config.kernel)  # [Hk, s - window]
+                cache.load_kept(k, v, kept_tokens(votes, window, budget))
+        self.kept[layer] = cache.held
+
+    def statistics(self) -> dict[str, Any]:
+        """Say how many tokens each layer kept of the prompt; sliding-window layers, which are not cut, do not count."""
+        return {"kept_tokens": [self.kept[layer] for layer in sorted(self.kept)]}
