@@ -1,0 +1,108 @@
+import json
+
+import pytest
+from command import assert_refused
+from families import tiny_checkpoint
+
+SHORT = ("--context", "600,1200", "--max-tokens", "16")
+OTHER = ("--device-memory", "8GiB", "--host-memory", "64GiB")
+RATES = ("--bandwidth", "1TB", "--bus", "20GB", "--compute", "100")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A config.json alone: no weights, no tokenizer."""
+    directory = tmp_path_factory.mktemp("config")
+    tiny_checkpoint("llama", directory)
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    return directory
+
+
+def test_a_config_is_enough_and_every_combination_is_a_row(warm, config):
+    result = warm("plan", "-m", config, "--method", "full,streaming", "--batch-size", "1,2", *SHORT, COLUMNS="200")
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = [line for line in result.stdout.splitlines() if " yes " in line]
+    assert [row.split()[0] for row in rows] == ["full"] * 4 + ["streaming"] * 4
+    assert "weights counted" in result.stdout
+    assert "measured on 4 of 4 layers at 600 tokens" in result.stdout
+
+
+def test_json_says_what_stands_on_what(warm, config):
+    result = warm("plan", "-m", config / "config.json", "--method", "freekv,refreekv", *SHORT, "--json")
+    body = json.loads(result.stdout)
+    assert body["schema_version"] == 1
+    assert body["machine"]["here"] is True
+    assert set(body["machine"]["ceilings"]) == {"read", "copy", "to_device", "to_host", "matmul"}
+    assert [entry["context"] for entry in body["plans"]] == [600, 1200] * 2
+    for entry in body["plans"]:
+        memory, times = entry["memory"], entry["times"]
+        parts = ("weights", "kv_device", "kv_host", "workspace", "runtime")
+        assert memory["needed"] == {"host": sum(memory[part] for part in parts)}
+        assert entry["fits"]
+        assert entry["longest_context"] > 1200
+        assert sum(phase["floor_ms"] for phase in times["phases"]) == pytest.approx(times["floor_ms"])
+        assert 0 < times["floor_ms"] < times["step_ms"]
+        assert entry["basis"]["workspace"] == "estimated"
+    assert body["plans"][0]["basis"]["kv"] == "counted"
+    assert "the most" in body["plans"][2]["basis"]["kv"]
+
+
+def test_another_machine_is_planned_for_by_what_is_told(warm):
+    arguments = ("plan", "-m", "llama-3.1-8b", "--method", "full,freekv", "--context", "1M", *OTHER)
+    body = json.loads(warm(*arguments, *RATES, "--json").stdout)
+    assert body["model"]["dtype"] == "bfloat16"
+    full, freekv = body["plans"]
+    assert full["memory"]["free"] == {"device": 8 << 30, "host": 64 << 30}
+    assert not full["fits"]
+    assert full["longest_context"] == 0  # the weights alone are larger
+    assert freekv["memory"]["kv_host"] > freekv["memory"]["kv_device"]
+    assert full["times"]["step_ms"] == full["times"]["floor_ms"]
+    assert full["basis"]["times"].startswith("estimated")
+    attention = next(phase for phase in full["times"]["phases"] if phase["phase"] == "attention")
+    assert attention["floor_ms"] == pytest.approx(1000 * attention["read"] / 1e12)
+    assert attention["read"] == (2**20 + 1) * 2 * 8 * 128 * 2 * 32  # tokens, K and V, heads, bf16, layers
+    without = warm(*arguments, COLUMNS="200").stdout
+    assert "not known without --bandwidth" in without
+    assert " none\n" in without
+
+
+def test_the_tables_of_one_combination_say_where_memory_and_time_go(warm, tmp_path):
+    arguments = ("plan", "-m", "llama-3.1-8b", "--profile", "freekv-long-input", *OTHER, *RATES)
+    result = warm(*arguments, "-o", tmp_path / "plan.txt")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    text = (tmp_path / "plan.txt").read_text()
+    for word in ("workspace", "KV, host", "recall", "to device", "offload", "given"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--context", "8K,,1M"), ["--context", "empty"]),
+        (("--context", "long"), ["--context", "'long'"]),
+        (("--context", "0"), ["--context", "0"]),
+        (("--batch-size", "two"), ["--batch-size", "'two'"]),
+        (("--method", "frekv"), ["'frekv'"]),
+        (("--device-memory", "80GiB"), ["--device-memory", "--host-memory"]),
+        (("--bandwidth", "1TB"), ["--bandwidth", "--device-memory"]),
+        ((*OTHER, "--bus", "1GB"), ["--bandwidth", "--bus", "--compute"]),
+        ((*OTHER, "--bandwidth", "0"), ["--bandwidth", "0"]),
+        ((*OTHER, "--compute", "-1"), ["--compute", "-1"]),
+        (("--device-memory", "much", "--host-memory", "1GiB"), ["--device-memory", "'much'"]),
+        (("-m", "no/such/place/here"), ["no/such/place/here"]),
+        (("-m", "llama-3.1-9b"), ["llama-3.1-9b"]),
+        (("--dtype", "int4"), ["'int4'"]),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_way_out(warm, arguments, words):
+    assert_refused(warm("plan", "-q", *arguments), 2, *words)
+
+
+def test_a_broken_config_is_named(warm, tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\x00\xff")
+    result = warm("plan", "-m", tmp_path)
+    assert result.returncode in (1, 2)
+    assert str(tmp_path) in result.stderr
+    assert "Traceback" not in result.stderr
