@@ -1,6 +1,7 @@
 """transformers' own caches under its own `generate`, on the weights that kvcli runs on.
 
-Their KV is made up in every case: full attention takes as long whatever the values are.
+Their KV is made up in every case: full attention takes as long whatever the values are. kvpress is no peer here: its
+releases (0.5.5) need transformers below 5.3, and one environment has one transformers.
 """
 
 from __future__ import annotations
@@ -77,3 +78,9 @@ def transformers_peers(model: Model, noise: Noise) -> list[Transformers]:
     """Those that run on the model's device: the offloaded cache needs CUDA."""
     resident = Transformers(model, noise)
     return [resident, Transformers(model, noise, offloading=True)] if model.device.type == "cuda" else [resident]
+
+
+def left_out(device: torch.device) -> list[str]:
+    """Peers that cannot run here, with the reason."""
+    offloaded = [] if device.type == "cuda" else ["transformers offloaded: it needs CUDA"]
+    return [*offloaded, "kvpress: its releases need transformers below 5.3"]

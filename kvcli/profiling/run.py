@@ -19,7 +19,7 @@ from kvcli.profile import resolve_profile
 from kvcli.profiling.candidates import Candidate, Decoding
 from kvcli.profiling.entries import Entry
 from kvcli.profiling.hardware import describe, recording
-from kvcli.profiling.peers import Transformers, transformers_peers
+from kvcli.profiling.peers import Transformers, left_out, transformers_peers
 from kvcli.profiling.report import Case, ProfileReport
 from kvcli.profiling.runs import Runs
 from kvcli.profiling.sources import Load, MadeUp, Noise, Read, Source, seeded_tokens
@@ -73,7 +73,7 @@ def profile(request: Request, observer: Observer) -> Outcome:
     if request.nvtx and checkpoint.device.type != "cuda":
         raise KvcliError("--nvtx marks what a GPU does, and there is none", "leave --nvtx out", ExitCode.USAGE)
     refused = _refused(request, checkpoint, loads)
-    _warn(checkpoint, loads, observer)
+    _warn(request, checkpoint, loads, observer)
     model = checkpoint.load()
     observer.stage("measure the machine")
     ceilings = measure_ceilings(model.device, model.dtype)
@@ -159,7 +159,9 @@ def _check_together(request: Request, checkpoint: Checkpoint, load: Load) -> Non
         )
 
 
-def _warn(checkpoint: Checkpoint, loads: Sequence[Load], observer: Observer) -> None:
+def _warn(request: Request, checkpoint: Checkpoint, loads: Sequence[Load], observer: Observer) -> None:
+    for peer in left_out(checkpoint.device) if request.peers else []:
+        observer.notice(f"left out, {peer}")
     limit, capacity = checkpoint.geometry.max_positions, max(load.capacity for load in loads)
     if limit is not None and capacity > limit:
         observer.notice(f"{capacity:,} tokens are more than the {limit:,} positions {checkpoint.name} was made for")
