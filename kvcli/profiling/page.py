@@ -15,8 +15,7 @@ def page(outcome: Outcome) -> str:
     report, model = outcome.report, outcome.report.model
     weights = ", random weights" if model["source"] == "dummy" else ""
     made = Page("Where a decode step goes", f"kvcli profile · {model['name']}{weights} · {model['dtype']}")
-    for note in notes(report):
-        made.text(note[0].upper() + note[1:] + ".")
+    made.text(" ".join(f"{note[0].upper()}{note[1:]}." for note in notes(report)))
     _parts(made, report)
     _contexts(made, report)
     _timelines(made, outcome)
