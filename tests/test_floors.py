@@ -73,7 +73,7 @@ def test_traffic_is_that_of_a_run(name):
     ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     (sequence,) = run(model, name, chosen.settings.model_dump(), [ids], 9)
     geometry = geometry_of(model.config, model.dtype)
-    meta = memory.planned_method(chosen, geometry, sequence.method.context.capacity, model.dtype)
+    meta = memory.planned_method(chosen, geometry, sequence.method.context.capacity, model.dtype, len(ids))
     for layer in geometry.layers:
         stated = [meta.traffic(layer.index, 60 + step) for step in range(1, 9)]
         if not sequence.method.planned_is_bound:
