@@ -16,6 +16,9 @@ from typing import Any
 
 from kvcli.fidelity import Fidelity, Measured
 
+NOTHING = 1e-6
+"""Attention mass that counts as none."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -109,6 +112,10 @@ class Choice:
 
 def choose(points: Sequence[Point], cost: Cost, max_loss: float) -> Choice:
     """Take the cheapest point that adds at most `max_loss`, the closest of equally cheap ones."""
+    if all(point.mass is not None and point.mass > 1 - NOTHING for point in points):
+        return Choice(
+            None, "nothing was left out of attention at any value: the text fits into the budget, take a longer one"
+        )
     within = [point for point in points if point.added_bound <= max_loss]
     if not within:
         nearest = min(points, key=lambda point: point.added_bound)

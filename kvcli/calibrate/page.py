@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -35,7 +36,7 @@ def page(found: Calibration) -> str:
     return made.render()
 
 
-def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart:
+def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.FacetChart:
     """One figure of every point against its cost; the chosen one is filled."""
     cost = found.sweep.cost
     rows = [
@@ -49,7 +50,7 @@ def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart:
         if getattr(point, field) is not None
     ]
     unit = f", {cost.unit}" if cost.unit else ""
-    base = alt.Chart(alt.Data(values=rows)).encode(
+    base = _chart(rows).encode(
         x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=alt.Scale(zero=False)),
         y=alt.Y("figure:Q", title=title),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("figure:Q", format=".4g"), alt.Tooltip("cost:Q", format=",.0f")],
@@ -69,8 +70,8 @@ def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
         for layer in layers
         for head, cosine in enumerate(layer["heads"])
     ]
-    return (
-        alt.Chart(alt.Data(values=rows))
+    squares: alt.Chart = (
+        _chart(rows)
         .mark_rect()
         .encode(
             x=alt.X("head:O", title="KV head"),
@@ -79,17 +80,19 @@ def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
             tooltip=["layer:O", "head:O", alt.Tooltip("cosine:Q", format=".3f")],
         )
     )
+    return squares
 
 
 def _below(rows: list[dict[str, float]]) -> alt.Chart:
-    return (
-        alt.Chart(alt.Data(values=rows))
+    line: alt.Chart = (
+        _chart(rows)
         .mark_line(color=colour(0))
         .encode(
             x=alt.X("cosine:Q", title="cosine"),
             y=alt.Y("part:Q", title="part below", axis=alt.Axis(format="%")),
         )
     )
+    return line
 
 
 def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
@@ -98,8 +101,8 @@ def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
         for layer in layers
         for rank, error in enumerate(layer["error"])
     ]
-    return (
-        alt.Chart(alt.Data(values=rows))
+    lines: alt.Chart = (
+        _chart(rows)
         .mark_line()
         .encode(
             x=alt.X("rank:Q", title="rank"),
@@ -107,6 +110,11 @@ def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
             color=alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
         )
     )
+    return lines
+
+
+def _chart(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
 
 
 def _fact(value: Any) -> str:
