@@ -2,8 +2,8 @@
 
     s_ij = softcap(scale * q_i . k_j) + mask_ij      out_i = sum_j softmax(s_i)_j v_j      lse_i = log sum_j exp(s_ij)
 
-Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] (True: attend) -> out [Hk, m, d], lse [Hk, m] in fp32.
-The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
+Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] or [Hk, m, n] (True: attend) -> out [Hk, m, d], lse
+[Hk, m] in fp32. The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
 """
 
 import torch
@@ -33,10 +33,7 @@ def block_attention_ref(
 def attention_scores(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     """Scores s [Hk, m, n] without a mask, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * softmax.scale
-    if softmax.softcap is not None:
-        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
-    return scores
+    return softmax.scores(q.to(dtype) @ k.to(dtype).transpose(-1, -2))
 
 
 def block_attention(
@@ -48,6 +45,7 @@ def block_attention(
     """
     if softmax.softcap is None and q.device.type == "cpu":
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        bias = bias[None] if bias is not None and bias.dim() == 3 else bias
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[None], k[None], v[None], 0.0, causal, attn_mask=bias, scale=softmax.scale
         )
@@ -64,7 +62,7 @@ def block_attention(
     parts = []
     for start in range(0, q.shape[1], rows):
         some = slice(start, start + rows)
-        parts.append(block_attention_ref(q[:, some], k, v, softmax, None if mask is None else mask[some]))
+        parts.append(block_attention_ref(q[:, some], k, v, softmax, None if mask is None else mask[..., some, :]))
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,8 @@ class Softmax(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def scores(self, products: Tensor) -> Tensor:
+        """Make scores of products q.k: scaled, and bounded where the model bounds them."""
+        scores = products * self.scale
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap

@@ -1,0 +1,95 @@
+"""Twilight: as many tokens as the attention needs, on top of a page selector (arXiv 2502.02770, sections 3 and 4).
+
+How many tokens matter differs from head to head and from step to step, which no fixed budget follows. So a selector
+first takes a generous number of pages, here Quest's by their bounds. Then the weights of their tokens are estimated
+with keys of four bits a channel, and each query head keeps the fewest tokens whose weights reach `p` together: top-p
+instead of top-k. The budget is that of the selector, hence an upper bound. All KV stays on the device.
+
+Decided: sink and window are always attended and their weights count, so that a head may need none of the selected
+tokens. A KV head attends to what any of its query heads keeps. In the counters, pages are those of the selector; how
+many tokens were kept of theirs is in the statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.nucleus import nucleus
+from kvcli.kernels.page_scores import page_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, SequenceContext, setting
+from kvcli.methods.quest import QuestConfig
+from kvcli.stats import Count
+from kvcli.store.four_bit import WeighedCache
+
+
+class TwilightConfig(QuestConfig):
+    """Settings of Twilight: those of its page selector, and how much of the attention is kept."""
+
+    budget: int = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
+    p: float = setting(0.85, "part of each query head's attention that the tokens kept must hold", gt=0, le=1)
+
+
+class Twilight(Method[TwilightConfig, WeighedCache]):
+    """Selects pages, then keeps the tokens that hold a part of the attention."""
+
+    Config = TwilightConfig
+    title = "the fewest tokens that hold a part of the attention, of selected pages, everything on the device"
+    paper = "arXiv 2502.02770"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(L)"
+    budget_is_bound = True
+
+    def __init__(self, config: TwilightConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.selections = self.weighed = self.kept = 0  # of single KV heads; tokens of all these selections
+        self.fewest, self.most = context.capacity, 0  # tokens kept of one
+
+    def new_cache(self, layer: LayerGeometry) -> WeighedCache:
+        """Keep everything on the device, with page summaries and four-bit keys."""
+        return WeighedCache(
+            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
+        )
+
+    def retrieve(self, layer: int, cache: WeighedCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select pages, keep the nucleus of their tokens, then attend to it."""
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        with self.span("score", layer):
+            bounds = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
+        with self.span("select", layer):
+            pages = topk_pages(bounds, cache.budget.selected) + cache.candidates.start  # [Hk, k]
+            tokens, always = cache.spread(pages)  # [Hk, n], [n]
+        self.count(layer, Count.PAGES_REQUESTED, pages.numel())
+        with self.span("score", layer):
+            weights = softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
+        with self.span("select", layer):
+            kept = nucleus(weights, always, self.config.p).any(1)  # [Hk, n]
+        self._note(tokens, kept)
+        with self.span("attention", layer):
+            return cache.attend_tokens(q, tokens, kept, softmax)
+
+    def _note(self, tokens: Tensor, kept: Tensor) -> None:
+        counts = kept.sum(1).tolist()
+        self.selections += len(counts)
+        self.weighed += tokens.numel()
+        self.kept += sum(counts)
+        self.fewest, self.most = min(self.fewest, *counts), max(self.most, *counts)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say how many tokens a KV head weighed and kept in a step of a layer: means, and the fewest and most kept."""
+        if not self.selections:
+            return {}
+        return {
+            "tokens_weighed_mean": self.weighed / self.selections,
+            "tokens_kept_mean": self.kept / self.selections,
+            "tokens_kept_min": self.fewest,
+            "tokens_kept_max": self.most,
+        }

@@ -1,0 +1,117 @@
+"""Twilight against a slow re-derivation in float64, sharing no code with it."""
+
+import math
+
+import pytest
+import torch
+from driver import HK, D, Stream
+from engine import run
+from families import VOCAB, tiny_model
+from oracle import attention, best, dot, group, same, softmax
+
+P, SINK, WINDOW, SELECTED = 4, 1, 2, 6  # in pages
+BUDGET = P * (SINK + WINDOW + SELECTED)
+SETTINGS = {"budget": BUDGET, "sink": P * SINK, "window": P * WINDOW, "page_size": P, "dense_layers": 1}
+STEPS = 110
+
+
+def pages(stream, head, queries, candidates):
+    """The selector's choice: pages by their upper bound, the best of the softmaxed scores of the group."""
+    scores = [0.0] * len(candidates)
+    for query in queries:
+        bounds = []
+        for page in candidates:
+            channels = zip(*stream.k[head, page * P : page * P + P].double().tolist(), strict=True)
+            bounds.append(sum(max(q * min(c), q * max(c)) for q, c in zip(query, channels, strict=True)) / math.sqrt(D))
+        scores = [max(a, b) for a, b in zip(scores, softmax(bounds), strict=True)]
+    return [candidates[i] for i in best(scores, SELECTED)]
+
+
+def four_bits(key):
+    """A key as sixteen levels from its least channel to its greatest."""
+    step = (max(key) - min(key)) / 15
+    return [min(key) + step * round((x - min(key)) / step) for x in key]
+
+
+def nucleus(weights, always, p):
+    kept = {i for i, flag in enumerate(always) if flag}
+    for i in best(weights, len(weights)):
+        if sum(weights[j] for j in kept) >= p:
+            break
+        kept.add(i)
+    return kept
+
+
+def attended(stream, step, head, p):
+    """What a KV head attends to: all that any of its query heads keeps."""
+    length, queries = stream.prompt + step + 1, group(stream.q[step], head)
+    count = -(-length // P)
+    if count * P <= BUDGET:
+        return set(range(length)), length
+    inside = [page * P + row for page in pages(stream, head, queries, range(SINK, count - WINDOW)) for row in range(P)]
+    sink, window = range(SINK * P), range((count - WINDOW) * P, length)
+    tokens = [*sink, *sorted(inside), *window]
+    keys = [four_bits(key) for key in stream.k[head, tokens].double().tolist()]
+    kept = set()
+    for query in queries:
+        weights = softmax([dot(query, key) / math.sqrt(D) for key in keys])
+        kept |= {tokens[i] for i in nucleus(weights, [token in sink or token in window for token in tokens], p)}
+    return kept, len(tokens)
+
+
+@pytest.mark.parametrize("prompt", [61, 21])  # retrieving from the first step; growing out of the budget
+@pytest.mark.parametrize("p", [0.3, 0.85, 0.99])
+def test_every_step_matches_the_oracle(prompt, p):
+    stream = Stream(prompt, steps=STEPS, seed=prompt)
+    weighed, kept = [], []
+    for step, method, out in stream.run("twilight", {**SETTINGS, "p": p}):  # noqa: B007 - read afterwards
+        heads = [attended(stream, step, head, p) for head in range(HK)]
+        assert same(out, attention(stream, stream.q[step], [tokens for tokens, _ in heads])), f"step {step}"
+        if -(-(prompt + step + 1) // P) * P > BUDGET:
+            weighed += [tokens for _, tokens in heads]
+            kept += [len(tokens) for tokens, _ in heads]
+    assert max(weighed) <= BUDGET
+    assert method.statistics() == {
+        "tokens_weighed_mean": sum(weighed) / len(weighed),
+        "tokens_kept_mean": sum(kept) / len(kept),
+        "tokens_kept_min": min(kept),
+        "tokens_kept_max": max(kept),
+    }
+    if p == 0.3:
+        assert min(kept) < max(kept) < BUDGET
+    cache = method.context.counters.cache()
+    assert cache.pages_requested == cache.hits == len(kept) * SELECTED
+    assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+def test_p_of_one_is_the_page_selector():
+    stream = Stream(61, steps=60, seed=7)
+    for (step, _, here), (_, _, there) in zip(
+        stream.run("twilight", {**SETTINGS, "p": 1.0}), stream.run("quest", SETTINGS), strict=True
+    ):
+        assert torch.allclose(here, there, atol=1e-5), f"step {step}"
+
+
+def test_the_more_of_the_attention_the_more_tokens():
+    kept = []
+    for p in (0.3, 0.6, 0.9, 1.0):
+        *_, (_, method, _) = Stream(75, steps=40, seed=4).run("twilight", {**SETTINGS, "p": p})
+        kept.append(method.statistics()["tokens_kept_mean"])
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1] == method.statistics()["tokens_weighed_mean"]
+
+
+def test_two_sequences_side_by_side_and_models_with_caps_and_sinks():
+    for family in ("gemma2", "gpt_oss"):
+        model = tiny_model(family)
+        ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (71, 40)]
+        together = run(model, "twilight", SETTINGS, ids, 40)
+        for sequence, prompt in zip(together, ids, strict=True):
+            (alone,) = run(model, "twilight", SETTINGS, [prompt], 40)
+            assert sequence.token_ids == alone.token_ids
+            assert sequence.method.statistics() == alone.method.statistics()
+
+
+def test_nothing_is_said_of_a_sequence_that_never_retrieved():
+    *_, (_, method, _) = Stream(5, steps=3).run("twilight", SETTINGS)
+    assert method.statistics() == {}
