@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcli.attention import attached
+from kvcli.attention import Hook, attached
 from kvcli.ceilings import timed, wait
 from kvcli.decode import forward_step
 from kvcli.dummy import random_model
@@ -31,7 +31,7 @@ from kvcli.methods import get_method
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.prefill import prefill
 from kvcli.profile import Profile
-from kvcli.rope import installed
+from kvcli.rope import Rope, Rotary, installed
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.stats import Counters
@@ -39,7 +39,9 @@ from kvcli.store.cache import Tiers, nbytes
 from kvcli.text import TextStream
 from kvcli.timeline import Timeline
 
-WARMUP, STEPS = 2, 8
+WARMUP, STEPS = 2, 32
+SECONDS = 2.0  # after which no further step is begun once there are a few
+_FEW = 6
 PROMPT = 256  # tokens of the prefill that is timed
 _HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
 
@@ -90,33 +92,13 @@ def probe(
     capacity = length + WARMUP + STEPS + 1
     model = random_model(config, dtype, device).requires_grad_(False).train(False)
     with attached(model) as hook, onednn_linears(model), installed(model, [capacity, PROMPT]) as rope:
-        sequences = []
-        for index in range(batch):
-            context = SequenceContext(
-                capacity=capacity,
-                tiers=Tiers.for_device(device, dtype),
-                counters=Counters(len(geometry.layers)),
-                timeline=Timeline(),
-                rotary=rope.rotary(capacity),
-                prompt_tokens=length,
-            )
-            method = get_method(profile.method)(profile.settings, geometry.layers, context)
-            sequences.append(_sequence(index, method, length, device))
+        sequences = [
+            _sequence(index, profile, geometry, rope.rotary(capacity), dtype, device, length) for index in range(batch)
+        ]
         k, v = _fill([sequence.method for sequence in sequences], geometry, length, dtype, device)
         clock = _Clock(device)
-        totals = []
         with _clocked(model, clock):
-            for _ in range(WARMUP + STEPS):
-                clock.start()
-                for sequence in sequences:
-                    sequence.counters.next_step()
-                logits = forward_step(model, hook, sequences, rope)
-                for sequence, row in zip(sequences, logits, strict=True):
-                    sequence.accept(row)
-                totals.append(clock.stop())
-        steps, totals = clock.steps[WARMUP:], totals[WARMUP:]
-        layers = [statistics.median(times) for times in zip(*steps, strict=True)]
-        rest = statistics.median(total - sum(step) for total, step in zip(totals, steps, strict=True))
+            layers, rest = _decode(model, hook, rope, sequences, clock)
         rope.use([PROMPT])
         clock.start()
         prefill(model, hook, [1] * PROMPT, _Nobody(), geometry.layers, lambda _: None)
@@ -127,14 +109,48 @@ def probe(
     return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(k, v, geometry, device))
 
 
-def _sequence(index: int, method: Method[Any, Any], length: int, device: torch.device) -> RunningSequence:
+def _decode(
+    model: PreTrainedModel, hook: Hook, rope: Rope, sequences: list[RunningSequence], clock: _Clock
+) -> tuple[list[float], float]:
+    """Run steps, at most `STEPS` that count: median seconds of each layer, and of all else."""
+    totals: list[float] = []
+    while len(totals) < WARMUP + STEPS and (len(totals) < WARMUP + _FEW or sum(totals) < SECONDS):
+        clock.start()
+        for sequence in sequences:
+            sequence.counters.next_step()
+        logits = forward_step(model, hook, sequences, rope)
+        for sequence, row in zip(sequences, logits, strict=True):
+            sequence.accept(row)
+        totals.append(clock.stop())
+    steps = clock.steps[WARMUP:]
+    rest = [total - sum(step) for total, step in zip(totals[WARMUP:], steps, strict=True)]
+    return [statistics.median(times) for times in zip(*steps, strict=True)], statistics.median(rest)
+
+
+def _sequence(
+    index: int,
+    profile: Profile,
+    geometry: ModelGeometry,
+    rotary: Sequence[Rotary | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+) -> RunningSequence:
+    context = SequenceContext(
+        capacity=length + WARMUP + STEPS + 1,
+        tiers=Tiers.for_device(device, dtype),
+        counters=Counters(len(geometry.layers)),
+        timeline=Timeline(),
+        rotary=rotary,
+        prompt_tokens=length,
+    )
     return RunningSequence(
         index=index,
         source="made up",
         sample=0,
         prompt_tokens=length,
-        method=method,
-        counters=method.context.counters,
+        method=get_method(profile.method)(profile.settings, geometry.layers, context),
+        counters=context.counters,
         sampler=Sampler(Sampling(), 0, device),
         stream=TextStream(_NoText()),  # type: ignore[arg-type]
         eos=(),
