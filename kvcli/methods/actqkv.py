@@ -81,7 +81,7 @@ class ActQKV(InfLLM):
     """Activation-aware probe, cosine with block keys, as many blocks as the layer's entropy deserves."""
 
     Config = ActQKVConfig
-    title = "windowed prefill; blocks in host memory, found by the window's unusual queries; a cut-off by layer"
+    title = "blocks that a window's unusual queries find; more where layers need more"
     paper = "arXiv 2502.13542"
     long_generation = True
     offloads = True

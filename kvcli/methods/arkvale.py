@@ -38,8 +38,8 @@ class ArkVale(Method[ArkValeConfig, OffloadedCache]):
     """Recalls the best pages before it attends, and evicts the worst."""
 
     Config = ArkValeConfig
-    title = "pages by a cuboid about their keys, recalled before attention, KV in host memory"
-    paper = "Chen et al., NeurIPS 2024"
+    title = "pages by a cuboid about their keys, recalled before attention"
+    paper = "NeurIPS 2024"
     long_generation = True
     offloads = True
     group_consistent = True

@@ -37,20 +37,6 @@ def _power_of_two(value: int) -> int:
 
 PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
 
-MEMORY_SYMBOLS = {
-    "L": "tokens so far",
-    "g": "generated ones of them",
-    "k": "tokens kept of the prompt",
-    "B": "budget",
-    "W": "recent window",
-    "p": "tokens in a page, block, chunk or group",
-    "r": "rank of the keys",
-    "w": "width of a layer's keys, KV heads times head_dim",
-    "s": "part of the KV heads that keep everything",
-    "n": "layers",
-}
-"""What the letters in `Method.device_memory` stand for."""
-
 
 def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:
     """Declare one setting of a method: its default, what it means, its unit and its bounds."""
@@ -175,7 +161,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     Config: ClassVar[type[MethodConfig]]
     title: ClassVar[str]
-    """What a step attends to and where the KV lives, in a few words."""
+    """What a step attends to, in a few words; this and the next five are literals (`kvcli.methods.card` reads them)."""
     paper: ClassVar[str]
     long_generation: ClassVar[bool]
     """Whether generated tokens are treated like the prompt's, however many there are; by default settings."""
@@ -184,7 +170,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     group_consistent: ClassVar[bool]
     """Whether, as published, all query heads of a KV head read the same KV; elsewhere pooling over them sees to it."""
     device_memory: ClassVar[str]
-    """KV on the device per layer that is neither sliding nor dense: tokens' worth, O(...) in `MEMORY_SYMBOLS`."""
+    """KV on the device per layer that is neither sliding nor dense, in tokens: O(...) in `card.MEMORY_SYMBOLS`."""
     exact: ClassVar[dict[str, Any]] = {}
     """Settings with which an ample budget is full attention, where the defaults are not."""
     true_kv: ClassVar[dict[str, Any] | None] = {}

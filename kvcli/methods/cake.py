@@ -46,7 +46,7 @@ class CAKE(SnapKV):
 
     Config = CAKEConfig
     config: CAKEConfig
-    title = "layers share one budget by how their attention spreads and shifts"
+    title = "what one cut kept; more in layers whose attention spreads and shifts"
     paper = "arXiv 2503.12491"
     group_consistent = True
     planned_is_bound = True

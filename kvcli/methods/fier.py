@@ -46,7 +46,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     """Selects tokens anew at every step, each for itself."""
 
     Config = FIERConfig
-    title = "token selection by one-bit keys at every step"
+    title = "single tokens by one-bit keys"
     paper = "arXiv 2508.08256"
     long_generation = True
     offloads = False

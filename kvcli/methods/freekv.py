@@ -48,7 +48,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     """Reuses the last step's selection where the query allows, recalls only what is missing."""
 
     Config = FreeKVConfig
-    title = "speculative retrieval with fine-grained correction, KV in host memory"
+    title = "pages that the step before chose, corrected where the query turned"
     paper = "arXiv 2505.13109"
     long_generation = True
     offloads = True

@@ -18,7 +18,7 @@ class Full(Method[FullConfig, DenseCache]):
     """Every layer keeps and attends to everything."""
 
     Config = FullConfig
-    title = "full attention, everything on the device"
+    title = "everything"
     paper = "the reference"
     long_generation = True
     offloads = False

@@ -35,7 +35,7 @@ class H2O(Method[H2OConfig, EvictingCache]):
     """Holds what was looked at most so far, and what came last."""
 
     Config = H2OConfig
-    title = "heavy hitters by accumulated attention and recent tokens, the rest is evicted"
+    title = "heavy hitters by all attention so far, and recent tokens"
     paper = "arXiv 2306.14048"
     long_generation = True
     offloads = False

@@ -57,7 +57,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     """Mean query of a window, inner product with block keys, a fixed number of blocks."""
 
     Config = InfLLMConfig
-    title = "windowed prefill; blocks in host memory, found by their most attended tokens"
+    title = "blocks found by their most attended tokens, in prefill too"
     paper = "arXiv 2402.04617"
     long_generation = True
     offloads = True

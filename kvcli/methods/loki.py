@@ -39,7 +39,7 @@ class Loki(Method[LokiConfig, PrincipalTokens]):
     """Scores by a few dimensions, attends with all."""
 
     Config = LokiConfig
-    title = "token selection by the leading principal axes of the keys, everything on the device"
+    title = "single tokens by the leading principal axes of the keys"
     paper = "arXiv 2406.02542"
     long_generation = True
     offloads = False

@@ -29,8 +29,8 @@ class Offload(Method[OffloadConfig, RowCache]):
     """Every layer attends to everything, two of them on the device at a time."""
 
     Config = OffloadConfig
-    title = "everything, in host memory; layer by layer to the device, one ahead"
-    paper = "transformers' OffloadedCache"
+    title = "everything, brought layer by layer, one ahead"
+    paper = "transformers"
     long_generation = True
     offloads = True
     group_consistent = True

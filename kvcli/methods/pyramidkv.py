@@ -32,7 +32,7 @@ class PyramidKV(SnapKV):
 
     Config = PyramidKVConfig
     config: PyramidKVConfig
-    title = "SnapKV with budgets that fall from layer to layer"
+    title = "what one cut kept, as in snapkv; budgets fall from layer to layer"
     paper = "arXiv 2406.02069"
     budget_is_mean = True
 

@@ -33,7 +33,7 @@ class Quest(Method[QuestConfig, IndexedCache]):
     """Selects pages anew at every step; saves memory traffic, not memory."""
 
     Config = QuestConfig
-    title = "page selection by key bounds at every step, everything on the device"
+    title = "pages by bounds on their keys"
     paper = "arXiv 2406.10774"
     long_generation = True
     offloads = False

@@ -43,7 +43,7 @@ class RaaS(Method[RaaSConfig, StampedCache]):
     """Attends to all pages held, and stamps those that were worth it."""
 
     Config = RaaSConfig
-    title = "all of the prompt, and generated pages until no query has used them for longest"
+    title = "the prompt, and generated pages that queries still come back to"
     paper = "arXiv 2502.11147"
     long_generation = True
     offloads = False

@@ -59,7 +59,7 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
     """Each head keeps what its kind needs."""
 
     Config = RazorConfig
-    title = "everything in retrieval heads; sinks, window and one mean token in the others"
+    title = "everything in retrieval heads; sinks, window and a mean token in others"
     paper = "arXiv 2407.15891"
     long_generation = True
     offloads = False

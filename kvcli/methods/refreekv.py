@@ -45,7 +45,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     """Drops what the last row does not look at; the prompt decides how much."""
 
     Config = ReFreeKVConfig
-    title = "pruning after prefill by a universal threshold instead of a budget"
+    title = "what one cut by a universal threshold kept, instead of a budget"
     paper = "arXiv 2502.16886"
     long_generation = False
     offloads = False

@@ -81,7 +81,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     """Selects chunks by their mean key; only values cross the bus."""
 
     Config = ShadowKVConfig
-    title = "low-rank keys on the device, values in host memory, chunks by their mean key"
+    title = "chunks by their mean key; keys rebuilt from a low rank, values recalled"
     paper = "arXiv 2410.21465"
     long_generation = False
     offloads = True

@@ -55,7 +55,7 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
     """Keeps of a prompt what its end looks at."""
 
     Config = SnapKVConfig
-    title = "the prompt is cut once, by the votes of its last queries"
+    title = "what one cut by the votes of the prompt's last queries kept"
     paper = "arXiv 2404.14469"
     long_generation = False
     offloads = False

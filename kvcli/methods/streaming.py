@@ -38,7 +38,7 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
     """Sinks and window; O(budget) memory at any length."""
 
     Config = StreamingConfig
-    title = "attention sinks and a recent window, the rest is dropped"
+    title = "attention sinks and a recent window"
     paper = "arXiv 2309.17453"
     long_generation = True
     offloads = False

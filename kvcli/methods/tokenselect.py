@@ -40,7 +40,7 @@ class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
     """One choice of tokens for all heads, by their vote, and for all steps that ask alike."""
 
     Config = TokenSelectConfig
-    title = "token selection by a vote of all heads, kept while the query stays, everything on the device"
+    title = "single tokens by a vote of all heads, kept while the query stays"
     paper = "arXiv 2411.02886"
     long_generation = True
     offloads = False

@@ -29,7 +29,7 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
     """Holds what the newest query still looks at."""
 
     Config = TOVAConfig
-    title = "the token that the newest query looks at least is evicted"
+    title = "tokens left after each step evicted the one it looked at least"
     paper = "arXiv 2401.06104"
     long_generation = True
     offloads = False

@@ -39,7 +39,7 @@ class Twilight(Method[TwilightConfig, WeighedCache]):
     """Selects pages, then keeps the tokens that hold a part of the attention."""
 
     Config = TwilightConfig
-    title = "the fewest tokens that hold a part of the attention, of selected pages, everything on the device"
+    title = "the fewest tokens of selected pages that hold a part of the attention"
     paper = "arXiv 2502.02770"
     long_generation = True
     offloads = False

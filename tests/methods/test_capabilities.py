@@ -2,13 +2,16 @@
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from kvcli.geometry import LayerGeometry
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import MEMORY_SYMBOLS, SequenceContext
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.card import MEMORY_SYMBOLS, Card, read_card
 from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
@@ -72,6 +75,15 @@ def test_its_capabilities_are_stated(name):
         assert isinstance(getattr(method, capability), bool), capability
     assert re.fullmatch(r"O\(.+\)", method.device_memory)
     assert set(re.findall("[A-Za-z]", method.device_memory[2:-1])) <= MEMORY_SYMBOLS.keys()
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_its_card_is_what_its_class_says_and_fits_a_terminal(name):
+    method, card = get_method(name), read_card(name)
+    assert card == Card(**{field: getattr(method, field) for field in Card.__dataclass_fields__})
+    assert len(card.title) <= 76
+    assert len(card.device_memory) <= 22
+    assert len(card.paper) <= 16
 
 
 @pytest.mark.parametrize("name", method_names())
