@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from kvcli import summary
 from kvcli.errors import KvcliError
+from kvcli.methods.card import LEGEND, Card
 from kvcli.observer import Observer
 from kvcli.report import Report
 from kvcli.sizes import format_bytes
@@ -211,17 +212,24 @@ def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
     return table
 
 
-def method_list(entries: Sequence[dict[str, Any]]) -> RenderableType:
-    """Every method with its profiles below it."""
-    table = _grid(("bold cyan", True), ("", False), ("dim", False))
-    for i, entry in enumerate(entries):
-        if i:
-            table.add_row()
-        table.add_row(entry["name"], entry["title"], entry["paper"])
-        for profile in entry["profiles"]:
-            table.add_row(Text(f"  {profile['name']}", style="dim"), Text(profile["description"], style="dim"), "")
-    hint = Text("Profiles stand below their method. More: kvcli methods NAME", style="dim")
-    return Group(table, Text(), hint)
+def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]) -> RenderableType:
+    """What every method can do, with what its steps attend to below it, and profiles where there are several."""
+    widths = (13, 6, 9, 12, 24)
+    heads = (("", "long", "", "group-", "", ""), ("method", "gen.", "offload", "consistent", "device memory", "paper"))
+    lines = [Text(_laid_out(cells, widths).rstrip(), style="dim") for cells in heads]
+    for name, card in cards.items():
+        cells = _laid_out(("", *card.capabilities, card.paper), widths)
+        lines.append(Text.assemble((f"{name:<{widths[0]}}", "bold cyan"), cells[widths[0] :]))
+        lines.append(Text(f"  {card.title}", style="dim"))
+        if len(profiles.get(name, ())) > 1:
+            lines.append(Text(f"  profiles {', '.join(profiles[name])}", style="dim"))
+    hint = Text("\nMore on a method: kvcli methods NAME", style="dim")
+    return Group(*lines, Text(), _pairs(LEGEND.items()), hint)
+
+
+def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells side by side, all but the last as wide as `widths` says."""
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + cells[-1]
 
 
 def method_page(entry: dict[str, Any]) -> RenderableType:
@@ -241,8 +249,11 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
         profiles.add_row(profile["name"], f"{profile['description']} ({profile['paper']})")
         profiles.add_row("", Text(", ".join(changed) or "all defaults", style="dim"))
     head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))
+    can = _pairs(zip(LEGEND, Card(**{key: entry[key] for key in Card.__dataclass_fields__}).capabilities, strict=True))
     nothing = Text("no settings", style="dim")
-    return Group(head, Text(), settings if entry["settings"] else nothing, Text("\nprofiles", style="dim"), profiles)
+    return Group(
+        head, Text(), can, Text(), settings if entry["settings"] else nothing, Text("\nprofiles", style="dim"), profiles
+    )
 
 
 def _values(setting: dict[str, Any]) -> str:

@@ -64,6 +64,14 @@ def profile_names() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
+def profiles_by_method() -> dict[str, list[str]]:
+    """Names of the profiles that come with kvcli, by their method; nothing but the files is looked at."""
+    found: dict[str, list[str]] = {}
+    for name in profile_names():
+        found.setdefault(_read(name)[1]["method"], []).append(name)
+    return found
+
+
 def resolve_profile(
     method: str | None = None, profile: str | None = None, overrides: Mapping[str, str | object] | None = None
 ) -> Profile:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcli.cli.options import flag, option
 from kvcli.cli.output import check_writable, write_file
+from kvcli.errors import ExitCode, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.methods.card import Card
 
 _OUTPUT = "Output"
 
@@ -20,6 +26,9 @@ def methods(
         typer.Argument(metavar="NAME", help="Show the settings and profiles of this method.", show_default=False),
     ] = None,
     as_json: Annotated[bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead.")] = False,
+    markdown: Annotated[
+        bool, flag("--markdown", panel=_OUTPUT, env=False, help="The list as a Markdown table, for a README.")
+    ] = False,
     output: Annotated[
         Path | None,
         option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
@@ -28,45 +37,72 @@ def methods(
         bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    """List the KV-cache methods and their profiles.
+    """List the KV-cache methods and what each can do.
 
     kvcli methods freekv
     """
-    from kvcli import console
-    from kvcli.methods import method_names
-
+    if markdown and (as_json or name is not None):
+        other = "--json" if as_json else f"a method's page ({name})"
+        raise KvcliError(f"--markdown is the list as a table, not {other}", "leave one of them out", ExitCode.USAGE)
     if output is not None:
         check_writable(output, "-o")
-    entries = [describe(each) for each in ([name] if name is not None else method_names())]
-    if as_json:
-        text = json.dumps({"schema_version": 1, "methods": entries}, ensure_ascii=False) + "\n"
-    elif name is not None:
-        text = console.render(console.method_page(entries[0]), to_file=output is not None)
-    else:
-        text = console.render(console.method_list(entries), to_file=output is not None)
+    text = _text(name, as_json, markdown, to_file=output is not None)
     if output is not None:
         write_file(output, text)
     else:
         typer.echo(text, nl=False)
 
 
+def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str:
+    from kvcli import console
+    from kvcli.methods import method_names
+    from kvcli.methods.card import read_card
+    from kvcli.profile import profiles_by_method
+
+    if as_json:
+        entries = [describe(each) for each in ([name] if name is not None else method_names())]
+        return json.dumps({"schema_version": 1, "methods": entries}, ensure_ascii=False) + "\n"
+    if name is not None:
+        return console.render(console.method_page(describe(name)), to_file)
+    cards = {each: read_card(each) for each in method_names()}
+    return (
+        markdown_table(cards) if markdown else console.render(console.method_list(cards, profiles_by_method()), to_file)
+    )
+
+
 def describe(name: str) -> dict[str, Any]:
-    """One method as data: title, paper, settings, and the profiles with what each of them sets.
+    """One method as data: its card, settings, and the profiles with what each of them sets.
 
     Raises `KvcliError` (usage) for an unknown name.
     """
     from kvcli.methods import get_method
-    from kvcli.profile import profile_names, resolve_profile
+    from kvcli.methods.card import read_card
+    from kvcli.profile import profiles_by_method, resolve_profile
 
-    method = get_method(name)
-    profiles = [resolve_profile(profile=each) for each in profile_names()]
+    settings = get_method(name).Config.model_json_schema()["properties"]
     return {
         "name": name,
-        "title": method.title,
-        "paper": method.paper,
-        "settings": [_setting(key, field) for key, field in method.Config.model_json_schema()["properties"].items()],
-        "profiles": [profile.as_dict() for profile in profiles if profile.method == name],
+        **asdict(read_card(name)),
+        "settings": [_setting(key, field) for key, field in settings.items()],
+        "profiles": [resolve_profile(profile=each).as_dict() for each in profiles_by_method().get(name, [])],
     }
+
+
+def markdown_table(cards: Mapping[str, Card]) -> str:
+    """The list as a Markdown table, with links to the papers on arXiv, and what its columns mean."""
+    from kvcli.methods.card import LEGEND
+
+    heads = ("method", "what a step attends to", *LEGEND, "paper")
+    lines = [_markdown_row(heads), _markdown_row(["---"] * len(heads))]
+    for name, card in cards.items():
+        number = card.paper.removeprefix("arXiv ")
+        paper = f"[{number}](https://arxiv.org/abs/{number})" if number != card.paper else card.paper
+        lines.append(_markdown_row((f"`{name}`", card.title, *card.capabilities, paper)))
+    return "\n".join([*lines, "", *(f"- {head}: {meaning}" for head, meaning in LEGEND.items())]) + "\n"
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _setting(key: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvcli.errors import ExitCode, KvcliError
 if TYPE_CHECKING:
     from kvcli.methods.base import Method
 
-_SHARED = {"base"}
+_SHARED = {"base", "card"}
 
 
 def method_names() -> list[str]:

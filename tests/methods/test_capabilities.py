@@ -116,3 +116,9 @@ def test_with_long_generation_attention_is_bounded_whatever_the_output(name):
     config = get_method(name).Config()
     grows = config.beside_budget(100, 10_000) > config.beside_budget(100, 10)
     assert get_method(name).long_generation != grows
+
+
+def test_cards_are_read_without_torch():
+    code = "import sys; from kvcli.methods import method_names; from kvcli.methods.card import read_card; "
+    code += "assert len([read_card(name) for name in method_names()]) > 10; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
