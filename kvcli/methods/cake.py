@@ -69,13 +69,10 @@ class CAKE(SnapKV):
         with self.span("prune", layer):
             total = len(self.retrieval) * (config.budget - config.window)
             shares = capped_shares(list(self.preferences.values()), total, length - config.window)
-            for each, share in zip(self.preferences, shares, strict=True):
-                best = self._best(each, share)
-                if each == layer:
-                    cache.load_kept(k, v, best)
-                else:
-                    self.retrieval[each].keep(best)
-                self.kept[each] = best.shape[1]
+            for before, share in zip(list(self.preferences)[:-1], shares, strict=False):
+                self.retrieval[before].keep(self._best(before, share))
+            cache.load_kept(k, v, self._best(layer, shares[-1]))
+        self.kept = {each: self.retrieval[each].held for each in self.preferences}
         if len(self.preferences) == len(self.retrieval):
             self.indicators.clear()
 

@@ -1,4 +1,4 @@
-"""TOVA: the token that the newest query looks at least is evicted (arXiv 2401.06104, section 3.2 and algorithm 1).
+"""TOVA: the token that the newest query looks at least is evicted (arXiv 2401.06104, section 3, algorithm 1).
 
 The cache is the state of a recurrent network, of a fixed number of tokens. At every step the attention row of the
 newest query alone, averaged over the heads, says which of them goes; neither sinks nor recent tokens are set aside,
