@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvcli import report
 from kvcli.methods.base import Method
-from kvcli.sampling import Sampler
 from kvcli.stats import Counters
 from kvcli.text import TextStream
 
@@ -25,7 +24,7 @@ class RunningSequence:
     prompt_tokens: int
     method: Method[Any, Any]
     counters: Counters
-    sampler: Sampler
+    sampler: Callable[[Tensor], int]
     stream: TextStream
     eos: Collection[int]
     max_tokens: int

@@ -22,6 +22,24 @@ def evaluate(
         str | None,
         option("--length", panel=_TASKS, env=False, metavar="TOKENS,...", help="Lengths of the prompts, as in 4K,8K."),
     ] = None,
+    depths: Annotated[
+        int,
+        option(
+            "--depths", panel=_TASKS, env=False, parser=positive_count, metavar="N", help="Depths of the needle grid."
+        ),
+    ] = 5,
+    max_length: Annotated[
+        int | None,
+        option(
+            "--max-length",
+            panel=_TASKS,
+            env=False,
+            parser=positive_count,
+            metavar="TOKENS",
+            help="Cut longer prompts in the middle; by default to what the model was made for.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[
         int, option("--limit", panel=_TASKS, env=False, parser=positive_count, metavar="N", help="Documents of each.")
     ] = 20,
@@ -144,8 +162,10 @@ def evaluate(
         variants=compared,
         tasks=names(tasks, "--tasks"),
         lengths=each(length, "--length", positive_count),
+        depths=depths,
         limit=limit,
         max_tokens=max_tokens,
+        max_length=max_length,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed, num_samples=num_samples),
         predictions=predictions,
     )

@@ -17,6 +17,7 @@ from kvcli.eval.example import Cell
 from kvcli.eval.predictions import Predictions, digest
 from kvcli.eval.runner import Evaluation
 from kvcli.eval.table import Table, results
+from kvcli.fingerprint import fingerprint, foreign
 from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.prompts import Prompt, Template, encode
@@ -35,8 +36,10 @@ class Plan:
     variants: Sequence[Variant]
     tasks: Sequence[str]
     lengths: Sequence[int] = ()
+    depths: int = 5
     limit: int = 20
     max_tokens: int | None = None
+    max_length: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
     predictions: Path | None = None
@@ -53,13 +56,23 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
     checkpoint = open_checkpoint(plan.model)
     cells = suite.cells(_request(plan, checkpoint.tokenizer))
     _check_positions(cells, checkpoint)
+    _check_profiles(plan, checkpoint)
     configuration = _configuration(plan, checkpoint)
     with Predictions(plan.predictions, configuration) as predictions:
         done = len(predictions)
         if done:
             observer.notice(f"{done:,} answers are in {plan.predictions} already; going on from there")
         model = checkpoint.load()
-        evaluation = Evaluation(model, plan.variants, plan.sampling, plan.template, predictions, observer)
+        evaluation = Evaluation(
+            model=model,
+            variants=plan.variants,
+            sampling=plan.sampling,
+            template=plan.template,
+            predictions=predictions,
+            observer=observer,
+            max_tokens=plan.max_tokens,
+            max_length=min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None),
+        )
         complete = True
         try:
             evaluation.run(cells)
@@ -72,19 +85,18 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
 
 
 def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> suite.Request:
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     # What the chat template puts around a message is part of a prompt's length.
-    frame = len(encode(Prompt("frame", "x"), plan.template, tokenizer)) - count_tokens("x")
+    bare = len(tokenizer("x", add_special_tokens=False, verbose=False)["input_ids"])
+    frame = len(encode(Prompt("frame", "x"), plan.template, tokenizer)) - bare
     return suite.Request(
         tasks=plan.tasks,
         lengths=plan.lengths,
+        depths=plan.depths,
         limit=plan.limit,
         seed=plan.sampling.seed,
         frame=frame,
         max_tokens=plan.max_tokens,
-        count_tokens=count_tokens,
+        tokenizer=tokenizer,
     )
 
 
@@ -99,16 +111,28 @@ def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_profiles(plan: Plan, checkpoint: Checkpoint) -> None:
+    for variant in plan.variants:
+        warning = foreign(variant.profile, checkpoint)
+        if warning is not None:
+            hint = "calibrate it anew, or take [provenance] out of the file to measure it all the same"
+            raise KvcliError(warning.partition(":")[0], hint, ExitCode.USAGE)
+
+
 def _configuration(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     """What has to be the same for predictions to belong together."""
     sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
     return {
         "model": checkpoint.name,
+        "model_hash": fingerprint(checkpoint),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "tasks": list(plan.tasks),
+        "files": suite.digests(plan.tasks),
         "lengths": list(plan.lengths),
+        "depths": plan.depths,
         "limit": plan.limit,
         "max_tokens": plan.max_tokens,
+        "max_length": plan.max_length,
         **sampling,
         "template": asdict(plan.template),
         "variants": {variant.label: variant.profile.hash for variant in plan.variants},

@@ -11,8 +11,7 @@ class Example:
     """A prompt and what a right answer holds.
 
     `prompt` is the whole message, `question` the part of it behind the document, for methods that look at it first.
-    `metric` names a scorer of `scorers.SCORERS`; `choices` are what a classification chooses from. With a
-    `continuation` nothing is generated: its tokens are fed one by one, and their likelihood is what counts.
+    `metric` names a scorer of `scorers.SCORERS`; `choices` are what a classification chooses from.
     """
 
     prompt: str
@@ -21,9 +20,14 @@ class Example:
     metric: str
     max_tokens: int
     choices: tuple[str, ...] = ()
+    first_line: bool = False
+    """Whether only the answer's first line counts."""
     raw: bool = False
     """Whether the benchmark leaves the chat template out."""
+    answer_prefix: str = ""
+    """How the answer begins: part of the prompt, behind the chat template."""
     continuation: str | None = None
+    """A text that is fed token by token instead of generating one; its likelihood is what counts."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvcli import summary
+from kvcli.eval.suite import PERPLEXITY
 from kvcli.eval.table import Cost, Figure, Result, Table
 from kvcli.sizes import format_bytes
 
@@ -14,25 +16,63 @@ Titled = tuple[str, summary.Table]
 
 
 def tables(table: Table) -> list[Titled]:
-    """Scores and costs of each length, one variant a row."""
-    lengths = list(dict.fromkeys(result.length for result in table.results))
+    """Scores and costs of each length, one variant a row; what several samples give where there are several."""
     found = []
-    for length in lengths:
+    for length in dict.fromkeys(result.length for result in table.results):
         results = [result for result in table.results if result.length == length]
         where = "" if length is None else f" at {length:,} tokens"
-        counts = sorted({result.score.examples for result in results})
-        documents = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-        title = f"score{where}: % ± standard error, {documents} documents a task"
-        found += [
-            (title, _scores(results)),
-            (f"cost{where}: tokens attended per KV head, bytes, time", _costs(results)),
-        ]
+        found.append((f"score{where}: {_what(results)}", _scores(results)))
+        if any(result.pass_at and result.depth is None for result in results):
+            found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
+        found.append((f"cost{where}: tokens attended per KV head, bytes, time", _costs(results)))
     return found
 
 
+@dataclass(frozen=True)
+class HeatMap:
+    """Scores of one variant in per cent, by depth of the needle (rows, 0 to 1) and length (columns, tokens)."""
+
+    variant: str
+    depths: Sequence[float]
+    lengths: Sequence[int]
+    scores: Sequence[Sequence[float | None]]
+
+    @property
+    def rows(self) -> list[str]:
+        """What heads the rows."""
+        return [f"{100 * depth:.0f} %" for depth in self.depths]
+
+    @property
+    def columns(self) -> list[str]:
+        """What heads the columns."""
+        return [f"{length:,}" for length in self.lengths]
+
+
+def heat_maps(table: Table) -> list[HeatMap]:
+    """One map a variant; none where the run has no needle grid."""
+    grid = [result for result in table.results if result.depth is not None]
+    depths = sorted({result.depth for result in grid if result.depth is not None})
+    lengths = sorted({result.length for result in grid if result.length is not None})
+    scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
+    return [
+        HeatMap(variant, depths, lengths, [[scores.get((variant, d, length)) for length in lengths] for d in depths])
+        for variant in dict.fromkeys(result.variant for result in grid)
+    ]
+
+
+def _what(results: Sequence[Result]) -> str:
+    counts = sorted({result.score.examples for result in results})
+    documents = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    depths = len({result.depth for result in results if result.depth is not None})
+    grid = f" (and each of {depths} depths)" if depths else ""
+    perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
+    return f"% ± standard error, {documents} documents a task{grid}{perplexity}"
+
+
 def number(figure: Figure) -> str:
-    """A mean and its standard error: "98.0 ±2.0"."""
-    return f"{figure.value:.1f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.1f}")
+    """A value and its standard error: "98.0 ±2.0", "1.04 ±0.01"."""
+    digits = 1 if figure.value >= 10 or figure.value == 0 else 2
+    return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
 
 
 def mean(figures: Sequence[Figure]) -> Figure:
@@ -44,12 +84,33 @@ def mean(figures: Sequence[Figure]) -> Figure:
 
 def _scores(results: Sequence[Result]) -> summary.Table:
     tasks = list(dict.fromkeys(result.task for result in results))
+    averaged = {result.task for result in results if result.metric != PERPLEXITY}
     rows = []
     for variant in dict.fromkeys(result.variant for result in results):
-        by_task = {result.task: result.score for result in results if result.variant == variant}
+        by_task = {
+            task: mean([result.score for result in results if (result.variant, result.task) == (variant, task)])
+            for task in tasks
+            if any((result.variant, result.task) == (variant, task) for result in results)
+        }
         cells = [number(by_task[task]) if task in by_task else "-" for task in tasks]
-        rows.append((variant, *cells, *([number(mean(list(by_task.values())))] if len(tasks) > 1 else [])))
-    return summary.Table(("", *tasks, *(["mean"] if len(tasks) > 1 else [])), rows)
+        scores = [figure for task, figure in by_task.items() if task in averaged]
+        rows.append((variant, *cells, *([number(mean(scores)) if scores else "-"] if len(averaged) > 1 else [])))
+    return summary.Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
+
+
+def _passes(results: Sequence[Result]) -> summary.Table:
+    sampled = [result for result in results if result.pass_at and result.depth is None]
+    counts = sorted({k for result in sampled for k in result.pass_at})
+    heads = [f"pass@{k}" for k in counts]
+    rows = [
+        (
+            f"{result.variant}, {result.task}",
+            number(result.score),
+            *(number(result.pass_at[k]) if k in result.pass_at else "-" for k in counts),
+        )
+        for result in sampled
+    ]
+    return summary.Table(("", f"avg@{counts[-1]}", *heads), rows)
 
 
 def _costs(results: Sequence[Result]) -> summary.Table:

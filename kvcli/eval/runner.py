@@ -14,13 +14,15 @@ from torch import Tensor
 
 from kvcli import memory, summary
 from kvcli.engine import Engine, engine
+from kvcli.eval.encoding import Encoded, Teacher, encode_example
 from kvcli.eval.example import Cell, Example
 from kvcli.eval.predictions import Prediction, Predictions
 from kvcli.eval.scorers import score
+from kvcli.eval.suite import PERPLEXITY
 from kvcli.methods.base import Method
 from kvcli.model import Model
 from kvcli.observer import Observer
-from kvcli.prompts import Prompt, Template, encode, encode_question
+from kvcli.prompts import Template
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.text import TextStream
@@ -28,15 +30,6 @@ from kvcli.variants import Variant
 
 # Part of the free memory that the caches of variants read together may take.
 _SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Read:
-    """A prompt in tokens: all of it, its question alone, how many were cut out of its middle."""
-
-    ids: list[int]
-    question: list[int]
-    cut: int
 
 
 @dataclass
@@ -66,16 +59,18 @@ class Evaluation:
     template: Template
     predictions: Predictions
     observer: Observer
+    max_tokens: int | None = None
+    """Longest answer; None leaves it to the task."""
     max_length: int | None = None
-    """Tokens of a prompt, at most: what is longer loses its middle."""
+    """Tokens of prompt and answer, at most: a longer prompt loses its middle."""
     _engine: Engine = field(init=False)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Ask every example of every cell that has no prediction yet."""
-        samples = range(self.sampling.num_samples)
         self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.variants))
         for number, cell in enumerate(cells, 1):
             begun, known = time.perf_counter(), len(self.predictions)
+            samples = range(self._samples(cell.metric))
             for index in range(cell.size):
                 place = cell.task, cell.length, cell.depth, index
                 missing = [
@@ -90,10 +85,14 @@ class Evaluation:
                 taken = summary.duration(1000 * (time.perf_counter() - begun))
                 self.observer.notice(f"{cell.title}: done in {taken} ({number} of {len(cells)})")
 
+    def _samples(self, metric: str) -> int:
+        """A text that is fed is the same each time."""
+        return 1 if metric == PERPLEXITY else self.sampling.num_samples
+
     def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
         example = cell.make(index)
-        read = self._encode(example)
-        capacity = len(read.ids) + example.max_tokens
+        read = encode_example(example, self.template, self.model.tokenizer, self.max_tokens, self.max_length)
+        capacity = len(read.ids) + read.max_tokens
         with engine(self.model, [capacity]) as self._engine:
             for group in self._groups(variants, len(read.ids), capacity):
                 for variant, answers in self._answers(example, read, group):
@@ -102,12 +101,6 @@ class Evaluation:
                         for answer in answers
                     )
                     self.observer.advance()
-
-    def _encode(self, example: Example) -> Read:
-        tokenizer = self.model.tokenizer
-        prompt = Prompt("prompt", example.prompt)
-        ids = encode(prompt, self.template, tokenizer)
-        return Read(ids, encode_question(Prompt("prompt", "", example.question), tokenizer), 0)
 
     def _groups(self, variants: Sequence[Variant], prompt_tokens: int, capacity: int) -> Iterator[list[Variant]]:
         """Split variants so that the caches of each part fit into memory together; one alone is tried anyway."""
@@ -128,10 +121,10 @@ class Evaluation:
         yield group
 
     def _answers(
-        self, example: Example, read: Read, variants: Sequence[Variant]
+        self, example: Example, read: Encoded, variants: Sequence[Variant]
     ) -> Iterator[tuple[Variant, list[dict[str, Any]]]]:
         """Let variants read a prompt together, and answer one after another."""
-        contexts = [self._engine.context(len(read.ids), example.max_tokens, read.question) for _ in variants]
+        contexts = [self._engine.context(len(read.ids), read.max_tokens, read.question) for _ in variants]
         methods = [
             self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
         ]
@@ -142,16 +135,14 @@ class Evaluation:
             yield variants[-len(methods)], self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms)
 
     def _answer(
-        self, example: Example, read: Read, method: Method[Any, Any], logits: Tensor, prefill_ms: float
+        self, example: Example, read: Encoded, method: Method[Any, Any], logits: Tensor, prefill_ms: float
     ) -> list[dict[str, Any]]:
         """Continue one method's samples, all of them as one batch."""
         forks = [
-            method.fork(self._engine.context(len(read.ids), example.max_tokens, read.question).counters, "sequence 0")
-            for _ in range(self.sampling.num_samples - 1)
+            method.fork(self._engine.context(len(read.ids), read.max_tokens, read.question).counters, "sequence 0")
+            for _ in range(self._samples(example.metric) - 1)
         ]
-        sequences = [
-            self._sequence(example, read, each, sample, prefill_ms) for sample, each in enumerate([method, *forks])
-        ]
+        sequences = [self._sequence(read, each, sample, prefill_ms) for sample, each in enumerate([method, *forks])]
         for sequence in sequences:
             sequence.accept(logits)
         readings = [Reading() for _ in sequences]
@@ -160,9 +151,7 @@ class Evaluation:
                 readings[sequence.sample].note(sequence.method)
         return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
-    def _sequence(
-        self, example: Example, read: Read, method: Method[Any, Any], sample: int, prefill_ms: float
-    ) -> RunningSequence:
+    def _sequence(self, read: Encoded, method: Method[Any, Any], sample: int, prefill_ms: float) -> RunningSequence:
         return RunningSequence(
             index=sample,
             source="prompt",
@@ -170,27 +159,28 @@ class Evaluation:
             prompt_tokens=len(read.ids),
             method=method,
             counters=method.context.counters,
-            sampler=Sampler(self.sampling, sample, self.model.device),
+            sampler=Teacher(read.fed) if read.fed else Sampler(self.sampling, sample, self.model.device),
             stream=TextStream(self.model.tokenizer, self.sampling.stop),
-            eos=self._engine.eos,
-            max_tokens=example.max_tokens,
+            eos=frozenset() if read.fed else self._engine.eos,
+            max_tokens=read.max_tokens,
             prefill_ms=prefill_ms,
         )
 
 
-def _entry(example: Example, read: Read, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
+def _entry(example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
     """A prediction's fields, all but what it is of."""
     kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
+    teacher = sequence.sampler if isinstance(sequence.sampler, Teacher) else None
     text = sequence.stream.text
     return {
         "sample": sequence.sample,
         "text": text,
-        "score": score(text, example),
+        "score": None if teacher else _score(text, example),
         "finish_reason": sequence.finish_reason,
         "prompt_tokens": len(read.ids),
         "cut_tokens": read.cut,
         "output_tokens": len(sequence.token_ids),
-        "nll": None,
+        "nll": teacher.nll if teacher else None,
         "prefill_ms": sequence.prefill_ms,
         "decode_ms": sum(sequence.decode_ms),
         "steps": len(sequence.decode_ms),
@@ -204,3 +194,9 @@ def _entry(example: Example, read: Read, sequence: RunningSequence, reading: Rea
         "pages_requested": cache.pages_requested,
         "misses": cache.misses,
     }
+
+
+def _score(text: str, example: Example) -> float:
+    if example.first_line:
+        text = text.lstrip("\n").split("\n")[0]
+    return score(example.metric, text, example.references, example.choices)

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over `examples` in per cent, with its standard error (None for a single example)."""
+    """A value over `examples` with its standard error (None for a single example)."""
 
     value: float
     stderr: float | None
@@ -27,9 +27,28 @@ class Figure:
 
     @classmethod
     def of(cls, scores: Sequence[float]) -> Figure:
-        """Mean of scores 0..1, one for each example."""
+        """Mean in per cent of scores 0..1, one for each example."""
         error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
         return cls(100 * statistics.mean(scores), None if error is None else 100 * error, len(scores))
+
+    @classmethod
+    def perplexity(cls, nlls: Sequence[float], tokens: Sequence[int]) -> Figure:
+        """Perplexity over all tokens: from every example's negative log-likelihood in nats, and its tokens.
+
+        The error is that of a ratio of two sums over examples, to first order.
+        """
+        count, total = len(nlls), sum(tokens)
+        mean = sum(nlls) / total
+        value = math.exp(mean)
+        if count < 2:
+            return cls(value, None, count)
+        squares = sum((nll - mean * length) ** 2 for nll, length in zip(nlls, tokens, strict=True))
+        return cls(value, value * math.sqrt(squares * count / (count - 1)) / total, count)
+
+
+def pass_at(samples: int, right: int, k: int) -> float:
+    """Chance that one of k answers out of `samples`, of which `right` are, is right: unbiased (arXiv 2107.03374)."""
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """One variant in one cell."""
+    """One variant in one cell.
+
+    `score` is a mean in per cent over examples, each the mean of its samples (avg@k); for the metric ppl it is the
+    perplexity. `pass_at` says for numbers of samples k how often one of k is entirely right.
+    """
 
     variant: str
     task: str
@@ -106,6 +129,7 @@ class Result:
     depth: float | None
     metric: str
     score: Figure
+    pass_at: dict[int, Figure]
     cost: Cost
 
 
@@ -149,19 +173,35 @@ def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Ite
             given = by_place[cell.task, cell.length, cell.depth, variant.label]
             if not given:
                 continue
-            scores: dict[int, list[float]] = defaultdict(list)
-            for prediction in given:
-                scores[prediction.index].append(prediction.score or 0.0)
-            figure = Figure.of([statistics.mean(each) for each in scores.values()])
+            score, passes = _figures(given)
             found.append(
                 Result(
-                    variant.label,
-                    cell.task,
-                    cell.length,
-                    cell.depth,
-                    cell.metric,
-                    figure,
-                    Cost.sum([Cost.of(each) for each in given]),
+                    variant=variant.label,
+                    task=cell.task,
+                    length=cell.length,
+                    depth=cell.depth,
+                    metric=cell.metric,
+                    score=score,
+                    pass_at=passes,
+                    cost=Cost.sum([Cost.of(each) for each in given]),
                 )
             )
     return found
+
+
+def _figures(given: Sequence[Prediction]) -> tuple[Figure, dict[int, Figure]]:
+    """Score and pass@k of the predictions of one variant in one cell."""
+    nlls = [prediction.nll for prediction in given if prediction.nll is not None]
+    if nlls:
+        return Figure.perplexity(nlls, [prediction.output_tokens for prediction in given]), {}
+    scores: dict[int, list[float]] = defaultdict(list)
+    for prediction in given:
+        scores[prediction.index].append(prediction.score or 0.0)
+    figure = Figure.of([statistics.mean(each) for each in scores.values()])
+    samples = min(map(len, scores.values()))
+    counts = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
+    passes = {
+        k: Figure.of([pass_at(len(each), sum(score == 1 for score in each), k) for each in scores.values()])
+        for k in counts
+    }
+    return figure, passes if samples > 1 else {}
