@@ -59,8 +59,8 @@ def calibrate(plan: Plan, observer: Observer) -> Calibration:
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
     length = _length(plan, checkpoint)
-    passages = _passages(plan, checkpoint, length)
     tried = plan.sweep.profiles(plan.profile, checkpoint.geometry, length, plan.values)
+    passages = _passages(plan, checkpoint, length)
     _check_fit(checkpoint, [profile for _, profile in tried], passages)
     model = checkpoint.load()
     tallies = [Tally(settings) for settings, _ in tried]
