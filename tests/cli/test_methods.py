@@ -1,6 +1,9 @@
 import json
+import subprocess
+import sys
 
-from command import assert_refused
+import pytest
+from command import assert_refused, environment
 
 from kvcli.methods import get_method, method_names
 from kvcli.profile import profile_names
@@ -14,6 +17,34 @@ def test_the_list_names_every_method_and_profile(warm):
         assert name in result.stdout
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_list_says_what_each_can_do_within_the_terminal(warm, columns):
+    lines = warm("methods", COLUMNS=str(columns)).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    (row,) = [number for number, line in enumerate(lines) if line.startswith("shadowkv ")]
+    assert " ".join(lines[row].split()) == "shadowkv no yes yes O(B + L·r/w + L/p + g) arXiv 2410.21465"
+    assert lines[row + 1] == f"  {get_method('shadowkv').title}"
+    assert lines[row + 2] == "  profiles shadowkv, shadowkv-128k, shadowkv-plus"
+
+
+def test_the_list_waits_for_no_torch():
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from kvcli.cli import main; main()"
+    for arguments in ([], ["--markdown"]):
+        command = [sys.executable, "-c", code, "methods", *arguments]
+        result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert "freekv" in result.stdout
+
+
+def test_markdown_is_the_list_alone(warm):
+    lines = warm("methods", "--markdown").stdout.splitlines()
+    assert [line.split("`")[1] for line in lines if line.startswith("| `")] == method_names()
+    assert "| `quest` | pages by bounds on their keys | yes | no | pooled | O(L) |" in "\n".join(lines)
+    assert "[2406.10774](https://arxiv.org/abs/2406.10774)" in "\n".join(lines)
+    assert_refused(warm("methods", "--markdown", "--json"), 2, "not --json")
+    assert_refused(warm("methods", "freekv", "--markdown"), 2, "freekv")
+
+
 def test_a_page_shows_settings_profiles_and_paper(warm):
     text = warm("methods", "freekv", COLUMNS="200").stdout
     method = get_method("freekv")
@@ -23,6 +54,7 @@ def test_a_page_shows_settings_profiles_and_paper(warm):
         assert field.description.split(",")[0] in text
     assert "0..1" in text
     assert "mean_qk" in text
+    assert "O(B + L/p)" in text
     assert "freekv-long-input" in text
     assert "tau 0.8" in text
 
@@ -36,6 +68,8 @@ def test_json_is_one_object(warm):
     assert body["schema_version"] == 1
     assert [entry["name"] for entry in body["methods"]] == method_names()
     freekv = next(entry for entry in body["methods"] if entry["name"] == "freekv")
+    assert (freekv["long_generation"], freekv["offloads"], freekv["group_consistent"]) == (True, True, True)
+    assert freekv["device_memory"] == "O(B + L/p)"
     tau = next(setting for setting in freekv["settings"] if setting["name"] == "tau")
     assert (tau["type"], tau["default"], tau["minimum"], tau["maximum"]) == ("number", 0.9, 0, 1)
     assert {"freekv", "freekv-long-input", "freekv-reasoning"} <= {profile["name"] for profile in freekv["profiles"]}
