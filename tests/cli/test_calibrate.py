@@ -1,0 +1,79 @@
+import json
+
+import pytest
+from command import assert_refused
+from families import tiny_checkpoint
+
+TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 8
+SMALL = [f"--set={key}={value}" for key, value in (("budget", 48), ("sink", 8), ("window", 8), ("page_size", 8))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibrate")
+    tiny_checkpoint("llama", path / "model")
+    (path / "fox.txt").write_text(TEXT)
+    (path / "empty.txt").write_text("")
+    return path
+
+
+def calibrate(warm, folder, *arguments):
+    small = ("--length", 90, "--steps", 5, "--samples", 2)
+    return warm("calibrate", *arguments, "-m", "model", "--offline", *small, *SMALL, cwd=folder)
+
+
+def test_table_profile_page_and_generate(warm, folder):
+    files = ("-o", "mine.toml", "--html", "page.html")
+    result = calibrate(warm, folder, "tau", "fox.txt", "--max-loss", 9, *files)
+    assert result.returncode == 0, result.stderr
+    assert "corrected" in result.stdout
+    assert "chosen" in result.stdout
+    assert "the least recall" in result.stderr
+    assert "--profile mine.toml" in result.stderr
+    page = (folder / "page.html").read_text()
+    assert "kvcli calibrate tau" in page
+    assert "KV head" in page
+    assert 'src="http' not in page
+    used = ("generate", "fox.txt", "--profile", "mine.toml", "--max-tokens", 2, "--json")
+    own = warm(*used, "-m", "model", cwd=folder)
+    assert own.returncode == 0, own.stderr
+    assert json.loads(own.stdout)["profile"]["provenance"]["target"] == "tau"
+    assert "calibrated for" not in own.stderr
+    other = warm(*used, cwd=folder)
+    assert other.returncode == 0, other.stderr
+    assert "calibrated for model" in other.stderr
+
+
+def test_json_is_one_object(warm, folder):
+    result = calibrate(warm, folder, "tau", "fox.txt", "--max-loss", 9, "--json", "--values", "tau=0.5,1")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [point["settings"] for point in found["points"]] == [{"tau": 0.5}, {"tau": 1.0}]
+    assert found["chosen"] == {"tau": 0.5}
+    assert found["profile"]["settings"]["tau"] == 0.5
+
+
+def test_where_no_value_will_do_no_profile_is_written(warm, folder):
+    values = ("--values", "budget=32,40", "--values", "page_size=8")
+    result = calibrate(warm, folder, "budget", "fox.txt", "--max-loss", 0, *values, "-o", "none.toml")
+    assert result.returncode == 1
+    assert "none adds at most 0 nats" in result.stderr
+    assert "larger --max-loss" in result.stderr
+    assert not (folder / "none.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tao"], ["unknown target", "'tao'"]),
+        (["tau", "missing.txt"], ["missing.txt", "no such file"]),
+        (["tau", "empty.txt"], ["empty.txt", "empty"]),
+        (["tau", "fox.txt", "-o", "x.json"], ["x.json", ".toml"]),
+        (["tau", "fox.txt", "--max-loss", "-1"], ["--max-loss", "-1"]),
+        (["tau", "fox.txt", "--values", "tau"], ["--values", "KEY=VALUE"]),
+        (["tau", "fox.txt", "--values", "tau=2"], ["tau = 2"]),
+        (["tau", "fox.txt", "--method", "quest"], ["quest", "'tau'"]),
+    ],
+)
+def test_wrong_usage_is_refused(warm, folder, arguments, words):
+    assert_refused(calibrate(warm, folder, *arguments), 2, *words)
