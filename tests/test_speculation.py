@@ -6,9 +6,12 @@ from engine import new_method, run
 from families import FAMILIES, tiny_model
 
 from kvcli.attention import attached
+from kvcli.engine import engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import attention_modules, geometry_of
 from kvcli.methods.full import Full
+from kvcli.model import Model
+from kvcli.profile import resolve_profile
 from kvcli.rope import installed
 from kvcli.speculation import check_next_queries, next_queries
 
@@ -69,6 +72,19 @@ def test_an_attention_without_a_known_projection_is_refused():
     del module.q_proj
     with pytest.raises(KvcliError, match="layer 1 has no known query projection"):
         check(model)
+
+
+def test_the_engine_refuses_before_anything_is_read():
+    module = tiny_model("llama")
+    geometry = geometry_of(module.config, torch.float32)
+    model = Model(module, None, geometry, torch.device("cpu"), torch.float32, "tiny", "dummy")
+    with engine(model, [CAPACITY]) as ready:
+        profile, context = resolve_profile("infinigen"), ready.context(CAPACITY - 9, 9)
+        assert ready.method(profile, context).wants_next_query
+        attention_modules(module)[2].q_norm = torch.nn.RMSNorm(16)
+        with pytest.raises(KvcliError, match="layer 2"):
+            ready.method(profile, context)
+        ready.method(resolve_profile("freekv"), context)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "gemma2", "gemma3", "gpt_oss"])

@@ -1,0 +1,125 @@
+"""InfiniGen: a layer's tokens are chosen and fetched while the layer before it works (arXiv 2406.19707, section 4).
+
+The attention input of layer l, put through the query projection of layer l+1, foretells the query of layer l+1. Scored
+with it are a few skewed columns of the keys: an orthogonal matrix turns queries and keys so that few columns carry most
+of their product, and each prompt keeps the part `columns` of them that is strongest in its own queries and keys. Chosen
+are the tokens that score within `alpha` of the best, as many for every KV head as the heads want on average, and never
+more than the budget holds. They are fetched token by token; all KV lies in host memory.
+
+Decided: the skew comes from a calibration or, without one, from the prompt's own keys and last `rows` queries, which
+also choose the columns. The query heads of a KV head share its skew, so that the columns of a key are kept once, and
+the maximum of their scores counts. The first layer is dense; the paper leaves the second whole too, for the first
+one's input foretells little (`dense_layers` = 2). Host memory is not bounded. A layer that was told nothing, the
+model's first where it is not dense, chooses with its own query. In the counters one token of one KV head is a page of
+size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.group_pooling import pool_scores
+from kvcli.kernels.skew import prompt_skew, strongest_columns
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.stats import Count
+from kvcli.store.calibrated import CalibratedLayers
+from kvcli.store.projected import ProjectedKeys
+from kvcli.store.tokens import OffloadedTokens
+
+Cache = OffloadedTokens[ProjectedKeys]
+
+
+class InfiniGenConfig(TokenConfig):
+    """Settings of InfiniGen."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, at most", "tokens", ge=1)
+    alpha: float = setting(4.0, "choose tokens whose scaled q.k is within this of the best", ge=0)
+    columns: float = setting(0.3, "part of the skewed columns that tokens are scored by", gt=0, le=1)
+    rows: int = setting(2048, "last queries of the prompt that choose the columns", "tokens", ge=1)
+    skew: str = setting("", "safetensors file with the skew of every layer; without it they are the prompt's own")
+
+
+class InfiniGen(Method[InfiniGenConfig, Cache]):
+    """Chooses and fetches a layer ahead."""
+
+    Config = InfiniGenConfig
+    title = "single tokens chosen a layer ahead by a few skewed columns"
+    paper = "arXiv 2406.19707"
+    long_generation = True
+    offloads = True
+    group_consistent = False
+    device_memory = "O(B + 0.15·L)"
+    budget_is_bound = True
+    wants_next_query = True
+
+    def __init__(self, config: InfiniGenConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        shapes = {
+            layer: (cache.k.shape[0], cache.k.shape[2], cache.k.shape[2]) for layer, cache in self.retrieval.items()
+        }
+        self.skew = CalibratedLayers(config.skew, shapes, "skew") if config.skew else None
+        self.scales: dict[int, float] = {}  # layer -> what its q.k is scaled by
+        self.ahead: dict[int, Tensor] = {}  # layer -> tokens [Hk, k] that lie ready for its next attention
+        self.foretold = self.chosen = self.choices = 0
+
+    def new_cache(self, layer: LayerGeometry) -> Cache:
+        """Keep everything in host memory, a budget of tokens and a few columns of all keys on the device."""
+        heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
+        index = ProjectedKeys(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)
+        return OffloadedTokens(heads, d, capacity, self.config.tokens, index, tiers)
+
+    @property
+    def query_rows(self) -> int:
+        """See `Method.query_rows`."""
+        return self.config.rows
+
+    def take_prompt(self, layer: int, cache: Cache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Choose the columns that this prompt's tokens are scored by."""
+        self.scales[layer] = softmax.scale
+        skew = self.skew[layer].to(k.device) if self.skew else prompt_skew(q, k)
+        cache.index.basis.copy_(strongest_columns(skew, q, k, cache.index.basis.shape[2]))
+        super().take_prompt(layer, cache, k, v, q, softmax)
+
+    def take_next_query(self, layer: int, q: Tensor) -> None:
+        """Choose and fetch for a layer that has yet to take the current token."""
+        cache = self.retrieval[layer]
+        if cache.length + 1 > cache.budget.total:
+            self.foretold += 1
+            self._fetch(layer, cache, q, cache.length + 1)
+
+    def retrieve(self, layer: int, cache: Cache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to what lies ready."""
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        if layer not in self.ahead:
+            self._fetch(layer, cache, q, cache.length)
+        with self.span("attention", layer):
+            return cache.attend_selected(q, self.ahead.pop(layer), softmax)
+
+    def _fetch(self, layer: int, cache: Cache, q: Tensor, length: int) -> None:
+        """Choose with q [H, d] from the first `length` tokens, and bring what is missing to the device."""
+        candidates = cache.budget.candidates(length)
+        with self.span("score", layer):
+            scores = cache.index.scores(q, candidates, self.scales[layer])  # [Hk, G, n]
+            scores = pool_scores(scores, "max_qk")
+        with self.span("select", layer):
+            near = scores >= scores.amax(1, keepdim=True) - self.config.alpha
+            wanted = int(near.sum(1).float().mean())
+            selected = topk_pages(scores, min(wanted, cache.budget.most_selected)) + candidates.start
+        self.chosen += selected.numel()
+        self.choices += selected.shape[0]
+        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.recall(layer, lambda: cache.recall(selected))
+        self.ahead[layer] = selected
+
+    def statistics(self) -> dict[str, Any]:
+        """Say how many tokens a KV head chose on average, and how many layer-steps' queries were foretold."""
+        if not self.choices:
+            return {}
+        return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.foretold}
