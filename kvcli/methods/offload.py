@@ -16,7 +16,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, MethodConfig, SequenceContext
 from kvcli.stats import Count
-from kvcli.store.cache import Footprint
+from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.rows import RowCache
 from kvcli.store.staging import Staging
 
@@ -51,9 +51,10 @@ class Offload(Method[OffloadConfig, RowCache]):
     def retrieve(self, layer: int, cache: RowCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Have the layer on the device, let the next one come, and attend."""
         with self.span("recall", layer):
-            k, v, moved = self.staging.bring(cache)
+            k, v, late = self.staging.bring(cache)
             self.staging.prefetch(self.retrieval[self.following[layer]])
-        self.count(layer, Count.BYTES_TO_DEVICE, moved)
+        self.count(layer, Count.BYTES_TO_DEVICE, nbytes(k, v))
+        self.count(layer, Count.BYTES_EXPOSED, late)
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
+from kvcli.store.rows import RowCache
 
 
-class PrunedCache(LayerCache):
+class PrunedCache(RowCache):
     """The kept tokens of each KV head in order: k, v [rows, Hk, d] in one tier, `positions` [Hk, rows] on the device.
 
     Until the prompt comes, `rows` is a plan, an upper bound for most, and nothing is allocated. From then on the memory
@@ -18,10 +17,10 @@ class PrunedCache(LayerCache):
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
-        self.length = self.held = 0
-        self.capacity, self.tiers, self.offload = capacity, tiers, offload
-        self.k, self.v = (torch.empty(rows, num_kv_heads, head_dim, dtype=tiers.dtype, device="meta") for _ in range(2))
-        self.positions = torch.empty(num_kv_heads, rows, dtype=torch.int32, device="meta")
+        planned = Tiers.for_device(torch.device("meta"), tiers.dtype)
+        super().__init__(num_kv_heads, head_dim, rows, planned, offload)
+        self.capacity, self.tiers = capacity, tiers
+        self.positions = planned.on_device(num_kv_heads, rows, dtype=torch.int32)
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`; keeps everything."""
@@ -40,22 +39,8 @@ class PrunedCache(LayerCache):
 
     def append(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.append`."""
-        self.k[self.held].copy_(k, non_blocking=True)
-        self.v[self.held].copy_(v, non_blocking=True)
         self.positions[:, self.held] = self.length
-        self.length += 1
-        self.held += 1
-        return self._moved(1)
-
-    def bring(self) -> tuple[Tensor, Tensor, int]:
-        """Keys and values [Hk, held, d] on the device, and the bytes moved there from the host tier."""
-        k, v = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in (self.k, self.v))
-        return k, v, self._moved(self.held)
-
-    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
-        k, v, _ = self.bring()
-        return decode_attention(q, k, v, softmax)
+        return super().append(k, v)
 
     def attended(self) -> Tensor:
         """See `LayerCache.attended`."""
@@ -64,14 +49,11 @@ class PrunedCache(LayerCache):
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
-        kv, positions = nbytes(self.k, self.v), nbytes(self.positions)
-        return Footprint(positions, kv) if self.offload else Footprint(positions + kv)
+        return super().footprint() + Footprint(device=nbytes(self.positions))
 
     def traffic(self, length: int) -> Traffic:
         """See `LayerCache.traffic`; of a prompt of which as much is kept as there are rows for."""
-        held = max(0, length - self.capacity + len(self.k))
-        attended = held * nbytes(self.k[:1], self.v[:1])
-        return Traffic(attended, recalled=attended if self.offload else 0)
+        return super().traffic(max(0, length - self.capacity + len(self.k)))
 
     def _hold(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> int:
         """Make room for `rows` [Hk, n] of k, v [Hk, m, d] and for all tokens to come, and take over the former."""
@@ -84,10 +66,3 @@ class PrunedCache(LayerCache):
             mine[: self.held] = tokens.take_along_dim(rows[..., None], 1).transpose(0, 1)
         self.positions[:, : self.held] = positions
         return self._moved(self.held)
-
-    def _rows(self, *shape: int) -> Tensor:
-        return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)
-
-    def _moved(self, tokens: int) -> int:
-        """Bytes that cross to or from the host tier with so many tokens."""
-        return nbytes(self.k[:tokens], self.v[:tokens]) if self.offload else 0

@@ -52,7 +52,7 @@ class RowCache(LayerCache):
         return Footprint(host=held) if self.offload else Footprint(device=held)
 
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; as if everything were kept."""
+        """See `LayerCache.traffic`."""
         attended = length * nbytes(self.k[:1], self.v[:1])
         return Traffic(attended, recalled=attended if self.offload else 0)
 

@@ -42,15 +42,17 @@ class Staging:
         self.buffers[0].record_stream(self.stream)
 
     def bring(self, cache: RowCache) -> tuple[Tensor, Tensor, int]:
-        """Keys and values [Hk, held, d] of a layer, its newest tokens among them, and the bytes that moved for it."""
-        if self.coming is not cache:
-            self.prefetch(cache)
+        """Keys and values [Hk, held, d] of a layer, and the bytes of them that were not on their way yet.
+
+        Those are its newest token; or all, where no `prefetch` of this layer went before.
+        """
+        early = self.rows if self.coming is cache else 0
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
-        self._copy(cache, slice(self.rows, cache.held))
+        self._copy(cache, slice(early, cache.held))
         self.coming = self.done = None
         k, v = (rows[: cache.held].transpose(0, 1) for rows in self._views(cache))
-        return k, v, nbytes(k, v)
+        return k, v, nbytes(k[:, early:], v[:, early:])
 
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""

@@ -50,6 +50,10 @@ def test_every_layer_and_step_is_full_attention_whatever_lay_in_the_buffers(prom
     moved = sum(2 * 4 * D * count * (at + 1) for count in (HK, WIDE, HK) for at in range(prompt, prompt + steps))
     cache = method.context.counters.cache()
     assert cache.bytes_to_device == moved
+    newest = 2 * 4 * D * (HK + WIDE + HK)
+    assert cache.bytes_exposed == steps * newest + prompt * 2 * 4 * D * HK, (
+        "the first layer of the first step comes whole"
+    )
     assert cache.bytes_to_host == 2 * 4 * D * (HK + WIDE + HK) * (prompt + steps)
     assert [row.bytes_to_device > 0 for row in cache.layers] == [True, True, False, True]
 
