@@ -20,6 +20,7 @@ from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.model import Model
+from kvcli.prefill import TakesPrompt, prefill
 from kvcli.profile import Profile
 from kvcli.retrieval_heads import HeadScores, Probe, head_scores
 from kvcli.rope import Rope, installed
@@ -113,6 +114,11 @@ class Engine:
         """
         self.rope.use([methods[0].context.capacity])
         return read_prompt(self.model.module, self.hook, ids, methods, self.layers, advance)
+
+    def show(self, ids: Sequence[int], taker: TakesPrompt, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Read a prompt exactly for somebody who keeps what they want of it; as long as a capacity of the engine."""
+        self.rope.use([len(ids)])
+        prefill(self.model.module, self.hook, ids, taker, self.layers, advance)
 
     def extend(self, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
         """Read more tokens into a method that attends by windows -> logits of the last ones [keep, vocab]."""

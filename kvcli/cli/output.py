@@ -106,22 +106,23 @@ def check_writable(path: Path, option: str) -> None:
         raise KvcliError(f"{option} {path}: permission denied", hint, ExitCode.USAGE)
 
 
-def write_file(path: Path, content: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write `content` whole or not at all: to a temporary file beside `path` that then takes its place.
 
     What is no regular file (a pipe, /dev/null) is written to directly. Raises `KvcliError` naming the path.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_text(content, encoding="utf-8")
+            path.write_bytes(data)
         else:
-            _replace(path.resolve(), content)
+            _replace(path.resolve(), data)
     except OSError as error:
         what = f"{path}: cannot be written: {error.strerror}"
         raise KvcliError(what, "free some space, or name another file") from None
 
 
-def _replace(path: Path, content: str) -> None:
+def _replace(path: Path, data: bytes) -> None:
     if path.exists():
         mode = path.stat().st_mode & 0o777
     else:
@@ -130,8 +131,8 @@ def _replace(path: Path, content: str) -> None:
         mode = 0o666 & ~mask
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(descriptor)
         Path(temporary).chmod(mode)
