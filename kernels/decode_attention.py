@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import onednn
+from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
+from kvcli.kernels.slot_attention import slot_attention
+from kvcli.kernels.slots import Rows, SlotLayout
 from kvcli.kernels.softmax import Softmax
 
 # Keys from which the CPU path for long contexts is faster than the fused kernel (measured with 2 threads).
@@ -23,9 +26,22 @@ def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> T
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """Attend with the fastest kernel of the device; same result as the reference within rounding."""
+    if takes(q):
+        return _attend_rows(q, k, v, softmax)
     if k.shape[1] >= LONG and q.dtype == torch.float32 and onednn.suits(v):
         return _attend_long(_by_group(q, k), k, v, softmax).reshape(q.shape[0], -1)
     return _finish(q, *block_attention(_by_group(q, k), k, v, softmax), softmax)
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attend on a GPU: every row is a slot of one token."""
+    if not same_strides(k, v):
+        k, v = k.contiguous(), v.contiguous()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
+    rows = Rows(k[None], v[None], lengths, SlotLayout.everything(k.shape[1]))
+    slot_attention(q[None], rows, softmax, out[None])
+    return out
 
 
 def _attend_long(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

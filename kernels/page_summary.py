@@ -1,13 +1,136 @@
 """Per-channel bounds of the keys of a page (Quest, section 3.2; FreeKV, section 3.2).
 
 Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the maximum, [:, :, 1] the minimum over the page.
+`summarise_filled_page` does it for the page that the newest token has filled, in summaries [b, Hk, n, 2, d].
 """
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
+from kvcli.kernels.slots import Rows, filled_pages, slot_of
 
-def page_summary(keys: Tensor) -> Tensor:
-    """Summarise full pages; a partly filled page has no summary."""
+BLOCK_ELEMENTS = 4096  # of the keys that a program holds at once
+
+
+def page_summary_ref(keys: Tensor) -> Tensor:
+    """Plain torch."""
     low, high = torch.aminmax(keys, dim=2)
     return torch.stack((high, low), dim=2)
+
+
+def summarise_filled_page_ref(rows: Rows, summary: Tensor) -> None:
+    """Sequence by sequence."""
+    for b, page, start in filled_pages(rows):
+        summary[b, :, page] = page_summary_ref(rows.k[b, :, None, start : start + rows.layout.size])[:, 0]
+
+
+@jit
+def _store_bounds(
+    keys: tl.tensor,
+    stride: tl.tensor,
+    summary: tl.tensor,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Summarise one page of keys, rows of D elements `stride` apart."""
+    c = tl.arange(0, BLOCK_D)
+    high = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    low = tl.full([BLOCK_D], float("inf"), tl.float32)
+    for start in range(0, SIZE, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        inside = (row < SIZE)[:, None] & (c < D)[None, :]
+        at = row.to(tl.int64)[:, None] * stride + c[None, :]
+        some = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
+        high = tl.maximum(high, tl.max(tl.where(inside, some, float("-inf")), axis=0))
+        low = tl.minimum(low, tl.min(tl.where(inside, some, float("inf")), axis=0))
+    tl.store(summary + c, high.to(summary.dtype.element_ty), mask=c < D)
+    tl.store(summary + D + c, low.to(summary.dtype.element_ty), mask=c < D)
+
+
+@jit
+def _prompt_kernel(
+    keys: tl.tensor,
+    summary: tl.tensor,
+    keys_head: tl.tensor,
+    keys_page: tl.tensor,
+    keys_row: tl.tensor,
+    num_pages: tl.tensor,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    page, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    source = keys + h * keys_head + page * keys_page
+    _store_bounds(source, keys_row, summary + (h * num_pages + page) * 2 * D, SIZE, D, BLOCK_R, BLOCK_D)
+
+
+@jit
+def _filled_kernel(
+    k: tl.tensor,
+    lengths: tl.tensor,
+    summary: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    num_pages: tl.tensor,
+    first: tl.tensor,
+    ring: tl.tensor,
+    HK: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    pair = tl.program_id(0)  # a KV head of a sequence
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    length = tl.load(lengths + b)
+    if (length == 0) | (length % SIZE != 0):
+        return
+    page = length // SIZE - 1
+    source = k + b * k_batch + h * k_head + slot_of(page, first, ring).to(tl.int64) * SIZE * k_row
+    target = summary + (pair.to(tl.int64) * num_pages + page) * 2 * D
+    _store_bounds(source, k_row, target, SIZE, D, BLOCK_R, BLOCK_D)
+
+
+def page_summary(keys: Tensor) -> Tensor:
+    """Summarise full pages; a partly filled page has no summary. Any strides but the last dimension's.
+
+    May be captured in a CUDA graph.
+    """
+    num_kv_heads, num_pages, size, d = keys.shape
+    if not takes(keys) or keys.numel() == 0:
+        return page_summary_ref(keys)
+    require("keys", keys, keys.shape)
+    summary = torch.empty(num_kv_heads, num_pages, 2, d, dtype=keys.dtype, device=keys.device)
+    launch(_prompt_kernel, (num_pages, num_kv_heads), keys, summary, *keys.stride()[:3], num_pages, **_blocks(size, d))
+    return summary
+
+
+def summarise_filled_page(rows: Rows, summary: Tensor) -> None:
+    """Summarise the page of every sequence whose length is a whole number of pages; its newest token is appended.
+
+    Writes `summary` [b, Hk, n, 2, d] at that page and nothing else. May be captured in a CUDA graph. Raises ValueError
+    for shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
+    rows.check()
+    require_whole("summary", summary, (b, num_kv_heads, summary.shape[2], 2, d), rows.k.dtype)
+    if not takes(rows.k):
+        return summarise_filled_page_ref(rows, summary)
+    launch(
+        _filled_kernel,
+        (b * num_kv_heads,),
+        *(rows.k, rows.lengths, summary, *rows.k.stride()[:3], summary.shape[2], layout.first, layout.ring),
+        HK=num_kv_heads,
+        **_blocks(layout.size, d),
+    )
+    return None
+
+
+def _blocks(size: int, d: int) -> dict[str, int]:
+    block_d = power_of_two(d)
+    return {"SIZE": size, "D": d, "BLOCK_R": rows_at_once(size, block_d, BLOCK_ELEMENTS), "BLOCK_D": block_d}

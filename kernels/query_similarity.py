@@ -1,12 +1,42 @@
-"""How far the query of a step turned since the step before (FreeKV, section 3.3).
+"""How far the query of a step turned since the step before (FreeKV, section 3.3), and which KV heads wait for it.
 
 Shapes: q, previous [H, d] (post-RoPE) -> similarity [Hk], the cosine of each query head pooled over its group.
+`correct_heads` decides by it on the device, for a batch.
 """
 
-from typing import Literal
+from enum import IntEnum
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels.slots import SlotLayout, active
+
+
+class Turn(IntEnum):
+    """What a KV head does at a step."""
+
+    IDLE = 0
+    """Its sequence has not outgrown its slots."""
+    REUSED = 1
+    """It attends to what the step before selected, and selects for the next."""
+    CORRECTED = 2
+    """Its query turned too far: it selects and recalls before it attends."""
+    FIRST = 3
+    """It has nothing to reuse yet, and does the same."""
+
+
+class Decision(NamedTuple):
+    """What the KV heads [b, Hk] of a batch do: which wait, which select later (bool), and why (`Turn`, int32).
+
+    `retrieved` (int32) is state: zero until a head's first retrieval.
+    """
+
+    now: Tensor
+    later: Tensor
+    turn: Tensor
+    retrieved: Tensor
 
 
 def query_similarity(q: Tensor, previous: Tensor, num_kv_heads: int, pooling: Literal["mean", "max"]) -> Tensor:
@@ -16,3 +46,119 @@ def query_similarity(q: Tensor, previous: Tensor, num_kv_heads: int, pooling: Li
     cosines = (q * previous).sum(-1) * norms.clamp_min(torch.finfo(norms.dtype).tiny).rsqrt()  # [H]
     cosines = cosines.view(num_kv_heads, -1)  # [Hk, G]
     return cosines.mean(1) if pooling == "mean" else cosines.amax(1)
+
+
+def correct_heads_ref(
+    q: Tensor,
+    previous: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    threshold: float,
+    pooling: Literal["mean", "max"],
+    decision: Decision,
+) -> None:
+    """Decide sequence by sequence."""
+    for b, retrieves in enumerate(active(lengths, layout).tolist()):
+        now, later, turn, retrieved = (part[b] for part in decision)
+        turned = query_similarity(q[b], previous[b], len(now), pooling) < threshold
+        first = retrieved == 0
+        now.copy_((first | turned) & retrieves)
+        later.copy_(~(first | turned) & retrieves)
+        turn.copy_(torch.where(first, Turn.FIRST, torch.where(turned, Turn.CORRECTED, Turn.REUSED)) * retrieves)
+        if retrieves:
+            retrieved.fill_(1)
+            previous[b] = q[b]
+
+
+@jit
+def _correct_kernel(
+    q: tl.tensor,
+    previous: tl.tensor,
+    lengths: tl.tensor,
+    now: tl.tensor,
+    later: tl.tensor,
+    turn: tl.tensor,
+    retrieved: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    threshold: tl.tensor,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOTAL: tl.constexpr,
+    POOLING: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    pair = tl.program_id(0)  # a KV head of a sequence
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    if tl.cdiv(tl.load(lengths + b), SIZE) <= TOTAL:
+        tl.store(now + pair, False)
+        tl.store(later + pair, False)
+        tl.store(turn + pair, 0)
+        return
+    g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (g < G)[:, None] & (c < D)[None, :]
+    old_at = previous + (pair.to(tl.int64) * G + g)[:, None] * D + c[None, :]
+    new = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=inside, other=0.0)
+    x, y = new.to(tl.float32), tl.load(old_at, mask=inside, other=0.0).to(tl.float32)
+    norms = tl.sum(x * x, axis=1) * tl.sum(y * y, axis=1)
+    cosines = tl.sum(x * y, axis=1) * tl.rsqrt(tl.maximum(norms, 1.1754943508222875e-38))  # the least normal number
+    if POOLING == "mean":
+        similarity = tl.sum(tl.where(g < G, cosines, 0.0), axis=0) / G
+    else:
+        similarity = tl.max(tl.where(g < G, cosines, float("-inf")), axis=0)
+    first = tl.load(retrieved + pair) == 0
+    waits = first | (similarity < threshold)
+    tl.debug_barrier()  # all warps have read the state before one changes it
+    tl.store(now + pair, waits)
+    tl.store(later + pair, waits == 0)
+    tl.store(turn + pair, tl.where(first, 3, tl.where(waits, 2, 1)))
+    tl.store(retrieved + pair, 1)
+    tl.store(old_at, new, mask=inside)
+
+
+def correct_heads(
+    q: Tensor,
+    previous: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    threshold: float,
+    pooling: Literal["mean", "max"],
+    decision: Decision,
+) -> None:
+    """Write to `decision` which KV heads wait for what they select now, and keep the query for the next step.
+
+    q [b, H, d] of this step; previous [b, H, d] of the step before, overwritten where the sequence has outgrown its
+    slots; lengths [b] int32. A head waits at its first retrieval, and where its similarity is below `threshold`: give
+    one above 1 for always, one below -1 for never. All of a batch that is new has `decision.retrieved` zero, and
+    `previous` need not be initialised then. May be captured in a CUDA graph.
+
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, num_heads, d), num_kv_heads = q.shape, decision.now.shape[1]
+    require("q", q, q.shape)
+    require_whole("previous", previous, q.shape, q.dtype)
+    require_whole("lengths", lengths, (b,), torch.int32)
+    for name, x, dtype in zip(
+        Decision._fields, decision, (torch.bool, torch.bool, torch.int32, torch.int32), strict=True
+    ):
+        require_whole(name, x, (b, num_kv_heads), dtype)
+    if not takes(q):
+        return correct_heads_ref(q, previous, lengths, layout, threshold, pooling, decision)
+    groups = num_heads // num_kv_heads
+    launch(
+        _correct_kernel,
+        (b * num_kv_heads,),
+        *(q, previous, lengths, *decision, *q.stride()[:2], threshold),
+        HK=num_kv_heads,
+        G=groups,
+        D=d,
+        SIZE=layout.size,
+        TOTAL=layout.total,
+        POOLING=pooling,
+        BLOCK_G=power_of_two(groups),
+        BLOCK_D=power_of_two(d),
+    )
+    return None

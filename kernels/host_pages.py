@@ -1,0 +1,84 @@
+"""The host pools of a batch, as kernels see them: pages in pinned memory, reached by address.
+
+    hnd   [pages, Hk, 2, p, d]   a page of one KV head is one contiguous block, keys then values
+    nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
+
+A pool may lie in several pieces of equally many pages (the last may be shorter), so that it can be allocated bit by
+bit, and every sequence of a batch has its own. Pinned memory has one address for the host and the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.slots import Rows
+
+HostLayout = Literal["hnd", "nhd"]
+
+ALIGNMENT = 16
+"""Bytes to which every piece is aligned, so that kernels read 16 at once."""
+
+
+@dataclass(frozen=True)
+class HostPages:
+    """`pieces` of every sequence, kept alive here, and their `addresses` [b, most pieces] int64 on the device."""
+
+    pieces: Sequence[Sequence[Tensor]]
+    addresses: Tensor
+    layout: HostLayout
+
+    @classmethod
+    def of(cls, pieces: Sequence[Sequence[Tensor]], layout: HostLayout, device: torch.device) -> HostPages:
+        """Take one list of pieces for every sequence of the batch.
+
+        Raises ValueError where pieces differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once.
+        """
+        first = pieces[0][0]
+        for piece in (piece for row in pieces for piece in row):
+            if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype or not piece.is_contiguous():
+                raise ValueError(f"a piece {tuple(piece.shape)} of {piece.dtype} does not go with the first one")
+            if piece.data_ptr() % ALIGNMENT:
+                raise ValueError(f"a piece lies at an address that {ALIGNMENT} does not divide")
+        for row in pieces:
+            if any(len(piece) != len(first) for piece in row[:-1]) or len(row[-1]) > len(first):
+                raise ValueError(f"pieces of {[len(piece) for piece in row]} pages, not of {len(first)} each")
+        most = max(len(row) for row in pieces)
+        table = [[piece.data_ptr() for piece in row] + [0] * (most - len(row)) for row in pieces]
+        return cls(pieces, torch.tensor(table, dtype=torch.int64, device=device), layout)
+
+    @property
+    def per_piece(self) -> int:
+        """Pages in every piece but the last."""
+        return len(self.pieces[0][0])
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """KV heads, tokens in a page, head dimension."""
+        shape = self.pieces[0][0].shape
+        num_kv_heads, size = (shape[1], shape[3]) if self.layout == "hnd" else (shape[3], shape[2])
+        return num_kv_heads, size, shape[4]
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements from a page, head, half (keys, values) and token to the next."""
+        num_kv_heads, size, d = self.block_shape
+        page = num_kv_heads * 2 * size * d
+        return (page, 2 * size * d, size * d, d) if self.layout == "hnd" else (page, d, page // 2, num_kv_heads * d)
+
+    def block(self, sequence: int, page: int, head: int) -> Tensor:
+        """View a page of one KV head: [2, p, d]."""
+        block = self.pieces[sequence][page // self.per_piece][page % self.per_piece]
+        return block[head] if self.layout == "hnd" else block[:, :, head]
+
+    def check(self, rows: Rows) -> None:
+        """Raise ValueError where these are not pages of that size, dtype and number of sequences."""
+        b, num_kv_heads, _, d = rows.k.shape
+        if self.block_shape != (num_kv_heads, rows.layout.size, d) or len(self.pieces) != b:
+            raise ValueError(f"host pages {self.block_shape} of {len(self.pieces)} sequences do not fit {rows.k.shape}")
+        if self.pieces[0][0].dtype != rows.k.dtype:
+            raise ValueError(f"host pages are {self.pieces[0][0].dtype}, not {rows.k.dtype}")

@@ -1,0 +1,311 @@
+"""Attention of the newest token of every sequence over the slots of a layer, and its appending to them, on the device.
+
+    s_hj = f(scale * q_h . k_j)      z_h = log(sum_j e^s_hj + e^sink_h)      out_h = sum_j e^(s_hj - z_h) v_j
+
+f is the model's softcap. j runs over the rows of the slots that hold a token (see `kvcli.kernels.slots`), the newest
+among them, or over those of the last `span` tokens. Query heads h of one KV head are rows h*G .. h*G+G-1.
+
+The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
+a second kernel merges the parts and lets the sinks join the norm. The program whose part holds the newest token takes
+its key and value from `new` and writes them to the slot: it is the only one that reads or writes that row.
+
+Shapes: q [b, H, d], k and v [b, Hk, rows, d], new k and v [b, Hk, d], resident [b, Hk, selected] -> out [b, H, d].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels._triton import (
+    jit,
+    launch,
+    multiprocessors,
+    power_of_two,
+    require,
+    require_whole,
+    same_strides,
+    takes,
+    tl,
+)
+from kvcli.kernels.block_attention import add_sinks, block_attention_ref
+from kvcli.kernels.slots import Rows, page_in_slot, row_positions, slot_of, slot_of_page
+from kvcli.kernels.softmax import Softmax
+
+# Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
+BLOCKS = {2: (8192, 4), 4: (2048, 8)}
+
+
+class NewToken(NamedTuple):
+    """Keys and values [b, Hk, d] of the newest token of every sequence."""
+
+    k: Tensor
+    v: Tensor
+
+
+def slot_attention_ref(
+    q: Tensor,
+    rows: Rows,
+    softmax: Softmax,
+    out: Tensor,
+    new: NewToken | None = None,
+    heads: Tensor | None = None,
+    span: int | None = None,
+) -> None:
+    """Plain torch in the precision of its input (at least fp32), sequence by sequence."""
+    num_kv_heads = rows.k.shape[1]
+    heads = torch.ones(rows.k.shape[:2], dtype=torch.bool, device=q.device) if heads is None else heads
+    if new is not None:
+        _append(rows, new, heads)
+    positions = row_positions(rows.lengths, rows.layout, rows.resident).expand(*rows.k.shape[:3])
+    seen = positions >= (0 if span is None else (rows.lengths - span).clamp_min(0)[:, None, None])
+    groups = q.view(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [b, Hk, G, d]
+    for b, h in heads.nonzero().tolist():
+        k, v = (x[b, h : h + 1].masked_fill(~seen[b, h, :, None], 0) for x in (rows.k, rows.v))
+        part, lse = block_attention_ref(groups[b, h : h + 1], k, v, softmax, seen[b, h])
+        if softmax.sinks is not None:
+            part = add_sinks(part, lse, softmax.sinks.view(num_kv_heads, -1)[h])
+        out[b, h * groups.shape[2] : (h + 1) * groups.shape[2]] = part[0] if rows.lengths[b] else 0
+
+
+def _append(rows: Rows, new: NewToken, heads: Tensor) -> None:
+    size, newest = rows.layout.size, rows.lengths - 1
+    row = slot_of_page(newest // size, rows.layout) * size + newest % size
+    for b, h in (heads & (newest >= 0)[:, None]).nonzero().tolist():
+        rows.k[b, h, row[b]] = new.k[b, h]
+        rows.v[b, h, row[b]] = new.v[b, h]
+
+
+@jit
+def _attend_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
+    resident: tl.tensor,
+    lengths: tl.tensor,
+    heads: tl.tensor,
+    parts: tl.tensor,
+    norms: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    kv_batch: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    new_batch: tl.tensor,
+    new_head: tl.tensor,
+    num_rows: tl.tensor,
+    sink: tl.tensor,
+    first: tl.tensor,
+    ring: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    span: tl.tensor,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    pair, split = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its rows
+    if heads is not None:
+        if tl.load(heads + pair) == 0:
+            return
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    length = tl.load(lengths + b)
+    newest_page = (length - 1) // SIZE
+    if resident is not None:
+        resident += pair.to(tl.int64) * (first - sink)
+    used = tl.minimum(num_rows, (newest_page + 1) * SIZE)  # slots fill from the first on
+    share = tl.cdiv(tl.cdiv(used, BLOCK_N), SPLITS) * BLOCK_N
+    begin = split * share
+    end = tl.minimum(begin + share, used)
+
+    g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    in_q = (g < G)[:, None] & (c < D)[None, :]
+    queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
+    queries = queries.to(tl.float32)
+    k += b * kv_batch + h * kv_head
+    v += b * kv_batch + h * kv_head
+    new_row = tl.full([], -1, tl.int32)
+    if new_k is not None:
+        new_row = slot_of(newest_page, first, ring) * SIZE + (length - 1) % SIZE
+        token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
+        token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
+
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring)
+        position = page * SIZE + row % SIZE  # negative in an empty slot
+        seen = (row < end) & (position >= 0) & (position < length) & (row != new_row)
+        if span is not None:
+            seen = seen & (position >= length - span)
+        at = row.to(tl.int64)[:, None] * kv_row + c[None, :]
+        inside = seen[:, None] & (c < D)[None, :]
+        keys = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
+        scores = _cap(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, softcap)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, axis=1))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp(scores - shift[:, None])
+        fade = tl.exp(highest - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        if PRECISION == "tf32":
+            weights = _round_to_tf32(weights)
+        out = out * fade[:, None] + tl.dot(weights, values, input_precision=PRECISION)
+        highest = top
+    if new_k is not None:
+        is_mine = (new_row >= begin) & (new_row < end)
+        score = _cap(tl.sum(queries * token_k.to(tl.float32)[None, :], axis=1) * scale, softcap)  # [BLOCK_G]
+        score = tl.where(is_mine, score, float("-inf"))
+        top = tl.maximum(highest, score)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        weight, fade = tl.exp(score - shift), tl.exp(highest - shift)
+        total = total * fade + weight
+        out = out * fade[:, None] + weight[:, None] * token_v.to(tl.float32)[None, :]
+        highest = top
+        if is_mine:
+            at = new_row.to(tl.int64) * kv_row + c
+            tl.store(k + at, token_k, mask=c < D)
+            tl.store(v + at, token_v, mask=c < D)
+
+    head = (b * HK + h) * G + g  # of all query heads in a row
+    part = head.to(tl.int64) * SPLITS + split
+    norm = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(norms + part, norm, mask=g < G)
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(parts + part[:, None] * D + c[None, :], out, mask=in_q)
+
+
+@jit
+def _cap(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
+    """Bound scores to (-softcap, softcap) by tanh, where there is a softcap."""
+    if softcap is not None:
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+    return scores
+
+
+@jit
+def _round_to_tf32(x: tl.tensor) -> tl.tensor:
+    """Round to 10 bits of mantissa, half up; the tensor cores would cut the rest off, and weights would come short."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@jit
+def _merge_kernel(
+    parts: tl.tensor,
+    norms: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
+    out: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)  # a query head of a sequence
+    if heads is not None:
+        if tl.load(heads + row // G) == 0:
+            return
+    split, c = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64) * SPLITS + split
+    norm = tl.load(norms + at, mask=split < SPLITS, other=float("-inf"))
+    shift = tl.max(norm, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + row % H).to(tl.float32)
+        shift = tl.maximum(shift, sink)
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
+    weights = tl.exp(norm - shift)
+    total = tl.sum(weights, axis=0)
+    if sinks is not None:
+        total += tl.exp(sink - shift)
+    inside = (split < SPLITS)[:, None] & (c < D)[None, :]
+    part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
+    merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    target = out + (row // H).to(tl.int64) * out_batch + (row % H) * out_head + c
+    tl.store(target, merged.to(out.dtype.element_ty), mask=c < D)
+
+
+def slot_attention(
+    q: Tensor,
+    rows: Rows,
+    softmax: Softmax,
+    out: Tensor,
+    new: NewToken | None = None,
+    heads: Tensor | None = None,
+    span: int | None = None,
+) -> None:
+    """Append `new`, where it is given, to the rows and attend to them, the newest token included; writes `out`.
+
+    heads [b, Hk] bool: only these KV heads append and attend, the others' rows and outputs stay as they are, so that
+    heads which have to wait can attend in a call of their own. A sequence of length 0 gets zeros. May be captured in a
+    CUDA graph: shapes alone decide what is launched and allocated (partial results, on the current stream).
+
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    """
+    _check(q, rows, softmax, out, new, heads)
+    if not takes(q):
+        return slot_attention_ref(q, rows, softmax, out, new, heads, span)
+    (b, num_heads, d), (_, num_kv_heads, num_rows, _) = q.shape, rows.k.shape
+    groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
+    elements, warps = BLOCKS[q.element_size()]
+    block_n = max(16, min(64, elements // block_d))
+    splits = _splits(q, b * num_kv_heads, -(-num_rows // block_n))
+    parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
+    norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
+    shared = {"G": groups, "D": d, "SPLITS": splits, "BLOCK_D": block_d}
+    launch(
+        _attend_kernel,
+        (b * num_kv_heads, splits),
+        *(q, rows.k, rows.v, *(new or (None, None)), rows.resident, rows.lengths, heads, parts, norms),
+        *(*q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
+        *(num_rows, layout.sink, layout.first, layout.ring, softmax.scale, softmax.softcap, span),
+        **shared,
+        HK=num_kv_heads,
+        SIZE=layout.size,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
+        BLOCK_G=max(16, power_of_two(groups)),
+        BLOCK_N=block_n,
+        warps=warps,
+    )
+    merged = (parts, norms, softmax.sinks, heads, out, *out.stride()[:2])
+    launch(_merge_kernel, (b * num_heads,), *merged, **shared, H=num_heads, BLOCK_S=power_of_two(splits))
+    return None
+
+
+def _splits(q: Tensor, pairs: int, blocks: int) -> int:
+    """Choose so many parts that every multiprocessor has two programs, where there are so many blocks of rows."""
+    splits = max(1, min(blocks, 64, 2 * multiprocessors(q) // pairs))
+    return 1 << (splits.bit_length() - 1)  # few values, for each is compiled anew
+
+
+def _check(q: Tensor, rows: Rows, softmax: Softmax, out: Tensor, new: NewToken | None, heads: Tensor | None) -> None:
+    rows.check()
+    (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads")
+    require("q", q, (rows.k.shape[0], num_heads, rows.k.shape[3]), rows.k.dtype)
+    require("out", out, q.shape, q.dtype)
+    for name, x in () if new is None else (("new k", new.k), ("new v", new.v)):
+        require(name, x, (b, num_kv_heads, d), q.dtype)
+    if new is not None and not same_strides(new.k, new.v):
+        raise ValueError(f"new k and v have different strides: {new.k.stride()} and {new.v.stride()}")
+    if heads is not None:
+        require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    if softmax.sinks is not None:
+        require_whole("sinks", softmax.sinks, (num_heads,))

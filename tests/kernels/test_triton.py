@@ -1,0 +1,88 @@
+"""Every Triton kernel against its reference, driven by a list; under the interpreter where there is no GPU."""
+
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton_cases
+from triton_cases import CASES, ODD, Draw
+
+import kvcli.kernels
+from kvcli.kernels import _triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Relative RMS. Under the interpreter a cast to bf16 cuts off what the device rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture
+def kernels_take_all(monkeypatch):
+    monkeypatch.setattr(_triton, "on_cpu", True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_does_what_its_reference_does(kernels_take_all, case, dtype):
+    expected = case.make(Draw(dtype, DEVICE, double=not case.exact), ODD)
+    actual = case.make(Draw(dtype, DEVICE), ODD)
+    returned = case.ref(*expected.args), case.kernel(*actual.args)
+    pairs = zip(expected.written, actual.written, strict=True)
+    if not expected.written:
+        pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in returned), strict=True)
+    for reference, found in pairs:
+        assert found.shape == reference.shape
+        if case.exact:
+            assert found.dtype == reference.dtype
+            assert torch.equal(found.isnan(), reference.isnan())
+            assert torch.equal(found.nan_to_num(), reference.nan_to_num())
+        else:
+            assert same(found, reference, TOLERANCE[dtype])
+
+
+def same(found, reference, tolerance):
+    """Whether NaN and infinities stand in the same places and the rest is close."""
+    finite = reference.isfinite()
+    if not torch.equal(found.double()[~finite].nan_to_num(nan=7), reference[~finite].nan_to_num(nan=7)):
+        return False
+    found, reference = found.double()[finite], reference[finite]
+    return bool((found - reference).norm() <= tolerance * reference.norm())
+
+
+def kernel_modules():
+    """Modules of the listing that launch kernels."""
+    names = [name for _, name, _ in pkgutil.iter_modules(kvcli.kernels.__path__) if not name.startswith("_")]
+    modules = [importlib.import_module(f"kvcli.kernels.{name}") for name in names]
+    return [module for module in modules if any(name.endswith("_kernel") for name in vars(module))]
+
+
+def test_every_function_with_a_kernel_has_a_case():
+    paired = {
+        name
+        for module in kernel_modules()
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and hasattr(module, f"{name}_ref")
+    }
+    assert paired <= {case.kernel.__name__ for case in CASES}
+    assert len(paired) > 10
+
+
+def test_every_kernel_compiles_for_compute_capability_9(tmp_path):
+    program = Path(triton_cases.__file__).with_name("triton_compile.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = {name for module in kernel_modules() for name in vars(module) if name.endswith("_kernel")}
+    assert {line["kernel"] for line in found} == kernels
+    assert {line["dtype"] for line in found if line["kernel"] == "_attend_kernel"} == {"bfloat16", "float32"}
+    assert max(line["spilt"] for line in found) <= 16, "registers are spilt to local memory"
+    for line in found:
+        if line["kernel"] in {"_gather_kernel", "_write_kernel", "_attend_kernel", "_score_kernel"}:
+            assert line["widest"] == 128, "memory is not read 16 bytes at once"

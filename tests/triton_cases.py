@@ -1,0 +1,361 @@
+"""Calls of every Triton kernel at any size, with their references: shared by the tests and the compile check."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels import decode_attention as decode
+from kvcli.kernels import gather_pages as gather
+from kvcli.kernels import one_bit_keys as one_bit
+from kvcli.kernels import page_scores as scores
+from kvcli.kernels import page_summary as summary
+from kvcli.kernels import query_similarity as similarity
+from kvcli.kernels import rebuild_keys as rebuild
+from kvcli.kernels import resolve_pages as resolve
+from kvcli.kernels import slot_attention as slot
+from kvcli.kernels import topk
+from kvcli.kernels import write_page as write
+from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.slots import Rows, SlotLayout, active, page_count, row_positions
+from kvcli.kernels.softmax import Softmax
+
+NAN = float("nan")
+
+
+class Sizes(NamedTuple):
+    """How large a case is: `lengths` of the batch's sequences, Hk, G, d, and the slots of a layer."""
+
+    lengths: tuple[int, ...]
+    hk: int
+    g: int
+    d: int
+    layout: SlotLayout
+
+    @property
+    def b(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def pages(self) -> int:
+        """Room for the longest sequence and one page more."""
+        return max(self.lengths) // self.layout.size + 2
+
+
+# One sequence takes no part, one has not outgrown its slots and has just filled a page, two have outgrown them.
+ODD = Sizes(lengths=(0, 12, 41, 52), hk=2, g=3, d=20, layout=SlotLayout(size=4, sink=2, selected=3, window=2))
+REAL = Sizes(lengths=(4096, 9000), hk=8, g=4, d=128, layout=SlotLayout(size=32, sink=16, selected=32, window=16))
+
+
+@dataclass
+class Draw:
+    """Random inputs, the same for the same seed; `double` gives the reference the same numbers in float64."""
+
+    dtype: torch.dtype
+    device: torch.device
+    double: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return self.like(torch.randn(shape, generator=self.generator))
+
+    def like(self, values: Tensor) -> Tensor:
+        """Round to the dtype of the case."""
+        values = values.to(self.dtype).to(self.device)
+        return values.double() if self.double else values
+
+    def fp32(self, values: Tensor) -> Tensor:
+        """Give what is fp32 whatever the dtype of the case."""
+        return values.to(self.device, torch.float64 if self.double else torch.float32)
+
+    def ints(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.as_tensor(values).to(self.device, dtype)
+
+    def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """What nobody has written yet."""
+        return torch.full(shape, NAN, dtype=torch.float64 if self.double else dtype or self.dtype, device=self.device)
+
+    def subsets(self, count: int, *shape: int, of: int) -> Tensor:
+        """Distinct numbers below `of` in the last dimension: [*shape, count]."""
+        return torch.rand(*shape, of, generator=self.generator).argsort(-1)[..., :count]
+
+    def mask(self, *shape: int) -> Tensor:
+        """Flags of which one at least is set and one is not."""
+        flags = torch.rand(*shape, generator=self.generator) < 0.6
+        flags.view(-1)[0], flags.view(-1)[-1] = False, True
+        return flags.to(self.device)
+
+
+class Call(NamedTuple):
+    """Arguments of a call, and the tensors that it writes where it returns nothing."""
+
+    args: tuple[Any, ...]
+    written: Sequence[Tensor] = ()
+
+
+class Case(NamedTuple):
+    """A kernel, its reference, and what to call both with. `exact`: same dtype, same numbers.
+
+    Of the variants of one kernel the last is that which uses most of it.
+    """
+
+    name: str
+    kernel: Callable[..., Any]
+    ref: Callable[..., Any]
+    make: Callable[[Draw, Sizes], Call]
+    exact: bool
+
+
+CASES: list[Case] = []
+
+
+def case(kernel: Callable[..., Any], ref: Callable[..., Any], variants: Sequence[Any] = (None,), exact: bool = False):
+    """Register a maker of calls, which gets each of `variants` unless there is only one."""
+
+    def register(make: Callable[..., Call]) -> Callable[..., Call]:
+        for variant in variants:
+            bound = make if variant is None else lambda draw, s, variant=variant: make(draw, s, variant)
+            name = kernel.__name__ if variant is None else f"{kernel.__name__}-{variant}"
+            CASES.append(Case(name, kernel, ref, bound, exact))
+        return make
+
+    return register
+
+
+def rows_of(draw: Draw, s: Sizes, layout: SlotLayout | None = None) -> Rows:
+    """Slots with NaN wherever there is no token; what outgrew them holds random pages."""
+    layout = layout or s.layout
+    lengths = torch.tensor(s.lengths, dtype=torch.int32)
+    resident = None
+    if layout.selected:
+        resident = torch.arange(layout.sink, layout.first).repeat(s.b, s.hk, 1)
+        for b in active(lengths, layout).nonzero()[:, 0].tolist():
+            candidates = int(page_count(lengths, layout)[b]) - layout.sink - layout.window
+            resident[b] = layout.sink + draw.subsets(layout.selected, s.hk, of=candidates)
+        resident[-1, -1, 1] = -1
+        resident = draw.ints(resident)
+    lengths = lengths.to(draw.device)
+    kv = draw(s.b, 2, s.hk, layout.total * layout.size, s.d)
+    empty = row_positions(lengths, layout, resident).expand(s.b, s.hk, -1) < 0
+    kv.masked_fill_(empty[:, None, :, :, None], NAN)
+    return Rows(kv[:, 0], kv[:, 1], lengths, layout, resident)
+
+
+def host_of(draw: Draw, s: Sizes, host_layout: str) -> HostPages:
+    """Pools of two pieces a sequence."""
+    per_piece, p = -(-s.pages // 2), s.layout.size
+    shape = (s.hk, 2, p, s.d) if host_layout == "hnd" else (2, p, s.hk, s.d)
+    pieces = [[draw(per_piece, *shape).cpu(), draw(s.pages - per_piece, *shape).cpu()] for _ in s.lengths]
+    if draw.device.type == "cuda":
+        pieces = [[piece.pin_memory() for piece in row] for row in pieces]
+    return HostPages.of(pieces, host_layout, draw.device)
+
+
+def misses_of(draw: Draw, s: Sizes, k: int, pages: int, full: bool = False) -> resolve.MissList:
+    """As many misses a head as it happens, none for some."""
+    count = torch.randint(0, k + 1, (s.b, s.hk), generator=draw.generator)
+    count[0, 0], count[-1, -1] = (k if full else 0), k
+    beyond = torch.arange(k) >= count[..., None]
+    parts = (draw.subsets(k, s.b, s.hk, of=n).masked_fill(beyond, -1) for n in (pages, k))
+    return resolve.MissList(*map(draw.ints, parts), draw.ints(count))
+
+
+@functools.wraps(gather.gather_pages)
+def _with_few_programs(*args: Any) -> None:
+    """Each of them moves several pages."""
+    gather.gather_pages(*args, programs=3)
+
+
+POOLINGS = [f"{how}_{what}" for what, how in itertools.product(("q", "qk", "s"), ("max", "mean"))]
+
+
+@case(summary.page_summary, summary.page_summary_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    p = s.layout.size + 1 if s is ODD else s.layout.size
+    keys = draw(s.hk, 3 * p + 1, s.d)[:, : 3 * p].unflatten(1, (3, p))
+    return Call((keys,))
+
+
+@case(summary.summarise_filled_page, summary.summarise_filled_page_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    out = draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
+    return Call((rows_of(draw, s), out), [out])
+
+
+@case(scores.page_scores, scores.page_scores_ref, POOLINGS)
+def _(draw: Draw, s: Sizes, pooling: str) -> Call:
+    n = 301 if s is ODD else 4096
+    high, low = draw(2, s.hk, n + 2, s.d).sort(0, descending=True).values
+    return Call((draw(s.hk * s.g, s.d), torch.stack((high, low), 2)[:, 1:-1], s.d**-0.5, pooling))
+
+
+@case(scores.page_scores_device, scores.page_scores_device_ref, POOLINGS)
+def _(draw: Draw, s: Sizes, pooling: str) -> Call:
+    high, low = draw(2, s.b, s.hk, s.pages, s.d).sort(0, descending=True).values
+    out = draw.poisoned(s.b, s.hk, s.pages, dtype=torch.float32)
+    q, lengths = draw(s.b, s.hk * s.g, s.d), draw.ints(s.lengths)
+    args = (q, torch.stack((high, low), 3), lengths, s.layout, 0.3, pooling, out, draw.mask(s.b, s.hk))
+    return Call(args, [out])
+
+
+@case(topk.topk_pages, lambda x, k: topk.topk_pages_ref(x, k).sort(-1).values, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    n, k = (4100, 33) if s is ODD else (32768, 32)
+    return Call((draw.fp32(_tied(draw, s.hk, n)), k))
+
+
+@case(topk.topk_pages_device, topk.topk_pages_device_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    out = draw.ints(torch.full((s.b, s.hk, s.layout.selected), -7))
+    found = draw.fp32(_tied(draw, s.b, s.hk, s.pages))
+    return Call((found, draw.ints(s.lengths), s.layout, out, draw.mask(s.b, s.hk)), [out])
+
+
+def _tied(draw: Draw, *shape: int) -> Tensor:
+    """Few different numbers of both signs, zeros of both signs and infinities among them."""
+    values = torch.tensor([float("-inf"), -7.5, -0.25, -0.0, 0.0, 1e-40, 0.25, 0.5, 3.0, float("inf")])
+    return values[torch.randint(0, len(values), shape, generator=draw.generator)]
+
+
+@case(resolve.resolve_pages_device, resolve.resolve_pages_device_ref, ["all", "some"], exact=True)
+def _(draw: Draw, s: Sizes, which: str) -> Call:
+    k = 37 if s is ODD else s.layout.selected
+    resident, selected = (draw.ints(draw.subsets(k, s.b, s.hk, of=3 * k // 2)) for _ in range(2))
+    resident[1, 0, ::3] = -1
+    selected[-1, 0, -2:] = -1
+    resident[-1, -1] = selected[-1, -1].flip(0)
+    misses = resolve.MissList.empty(s.b, s.hk, k, draw.device)
+    for part in misses:
+        part.fill_(-7)
+    heads = draw.mask(s.b, s.hk) if which == "some" else None
+    return Call((resident, selected, misses, heads), [resident, *misses])
+
+
+@case(similarity.correct_heads, similarity.correct_heads_ref, ["mean", "max"], exact=True)
+def _(draw: Draw, s: Sizes, pooling: str) -> Call:
+    q = draw(s.b, s.hk * s.g, 2, s.d)[:, :, 0]  # with gaps between heads
+    previous = q + draw(*q.shape) * torch.arange(0, 2, 2 / s.g, device=draw.device)[: s.g].repeat(s.hk)[:, None]
+    previous = previous.to(q.dtype).contiguous()
+    retrieved = draw.ints(torch.arange(s.b)[:, None].repeat(1, s.hk) != s.b - 1)
+    now, later = (draw.ints(torch.ones(s.b, s.hk), torch.bool) for _ in range(2))
+    decision = similarity.Decision(now, later, draw.ints(torch.full((s.b, s.hk), -7)), retrieved)
+    previous[-1] = NAN
+    args = (q, previous, draw.ints(s.lengths), s.layout, 0.8, pooling, decision)
+    return Call(args, [previous, *decision])
+
+
+@case(_with_few_programs, gather.gather_pages_ref, ["hnd", "nhd"], exact=True)
+def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
+    rows = rows_of(draw, s)
+    misses = misses_of(draw, s, s.layout.selected, s.pages)
+    return Call((host_of(draw, s, host_layout), misses, rows), [rows.k, rows.v])
+
+
+@case(write.write_filled_page, write.write_filled_page_ref, ["hnd", "nhd"], exact=True)
+def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
+    host = host_of(draw, s, host_layout)
+    return Call((rows_of(draw, s), host), [piece for row in host.pieces for piece in row])
+
+
+ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
+
+
+@case(slot.slot_attention, slot.slot_attention_ref, ATTENTION)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    layout = {"ring": SlotLayout(1, 1, 0, 37), "everything": SlotLayout.everything(s.pages, s.layout.size)}.get(variant)
+    rows = rows_of(draw, s, layout)
+    q, out = draw(s.b, s.hk * s.g, 2, s.d)[:, :, 1], draw.poisoned(s.b, s.hk * s.g, s.d)
+    sinks = draw.fp32(torch.randn(s.hk * s.g, generator=draw.generator)) if "sinks" in variant else None
+    softmax = Softmax(s.d**-0.5, 2.5 if "softcap" in variant else None, sinks)
+    new = slot.NewToken(*draw(2, s.b, s.hk, s.d)) if "append" in variant or variant == "ring" else None
+    heads = draw.mask(s.b, s.hk) if "heads" in variant else None
+    return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None), [out, rows.k, rows.v])
+
+
+@case(decode.decode_attention, decode.decode_attention_ref, [1, 150])
+def _(draw: Draw, s: Sizes, n: int) -> Call:
+    k = draw(n, s.hk, s.d).transpose(0, 1)
+    return Call((draw(s.hk * s.g, s.d), k, draw(s.hk, n, s.d), Softmax(s.d**-0.5)))
+
+
+@case(rebuild.rebuild_missing_keys, rebuild.rebuild_missing_keys_ref, ["none", "part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    c, rank, n, first = (3, 37, 11, 2) if s is ODD else (8, 160, 600, 48)
+    k = 7 if s is ODD else 256
+    rotation = None
+    if variant != "none":
+        rotated = s.d // 4 * 2 if variant == "part" else s.d
+        angles = torch.arange(n * c)[:, None] * 0.7 ** torch.arange(rotated // 2)
+        turn = _turn_pairs if variant == "pairs" else _turn_halves
+        tables = [draw.fp32(table(angles)) for table in (torch.cos, torch.sin)]
+        if variant == "halves":  # the other models keep each column once
+            tables = [torch.cat((table, table), 1) for table in tables]
+        rotation = rebuild.Rotation.of(*tables, turn, rotated, s.d)
+    out = draw.poisoned(s.b, s.hk, (first + k) * c + 1, s.d)
+    misses = misses_of(draw, s, k, n, full=True)
+    args = (draw(s.b, n, c, rank), draw(s.b, s.hk, rank, s.d) / rank**0.5, misses, rotation, out, first)
+    return Call(args, [out])
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as llama (columns twice) and gpt_oss (columns once) do: channel c goes with c + d/2."""
+    if cos.shape[-1] < x.shape[-1]:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as glm does: channel 2c goes with 2c + 1."""
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+@case(one_bit.quantise_keys, one_bit.quantise_keys_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    group = 5 if s is ODD else 32
+    return Call((_steps(draw, s.hk, 3 * group + 1, s.d)[:, 1:].unflatten(1, (3, group)),))
+
+
+@case(one_bit.quantise_filled_group, one_bit.quantise_filled_group_ref, ["pages", "ring"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    layout = SlotLayout(1, 3, 0, 40 if s is ODD else 64) if variant == "ring" else s.layout
+    group, (rows, n) = (6 if s is ODD else 8), (rows_of(draw, s, layout), max(s.lengths))
+    rows = rows._replace(k=_steps(draw, *rows.k.shape), v=draw(*rows.v.shape))
+    codes = draw.ints(torch.full((s.b, s.hk, n // group, group, -(-s.d // 8)), 7), torch.uint8)
+    ranges = draw.poisoned(s.b, s.hk, n // group, 2, s.d)
+    return Call((rows, codes, ranges), [codes, ranges])
+
+
+def _steps(draw: Draw, *shape: int) -> Tensor:
+    """Even numbers: half a sum of two is then exact in every dtype, however a cast rounds."""
+    return draw.like(2.0 * torch.randint(-9, 10, shape, generator=draw.generator))
+
+
+@case(one_bit.one_bit_scores, one_bit.one_bit_scores_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    group = 5 if s is ODD else 32
+    return Call((draw(s.hk, s.g, s.d), *_quantised(draw, s, s.hk, 7, group)))
+
+
+@case(one_bit.one_bit_scores_device, one_bit.one_bit_scores_device_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    group, n = (20 if s is ODD else 32), max(s.lengths)
+    codes, ranges = _quantised(draw, s, s.b, s.hk, n // group + 1, group)
+    out = draw.poisoned(s.b, s.hk * s.g, codes.shape[2] * group, dtype=torch.float32)
+    return Call((draw(s.b, s.hk * s.g, s.d), codes, ranges, draw.ints(s.lengths), out), [out])
+
+
+def _quantised(draw: Draw, s: Sizes, *shape: int) -> tuple[Tensor, Tensor]:
+    bits = torch.randint(0, 256, (*shape, -(-s.d // 8)), generator=draw.generator)
+    bits[..., -1] &= (1 << ((s.d - 1) % 8 + 1)) - 1
+    return draw.ints(bits, torch.uint8), draw(*shape[:-1], 2, s.d)

@@ -1,0 +1,91 @@
+"""Compile every case's kernels for compute capability 9.0, which needs no GPU; one line of JSON a kernel.
+
+Not under the interpreter: run it as a program. `python tests/triton_compile.py` takes the last case of every function
+in bf16 and fp32; `--all` takes every case in three dtypes at five head dimensions. Kernels are specialised as they
+would be on the device (argument types, alignment, sizes), down to machine code, by the assembler that Triton brings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton_cases import CASES, REAL, Case, Draw
+
+from kvcli.kernels import _triton, slot_attention
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class AbsentDevice:
+    """What Triton asks of a device in order to compile for it."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def describe(compiled: Any) -> dict[str, int]:
+    """Registers, bytes spilt and shared, and the widest read or write of global memory in bits."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    widths = re.findall(r"(?:ld|st)\.global[.a-z0-9:]*?((?:\.v\d)?\.b\d+)", compiled.asm["ptx"])
+    bits = [int(width.rpartition("b")[2]) * int((re.match(r"\.v(\d)", width) or [0, 1])[1]) for width in widths]
+    return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
+
+
+def plan(everything: bool) -> Iterator[tuple[torch.dtype, int, Case]]:
+    """What to compile: dtype, head dimension, case."""
+    if everything:
+        yield from itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 80, 96, 128, 256), CASES)
+        return
+    yield from itertools.product(
+        (torch.bfloat16, torch.float32), (REAL.d,), {case.kernel: case for case in CASES}.values()
+    )
+
+
+def main(everything: bool) -> None:
+    """Call the cases with launches replaced by compilation."""
+    driver.set_active(AbsentDevice())
+    _triton.on_cpu = True
+    slot_attention.multiprocessors = lambda _: 132
+    launch, seen = JITFunction.run, set()
+    case_of: dict[str, Any] = {}
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        if compiled.hash not in seen:
+            seen.add(compiled.hash)
+            print(json.dumps({"kernel": kernel.__name__, **case_of, **describe(compiled)}), flush=True)
+        return compiled
+
+    JITFunction.run = compile_only
+    for dtype, d, case in plan(everything):
+        case_of.update(case=case.name, dtype=str(dtype).removeprefix("torch."), d=d)
+        case.kernel(*case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)).args)
+
+
+if __name__ == "__main__":
+    main("--all" in sys.argv[1:])
