@@ -67,6 +67,7 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
     device_memory = "O(s·L + W)"
     exact: ClassVar[dict[str, Any]] = {"window_part": 1.0, "window": 4096}
     true_kv: ClassVar[dict[str, Any]] = {"compensation": False}
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {"without the mean token": {"compensation": False}}
 
     def __init__(self, config: RazorConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         self.keep = _heads(config, layers, context)  # layer -> [Hk] bool
