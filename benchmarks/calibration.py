@@ -16,7 +16,9 @@ import torch
 from common import add_output, save
 
 from kvcli.calibrate.outcome import Calibration
-from kvcli.calibrate.run import Plan, calibrate
+from kvcli.calibrate.plan import Plan
+from kvcli.calibrate.run import calibrate
+from kvcli.calibrate.sweep import Sweep
 from kvcli.calibrate.targets import SWEEPS
 from kvcli.model import ModelSpec
 from kvcli.observer import Observer
@@ -29,16 +31,16 @@ PROFILES = {
 HELD_OUT_SEED = 1000
 
 
-def held_out(plan: Plan, found: Calibration, length: int) -> dict[str, Any]:
+def held_out(sweep: Sweep, plan: Plan, found: Calibration, length: int) -> dict[str, Any]:
     """The chosen value and the one that its promise counts from, on other passages of `length` tokens."""
     assert found.choice.point is not None
     chosen, last = found.choice.point.settings, found.points[-1].settings
     values = {key: [json.dumps(chosen[key]), json.dumps(last[key])] for key in chosen if chosen[key] != last[key]}
     fixed = {key: value for key, value in chosen.items() if key not in values}
     profile = resolve_profile(plan.profile.method, overrides={**plan.profile.settings.model_dump(), **fixed})
-    sweep = replace(plan.sweep, grid=lambda *_: {key: [value] for key, value in fixed.items()})
-    other = replace(plan, sweep=sweep, profile=profile, values=values, length=length, seed=HELD_OUT_SEED)
-    measured = calibrate(other, Observer())
+    narrow = replace(sweep, grid=lambda *_: {key: [value] for key, value in fixed.items()})
+    other = replace(plan, profile=profile, values=values, length=length, seed=HELD_OUT_SEED)
+    measured = calibrate(narrow, other, Observer())
     point = next(point for point in measured.points if all(point.settings[key] == chosen[key] for key in chosen))
     return {
         "prompt_tokens": measured.provenance["prompt_tokens"],
@@ -66,18 +68,17 @@ def main() -> None:
     for target in options.targets.split(","):
         plan = Plan(
             ModelSpec(),
-            SWEEPS[target],
             PROFILES[target],
             length=options.length,
             samples=options.samples,
             max_loss=options.max_loss,
         )
-        found = calibrate(plan, Observer())
+        found = calibrate(SWEEPS[target], plan, Observer())
         print(target, found.choice.reason, flush=True)
         results[target] = json.loads(found.to_json())
         if found.choice.point is not None:
             lengths = map(int, options.held_out_lengths.split(","))
-            results[target]["held_out"] = [held_out(plan, found, length) for length in lengths]
+            results[target]["held_out"] = [held_out(SWEEPS[target], plan, found, length) for length in lengths]
             for row in results[target]["held_out"]:
                 print(target, row["settings"], f"added {row['added']:.4g} at {row['prompt_tokens']} tokens", flush=True)
     save(options.output, {"max_loss": options.max_loss, "targets": results})

@@ -1,53 +1,27 @@
-"""One calibration from its options to its outcome: load, measure every setting on every passage, choose."""
+"""One calibration of a value from its options to its outcome: load, measure every setting on every passage, choose."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from statistics import fmean
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from kvcli import memory, report
+from kvcli import memory
 from kvcli.calibrate.curve import Tally, choose
 from kvcli.calibrate.outcome import Calibration
+from kvcli.calibrate.plan import Plan, passages_of, prompt_length, provenance
 from kvcli.calibrate.sweep import Collector, Sweep
-from kvcli.calibrate.text import built_in, from_files
 from kvcli.engine import engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fidelity import Passage, measure, reference_profile
-from kvcli.fingerprint import fingerprint
 from kvcli.methods import get_method
 from kvcli.methods.base import Method
-from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.model import Checkpoint, Model, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.profile import Profile
 from kvcli.sizes import format_bytes
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to calibrate: a target of a method, by `profile`, on files or, without, on built-in text.
-
-    `length` are tokens of a prompt, `steps` those fed after it, `samples` passages. `values` replace those of the
-    target's grid, as texts that --set would take. `max_loss` is in nats.
-    """
-
-    model: ModelSpec
-    sweep: Sweep
-    profile: Profile
-    files: Sequence[str] = ()
-    length: int = 4096
-    steps: int = 64
-    samples: int = 8
-    seed: int = 0
-    max_loss: float = 0.01
-    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
-def calibrate(plan: Plan, observer: Observer) -> Calibration:
+def calibrate(sweep: Sweep, plan: Plan, observer: Observer) -> Calibration:
     """Measure every setting of the grid beside full attention and choose among them.
 
     Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
@@ -58,13 +32,12 @@ def calibrate(plan: Plan, observer: Observer) -> Calibration:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
-    length = _length(plan, checkpoint)
-    tried = plan.sweep.profiles(plan.profile, checkpoint.geometry, length, plan.values)
-    passages = _passages(plan, checkpoint, length)
+    tried = sweep.profiles(plan.profile, checkpoint.geometry, prompt_length(plan, checkpoint), plan.values)
+    passages = passages_of(plan, checkpoint)
     _check_fit(checkpoint, [profile for _, profile in tried], passages)
     model = checkpoint.load()
     tallies = [Tally(settings) for settings, _ in tried]
-    collector = plan.sweep.collector(plan.profile.settings)
+    collector = sweep.collector(plan.profile.settings)
     done = 0
     try:
         for done in _measure(model, passages, [profile for _, profile in tried], tallies, collector, observer):  # noqa: B007
@@ -73,15 +46,19 @@ def calibrate(plan: Plan, observer: Observer) -> Calibration:
         if not done:
             raise
     observer.stage_done()
-    least = tallies[-1].losses if plan.sweep.relative else None
+    least = tallies[-1].losses if sweep.relative else None
     points = [tally.point(least) for tally in tallies]
     return Calibration(
-        sweep=plan.sweep,
+        sweep=sweep,
         points=points,
         profiles=[profile for _, profile in tried],
-        choice=choose(points, plan.sweep.cost, plan.max_loss),
+        choice=choose(points, sweep.cost, plan.max_loss),
         figures=collector.figures(),
-        provenance=_provenance(plan, checkpoint, passages[:done]),
+        provenance={
+            **provenance(plan, checkpoint, passages[:done]),
+            "max_loss": plan.max_loss,
+            "loss_counts_from": "the last setting" if sweep.relative else "full attention",
+        },
         complete=done == len(passages),
     )
 
@@ -112,25 +89,6 @@ def _measure(
         yield index + 1
 
 
-def _length(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Tokens of a prompt: what is asked for, as far as the model has positions."""
-    limit = checkpoint.geometry.max_positions
-    length = plan.length if limit is None else min(plan.length, limit - plan.steps)
-    if length < 1:
-        raise KvcliError(
-            f"{plan.steps:,} steps leave nothing of the {limit:,} positions of {checkpoint.name}",
-            "ask for fewer --steps",
-            ExitCode.USAGE,
-        )
-    return length
-
-
-def _passages(plan: Plan, checkpoint: Checkpoint, length: int) -> list[Passage]:
-    if plan.files:
-        return from_files(plan.files, checkpoint.tokenizer, length, plan.steps, plan.samples)
-    return built_in(checkpoint.tokenizer, length, plan.steps, plan.samples, plan.seed)
-
-
 def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Sequence[Passage]) -> None:
     """Refuse what memory does not hold: the caches of all settings, and that of full attention, at once."""
     longest = max(passages, key=lambda passage: passage.capacity)
@@ -147,25 +105,3 @@ def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Se
                 "try fewer values with --values, or a smaller --length",
                 ExitCode.WILL_NOT_FIT,
             )
-
-
-def _provenance(plan: Plan, checkpoint: Checkpoint, passages: Sequence[Passage]) -> dict[str, Any]:
-    found = report.environment()
-    text = json.dumps([[passage.prompt, passage.continuation] for passage in passages])
-    return {
-        "model": checkpoint.name,
-        "model_hash": fingerprint(checkpoint),
-        "model_type": checkpoint.config.model_type,
-        "dtype": str(checkpoint.dtype).removeprefix("torch."),
-        "method": plan.profile.method,
-        "text": [passage.source for passage in passages],
-        "text_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
-        "seed": plan.seed,
-        "passages": len(passages),
-        "prompt_tokens": round(fmean(len(passage.prompt) for passage in passages)),
-        "steps": sum(len(passage.continuation) for passage in passages),
-        "max_loss": plan.max_loss,
-        "loss_counts_from": "the last setting" if plan.sweep.relative else "full attention",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **{name: found[name] or "" for name in ("kvcli", "torch", "transformers", "python")},
-    }

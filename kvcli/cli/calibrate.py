@@ -13,14 +13,21 @@ from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
+    from kvcli.calibrate.matrices import Found, Search
     from kvcli.calibrate.outcome import Calibration
+    from kvcli.calibrate.sweep import Sweep
 
 _TEXT, _MODEL, _METHOD, _OUTPUT = "Text", "Model", "Method", "Output"
 
 
 def calibrate(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="What to find: tau, rank, budget, threshold.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="What to find: a value (tau, rank, budget, threshold) or a file (heads, skew, pca).",
+            show_default=False,
+        ),
     ],
     files: Annotated[
         list[str] | None,
@@ -118,6 +125,7 @@ def calibrate(
 
     Every value is measured beside full attention on the same text. The cheapest one
     whose loss stays within --max-loss is chosen and becomes a profile for --profile.
+    heads, skew and pca are found once for a model and saved beside such a profile.
 
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
@@ -135,17 +143,21 @@ def calibrate(
         raise KvcliError(f"--max-loss {max_loss:g} is negative", "0 allows no loss at all", ExitCode.USAGE)
 
     from kvcli import console
-    from kvcli.calibrate.run import Plan
+    from kvcli.calibrate.find import find
+    from kvcli.calibrate.matrices import Found
+    from kvcli.calibrate.plan import Plan
     from kvcli.calibrate.run import calibrate as run
-    from kvcli.calibrate.targets import sweep_of
+    from kvcli.calibrate.sweep import Sweep
+    from kvcli.calibrate.targets import target_of
     from kvcli.model import ModelSpec
     from kvcli.profile import resolve_profile
 
-    sweep = sweep_of(target)
-    named = method if method is not None or profile is not None else sweep.method
+    asked = target_of(target)
+    if html is not None or values:
+        _only_for_values(asked, "--html" if html is not None else "--values")
+    named = method if method is not None or profile is not None else asked.method
     plan = Plan(
         model=ModelSpec(model, device, dtype, load_format, offline),
-        sweep=sweep,
         profile=resolve_profile(named, profile, assignments(settings or [])),
         files=files or (),
         length=length,
@@ -159,22 +171,45 @@ def calibrate(
     if model is None:
         observer.notice("no -m: using the small demo model that comes with kvcli")
     try:
-        found = run(plan, observer)
+        found = run(asked, plan, observer) if isinstance(asked, Sweep) else find(asked, plan, observer)
     finally:
         observer.stage_done()
-    if html is not None:
+    if html is not None and not isinstance(found, Found):
         from kvcli.calibrate.page import page
 
         write_file(html, page(found))
     typer.echo(found.to_json() if as_json else console.render_tables(found.tables()), nl=as_json)
-    raise typer.Exit(_conclude(found, output, observer.notice))
+    if not found.complete:
+        observer.notice(f"interrupted after {found.provenance['passages']} passages; no profile was written")
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    ended = (
+        _save(found, output, observer.notice) if isinstance(found, Found) else _conclude(found, output, observer.notice)
+    )
+    raise typer.Exit(ended)
+
+
+def _only_for_values(asked: Sweep | Search, name: str) -> None:
+    """Refuse an option that a search for a file has no use for."""
+    from kvcli.calibrate.matrices import Search
+
+    if isinstance(asked, Search):
+        raise KvcliError(f"{name} has no effect on {asked.name}: no values are tried", "leave it out", ExitCode.USAGE)
+
+
+def _save(found: Found, output: Path | None, say: Callable[[str], None]) -> ExitCode:
+    """Write the file and the profile that uses it."""
+    if output is None:
+        say("nothing was written; name a profile with -o, the file comes to lie beside it")
+        return ExitCode.OK
+    beside = output.with_suffix(".safetensors")
+    write_file(beside, found.tensor_file())
+    write_file(output, found.to_toml(beside))
+    say(f"written to {output} and {beside}; use them with --profile {output}")
+    return ExitCode.OK
 
 
 def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None]) -> ExitCode:
     """Write the profile where there is one to write, and say how it ended."""
-    if not found.complete:
-        say(f"interrupted after {found.provenance['passages']} passages; no profile was written")
-        return ExitCode.INTERRUPTED
     say(found.choice.reason)
     if found.chosen is None:
         if output is not None:
