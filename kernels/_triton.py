@@ -50,7 +50,10 @@ def takes(x: Tensor) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-    """Run `grid` programs of a kernel on the current stream, with `constants` as its tl.constexpr arguments."""
+    """Run `grid` programs of a kernel on the current stream, with `constants` as its tl.constexpr arguments.
+
+    The first launch with new constants or types compiles and loads the kernel: make it before capturing a CUDA graph.
+    """
     # Fused multiply-add is stated because triton 3.9 warns where it is not.
     kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 

@@ -137,6 +137,7 @@ def _attend_kernel(
     new_row = tl.full([], -1, tl.int32)
     if new_k is not None:
         new_row = slot_of(newest_page, first, ring) * SIZE + (length - 1) % SIZE
+        new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
 
