@@ -164,24 +164,35 @@ def profile(
     finally:
         observer.stage_done()
     report = outcome.report
+    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None)
+    _write(output, text)
+    for note in notes(report):
+        observer.notice(note)
     if trace is not None:
         write_file(trace, chrome_trace(outcome.spans))
-    if html is not None:
+    if html is not None and report.cases:
         from kvcli.profiling.page import page
 
         write_file(html, page(outcome))
-    to_file = output is not None
-    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), to_file)
-    if output is not None:
-        write_file(output, text)
-    else:
+    if not report.finished:
+        observer.notice("interrupted; what was measured up to here was kept")
+    raise typer.Exit(exit_code(report))
+
+
+def _write(output: Path | None, text: str) -> None:
+    """Put the result where it belongs; where the file cannot take it, stdout gets it before the error."""
+    if output is None:
         typer.echo(text, nl=False)
-    for note in notes(report):
-        observer.notice(note)
-    raise typer.Exit(_exit_code(report))
+        return
+    try:
+        write_file(output, text)
+    except KvcliError:
+        typer.echo(text, nl=False)
+        raise
 
 
-def _exit_code(report: ProfileReport) -> ExitCode:
+def exit_code(report: ProfileReport) -> ExitCode:
+    """The worst that happened."""
     if not report.finished:
         return ExitCode.INTERRUPTED
     failed = [case.error is not None for case in report.cases]

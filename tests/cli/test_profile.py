@@ -7,6 +7,10 @@ import pytest
 from command import assert_refused
 from families import tiny_checkpoint
 
+from kvcli.cli.profile import exit_code
+from kvcli.errors import ExitCode
+from kvcli.profiling.report import Case, ProfileReport
+
 SMALL = ["--set", "budget=96", "--set", "sink=16", "--set", "window=32", "--set", "page_size=16"]
 QUICK = ["--output-len", "3", "--repeat", "1", "--warmup", "1"]
 
@@ -105,3 +109,24 @@ def test_what_cannot_fit_is_refused(warm):
         "profile", "--load-format", "dummy", "-m", "llama-3.1-8b", "--context", "100M", "--method", "full", "-q"
     )
     assert_refused(result, 3, "memory")
+
+
+def test_figures_survive_a_file_that_cannot_be_written(profile):
+    result = profile("--method", "full", "--context", "100", *QUICK, "-o", "/dev/full", "-q")
+    assert result.returncode == 1
+    assert "step at 100 tokens" in result.stdout
+    assert "/dev/full: cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("errors", "finished", "code"),
+    [
+        ([None, None], True, ExitCode.OK),
+        ([None, "out of memory"], True, ExitCode.PARTIAL),
+        (["out of memory"], True, ExitCode.RUNTIME),
+        ([None], False, ExitCode.INTERRUPTED),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(errors, finished, code):
+    cases = [Case(str(i), "method", 1, 1, error=error) for i, error in enumerate(errors)]
+    assert exit_code(ProfileReport({}, {}, {}, {}, cases, finished)) == code
