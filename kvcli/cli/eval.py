@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kvcli.cli.options import assignments, each, flag, names, number, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from kvcli.eval.table import Table
 
 _TASKS, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Tasks", "Model", "Methods", "Sampling", "Output"
 
@@ -117,6 +120,12 @@ def evaluate(
         Path | None,
         option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        option(
+            "--html", panel=_OUTPUT, env=False, metavar="FILE", help="Also write a page with charts, for a browser."
+        ),
+    ] = None,
     quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the table: no progress or notes.")] = False,
     debug: Annotated[  # noqa: ARG001 - read by the guard around every command
         bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
@@ -134,9 +143,13 @@ def evaluate(
     """
     from kvcli.variants import variants
 
-    for path, name in ((output, "-o"), (predictions, "--predictions")):
+    for path, name in ((output, "-o"), (html, "--html"), (predictions, "--predictions")):
         if path is not None:
             check_writable(path, name)
+    if html is not None:
+        from kvcli.pages import check_installed
+
+        check_installed()
     methods, profiles = names(method, "--method"), names(profile, "--profile")
     compared = variants(
         methods or ([] if profiles else ["full", "freekv"]),
@@ -146,7 +159,6 @@ def evaluate(
     )
 
     from kvcli import console
-    from kvcli.eval import layout
     from kvcli.eval.evaluate import Plan
     from kvcli.eval.evaluate import evaluate as run
     from kvcli.model import ModelSpec
@@ -173,13 +185,29 @@ def evaluate(
         table = run(plan, observer)
     finally:
         observer.stage_done()
-    to_file = output is not None
-    text = table.to_json() + "\n" if as_json else console.render_tables(layout.tables(table), to_file)
+    text = table.to_json() + "\n" if as_json else _text(table, to_file=output is not None)
     if output is not None:
         write_file(output, text)
     else:
         typer.echo(text, nl=False)
+    if html is not None:
+        from kvcli.eval.page import page
+
+        write_file(html, page(table))
     if not table.complete:
         kept = f"answers so far are in {predictions}" if predictions else "no --predictions FILE kept the answers"
         observer.notice(f"interrupted; the table is not complete, {kept}")
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _text(table: Table, to_file: bool) -> str:
+    """The table for people; the needle grid's heat maps below it."""
+    from kvcli import console
+    from kvcli.eval import layout
+
+    maps = [
+        console.HeatMap(f"{found.variant}: score in %", "depth", found.rows, found.columns, found.values)
+        for found in layout.heat_maps(table)
+    ]
+    text = console.render_tables(layout.tables(table), to_file)
+    return text + console.render_heat_maps(maps, to_file) if maps else text

@@ -138,7 +138,7 @@ def _infinitebench(path: Path, row: Row) -> tuple[str, Example]:
         if references[0] in options:
             references = (references[0], _LETTERS[options.index(references[0])])
     elif task == "math_find":
-        wanted = _found(r"The \w+ number", values["input"]).lower()
+        wanted = _found(r"The .+ of", values["input"]).lower().removesuffix(" of")
         values["prefix"] = f"What is {wanted} in the following list?"
     elif task == "code_run":
         values["func_call"] = _found(r"func_[0-9]+\(-?[0-9]+\)", values["input"])

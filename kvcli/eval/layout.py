@@ -30,22 +30,12 @@ def tables(table: Table) -> list[Titled]:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Scores of one variant in per cent, by depth of the needle (rows, 0 to 1) and length (columns, tokens)."""
+    """Scores of one variant in per cent, by depth of the needle (rows) and tokens of the prompt (columns)."""
 
     variant: str
-    depths: Sequence[float]
-    lengths: Sequence[int]
-    scores: Sequence[Sequence[float | None]]
-
-    @property
-    def rows(self) -> list[str]:
-        """What heads the rows."""
-        return [f"{100 * depth:.0f} %" for depth in self.depths]
-
-    @property
-    def columns(self) -> list[str]:
-        """What heads the columns."""
-        return [f"{length:,}" for length in self.lengths]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
 
 
 def heat_maps(table: Table) -> list[HeatMap]:
@@ -55,7 +45,12 @@ def heat_maps(table: Table) -> list[HeatMap]:
     lengths = sorted({result.length for result in grid if result.length is not None})
     scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
     return [
-        HeatMap(variant, depths, lengths, [[scores.get((variant, d, length)) for length in lengths] for d in depths])
+        HeatMap(
+            variant=variant,
+            rows=[f"{100 * depth:.0f} %" for depth in depths],
+            columns=[f"{length:,}" for length in lengths],
+            values=[[scores.get((variant, depth, length)) for length in lengths] for depth in depths],
+        )
         for variant in dict.fromkeys(result.variant for result in grid)
     ]
 
@@ -66,7 +61,7 @@ def _what(results: Sequence[Result]) -> str:
     depths = len({result.depth for result in results if result.depth is not None})
     grid = f" (and each of {depths} depths)" if depths else ""
     perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
-    return f"% ± standard error, {documents} documents a task{grid}{perplexity}"
+    return f"% ± standard error, documents a task: {documents}{grid}{perplexity}"
 
 
 def number(figure: Figure) -> str:

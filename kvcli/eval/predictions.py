@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -87,15 +88,18 @@ class Predictions:
         if self.path is not None:
             try:
                 self._open(self.path)
-            except OSError as error:
-                raise KvcliError(f"{self.path}: {error.strerror}", "name another file for --predictions") from None
+            except BaseException as error:
+                self._close()
+                if isinstance(error, OSError):
+                    what = f"{self.path}: {(error.strerror or 'cannot be read').lower()}"
+                    raise KvcliError(what, "name another file for --predictions") from None
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
     def __contains__(self, key: Key) -> bool:
         return key in self.found
@@ -113,8 +117,14 @@ class Predictions:
             self._write([asdict(prediction) for prediction in new])
         self.found.update((prediction.key, prediction) for prediction in new)
 
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def _open(self, path: Path) -> None:
-        known = path.read_bytes() if path.exists() else b""
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        _lock(path, self._file)
+        known = self._file.read()
         whole = known[: known.rfind(b"\n") + 1]  # what follows the last line end was cut off in the middle
         header, *lines = whole.splitlines() or [b""]
         if header:
@@ -124,7 +134,6 @@ class Predictions:
         for number, line in enumerate(lines, 2):
             prediction = _parse(path, number, line)
             self.found[prediction.key] = prediction
-        self._file = path.open("r+b" if path.exists() else "w+b")
         self._file.truncate(len(whole))
         self._file.seek(len(whole))
         if not header:
@@ -150,6 +159,14 @@ class Predictions:
         except OSError as error:
             what = f"{self.path}: cannot be written: {error.strerror}"
             raise KvcliError(what, "free some space and run the same command again") from None
+
+
+def _lock(path: Path, file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        what = f"{path}: another run is writing to it"
+        raise KvcliError(what, "wait for it, or give --predictions another file", ExitCode.USAGE) from None
 
 
 def _is_beginning(data: bytes) -> bool:

@@ -133,7 +133,9 @@ def choice_in_sentence(text: str, reference: str) -> float:
 
 
 def _cut_zh(text: str) -> list[str]:
-    return list(_library("jieba").cut(text, cut_all=False))
+    jieba = _library("jieba")
+    jieba.setLogLevel("WARNING")  # it would tell how long its dictionary took
+    return list(jieba.cut(text, cut_all=False))
 
 
 def _library(name: str) -> Any:
