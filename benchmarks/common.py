@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 from pathlib import Path
@@ -25,7 +24,7 @@ def provenance() -> dict[str, Any]:
 
     return {
         **report.environment(),
-        "cpu": _cpu_name(),
+        "cpu": report.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "commit": git("rev-parse", "--short=12", "HEAD"),
@@ -48,10 +47,3 @@ def save(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), **results}, indent=1) + "\n")
     print(f"written to {path}")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

@@ -24,6 +24,7 @@ from kvcli.checkpoint import bundled_model, check_config, check_files
 from kvcli.errors import KvcliError
 from kvcli.kernels import onednn
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
+from kvcli.report import processor
 from kvcli.sizes import format_bytes
 
 _ROOM = 20 << 30  # bytes of disk: the weights of an 8B in 16 bits, and some
@@ -102,10 +103,7 @@ def _device() -> Finding:
     if torch.cuda.is_available():
         names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return State.OK, ", ".join(names)
-    name = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor() or platform.machine(),
-    )
+    name = processor()
     if torch.version.cuda is None:
         return State.NOTE, f"CPU only ({name}): this torch has no CUDA", "for a GPU, install a torch built for CUDA"
     fix = "see that nvidia-smi shows a GPU and that its driver is new enough for this torch"

@@ -72,7 +72,12 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
             values=marks, labelExpr="datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value", grid=False
         ),
     )
-    y = alt.Y("ms:Q", title="milliseconds a step", scale=alt.Scale(type="log"), axis=alt.Axis(tickCount=5))
+    y = alt.Y(
+        "ms:Q",
+        title="milliseconds a step",
+        scale=alt.Scale(type="log", nice=False, padding=12),
+        axis=alt.Axis(tickCount=5),
+    )
     palette = alt.Scale(domain=labels, range=[colour(index) for index in range(len(labels))])
     tooltip = ["method:N", "context:Q", alt.Tooltip("ms:Q", format=".3f")]
     shade = alt.Color("method:N", title=None, scale=palette, sort=None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ def describe(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     """The environment and the model, as the report shows them."""
     cuda = model.device.type == "cuda"
     environment = report.environment() | {
-        "device": torch.cuda.get_device_name(model.device) if cuda else cpu_name(),
+        "device": torch.cuda.get_device_name(model.device) if cuda else report.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
@@ -41,10 +39,3 @@ def describe(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
         "layers": len(model.geometry.layers),
     }
     return environment, described
-
-
-def cpu_name() -> str:
-    """The processor as the system calls it."""
-    with Path("/proc/cpuinfo").open() as lines:
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
