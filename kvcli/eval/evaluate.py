@@ -18,7 +18,6 @@ from kvcli.eval.predictions import Predictions, digest
 from kvcli.eval.runner import Evaluation
 from kvcli.eval.table import Table, results
 from kvcli.fingerprint import fingerprint, foreign
-from kvcli.fingerprint import foreign
 from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.prompts import Prompt, Template, encode
@@ -55,8 +54,6 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
-    for elsewhere in filter(None, (foreign(variant.profile, checkpoint) for variant in plan.variants)):
-        observer.notice(elsewhere)
     cells = suite.cells(_request(plan, checkpoint.tokenizer))
     _check_positions(cells, checkpoint)
     _check_profiles(plan, checkpoint)
