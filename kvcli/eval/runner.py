@@ -93,7 +93,7 @@ class Evaluation:
         example = cell.make(index)
         read = encode_example(example, self.template, self.model.tokenizer, self.max_tokens, self.max_length)
         capacity = len(read.ids) + read.max_tokens
-        with engine(self.model, [capacity]) as self._engine:
+        with engine(self.model, [capacity], self.observer.notice) as self._engine:
             for group in self._groups(variants, len(read.ids), capacity):
                 for variant, answers in self._answers(example, read, group):
                     self.predictions.add(
