@@ -44,6 +44,7 @@ def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.F
             "cost": cost.of(point),
             "figure": getattr(point, field),
             "setting": point.label,
+            "value": ", ".join(str(value) for value in point.settings.values()),
             "chosen": point is found.choice.point,
         }
         for point in found.points
@@ -58,7 +59,7 @@ def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.F
     points = base.mark_point(size=70, color=colour(0)).encode(
         fill=alt.condition("datum.chosen", alt.value(colour(0)), alt.value("transparent"))
     )
-    labels = base.mark_text(align="left", dx=8, dy=-6).encode(text="setting:N")
+    labels = base.mark_text(align="left", dx=8, dy=-6).encode(text="value:N")
     return (
         alt.layer(base.mark_line(color=colour(0), opacity=0.4), points, labels) if len(rows) < 8 else alt.layer(points)
     )

@@ -35,7 +35,7 @@ class Plan:
     files: Sequence[str] = ()
     length: int = 4096
     steps: int = 64
-    samples: int = 8
+    samples: int = 16
     seed: int = 0
     max_loss: float = 0.01
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)

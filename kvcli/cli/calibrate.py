@@ -50,7 +50,7 @@ def calibrate(
     samples: Annotated[
         int,
         option("--samples", panel=_TEXT, env=False, parser=positive_count, metavar="N", help="Passages, at most."),
-    ] = 8,
+    ] = 16,
     seed: Annotated[
         int, option("--seed", panel=_TEXT, parser=whole, metavar="N", help="Same seed, same built-in text.")
     ] = 0,
