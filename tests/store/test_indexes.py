@@ -1,0 +1,123 @@
+"""Indexes of single tokens other than one-bit keys: what they hold, score, and move."""
+
+import pytest
+import torch
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Tiers, Traffic
+from kvcli.store.four_bit import WeighedCache
+from kvcli.store.keyed import KeyedTokens, PrincipalTokens
+from kvcli.store.pages import PageBudget
+from kvcli.store.projected import ProjectedKeys
+from kvcli.store.tokens import OffloadedTokens, TokenBudget
+
+HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
+CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))
+BUDGET = TokenBudget(20, 2, 5, 1)
+PAGES = PageBudget.of(budget=24, sink=4, window=8, page_size=4)
+TOKEN = HK * 2 * D * 4
+
+CACHES = {
+    "keyed": lambda tiers: KeyedTokens(HK, D, CAPACITY, BUDGET, 3, tiers),
+    "principal": lambda tiers: PrincipalTokens(HK, D, CAPACITY, BUDGET, 3, tiers),
+    "projected": lambda tiers: OffloadedTokens(
+        HK, D, CAPACITY, BUDGET, ProjectedKeys(HK, D, 3, CAPACITY, tiers), tiers
+    ),
+    "weighed": lambda tiers: WeighedCache(HK, D, CAPACITY, PAGES, tiers),
+}
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_footprint_counts_what_is_allocated_even_on_meta(name):
+    real, planned = (CACHES[name](tiers).footprint() for tiers in (CPU, META))
+    assert real == planned
+    device, host = {
+        "keyed": (CAPACITY * TOKEN, 0),
+        "principal": (CAPACITY * TOKEN + HK * D * D * 4, 0),
+        "projected": (20 * TOKEN + HK * 13 * 8 + HK * (D * 3 + CAPACITY * 3) * 4, CAPACITY * TOKEN),
+        "weighed": (CAPACITY * TOKEN + HK * 15 * 2 * D * 4 + HK * CAPACITY * (D // 2 + 2 * 4), 0),
+    }[name]
+    assert (real.device, real.host) == (device, host)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_traffic_of_a_step(name):
+    cache = CACHES[name](META)
+    short = 24 if name == "weighed" else 20
+    assert cache.traffic(short) == Traffic(attended=short * TOKEN)
+    candidates = LENGTH - 2 - 5
+    three_channels = HK * candidates * 3 * 4
+    pages, weighed = 12 - 1 - 2, 23  # of 12 pages, the last with 3 tokens
+    four_bits = HK * weighed * (D // 2 + 2 * 4)
+    assert (
+        cache.traffic(LENGTH)
+        == {
+            "keyed": Traffic(20 * TOKEN, three_channels, 4 * HK * candidates),
+            "principal": Traffic(20 * TOKEN, three_channels, 4 * HK * candidates),
+            "projected": Traffic(20 * TOKEN, three_channels, 4 * HK * candidates, recalled=13 * TOKEN),
+            "weighed": Traffic(weighed * TOKEN, HK * pages * 2 * D * 4 + four_bits, 4 * HK * (pages + weighed)),
+        }[name]
+    )
+
+
+def test_projected_keys_score_by_their_columns():
+    index = ProjectedKeys(HK, D, 3, CAPACITY, CPU)
+    index.basis.copy_(torch.linalg.qr(noise(HK, D, D))[0][..., :3])
+    keys, q = noise(HK, LENGTH, D, seed=1), noise(HK * G, D, seed=2)
+    index.fill(0, keys[:, :40])
+    index.fill(40, keys[:, 40:])
+    found = index.scores(q, range(5, LENGTH), 0.3)
+    projected = index.basis.double() @ index.basis.double().transpose(1, 2)
+    expected = 0.3 * q.view(HK, G, D).double() @ projected @ keys[:, 5:].double().transpose(1, 2)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_in_their_axes_attend_as_they_are(dtype):
+    tiers = Tiers.for_device(torch.device("cpu"), dtype)
+    plain, turned = KeyedTokens(HK, D, CAPACITY, BUDGET, D, tiers), PrincipalTokens(HK, D, CAPACITY, BUDGET, D, tiers)
+    turned.axes.copy_(torch.linalg.qr(noise(HK, D, D))[0])
+    k, v = noise(HK, LENGTH, D, seed=1).to(dtype), noise(HK, LENGTH, D, seed=2).to(dtype)
+    for cache in (plain, turned):
+        cache.load(k[:, :40], v[:, :40])
+        for at in range(40, LENGTH):
+            cache.append(k[:, at], v[:, at])
+    q, softmax = noise(HK * G, D, seed=3).to(dtype), Softmax(D**-0.5)
+    rounding = 1e-5 if dtype == torch.float32 else 0.05
+    here, there = plain.attend(q, softmax), turned.attend(turned.turned(q), softmax)
+    assert torch.allclose(here.float(), there.float(), atol=rounding)
+    candidates = range(2, LENGTH - 5)
+    here, there = plain.index.scores(q, candidates, 1.0), turned.index.scores(turned.turned(q), candidates, 1.0)
+    assert torch.allclose(here, there, atol=20 * rounding, rtol=rounding)
+
+
+def test_pages_spread_to_tokens_between_sink_and_window():
+    cache = CACHES["weighed"](CPU)
+    cache.load(noise(HK, LENGTH, D), noise(HK, LENGTH, D))
+    tokens, always = cache.spread(torch.tensor([[3, 1, 5], [9, 2, 4]]))
+    sink, window = [0, 1, 2, 3], list(range(40, LENGTH))
+    inside = [[12, 13, 14, 15, 4, 5, 6, 7, 20, 21, 22, 23], [36, 37, 38, 39, 8, 9, 10, 11, 16, 17, 18, 19]]
+    assert tokens.tolist() == [[*sink, *row, *window] for row in inside]
+    assert always.tolist() == [True] * 4 + [False] * 12 + [True] * 7
+
+
+def test_attention_to_kept_tokens_leaves_the_others_out():
+    cache, softmax = CACHES["weighed"](CPU), Softmax(D**-0.5)
+    k, v, q = noise(HK, LENGTH, D, seed=1), noise(HK, LENGTH, D, seed=2), noise(HK * G, D, seed=3)
+    cache.load(k, v)
+    assert cache.attended().all()
+    tokens, _ = cache.spread(torch.tensor([[3, 1, 5], [9, 2, 4]]))
+    kept = noise(*tokens.shape, seed=4) > 0.5
+    kept[:, -1] = True
+    out = cache.attend_tokens(q, tokens, kept, softmax)
+    mask = cache.attended()
+    for head in range(HK):
+        chosen = sorted(tokens[head, kept[head]].tolist())
+        assert mask[head].nonzero().flatten().tolist() == chosen
+        weights = (q[head * G : head * G + G].double() @ k[head, chosen].double().T / D**0.5).softmax(-1)
+        expected = weights @ v[head, chosen].double()
+        assert torch.allclose(out[head * G : head * G + G].double(), expected, atol=1e-5)
