@@ -143,7 +143,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
     times: list[tuple[str, ...]] = []
     moves: list[tuple[str, ...]] = []
     for label, sequence in zip(titles, report.sequences, strict=True):
-        name = label if len(label) <= _NAME else "…" + label[1 - _NAME :]  # paths differ at their end
+        name = _short(label)
         timing, cache = sequence.timing, sequence.cache
         if not sequence.output_tokens:  # it failed, or was interrupted before its turn came
             times.append((name, "-", "-", "-", "-", sequence.finish_reason, "-", "-", "-"))
@@ -169,6 +169,10 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
         moves.append(_moves("all", report.sequences))
     if moves:
         tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
+    audits = [(label, sequence.fidelity) for label, sequence in zip(titles, report.sequences, strict=True)]
+    if any(fidelity for _, fidelity in audits):
+        columns = ("audit", "steps", "mass", "top found", "output off", "KL, nats", "same token")
+        tables.append(Table(columns, [_audit(_short(label), fidelity) for label, fidelity in audits if fidelity]))
     return [without_empty_columns(table) for table in tables]
 
 
@@ -219,6 +223,16 @@ def _merge(steps: Many[Step]) -> TimelineRow:
         sum(step.bytes_to_device for step in steps),
         sum(step.bytes_to_host for step in steps),
     )
+
+
+def _short(label: str) -> str:
+    """A name that fits into a table; paths differ at their end."""
+    return label if len(label) <= _NAME else "…" + label[1 - _NAME :]
+
+
+def _audit(name: str, fidelity: dict[str, Any]) -> tuple[str, ...]:
+    parts = ("-" if fidelity[key] is None else f"{fidelity[key]:.1%}" for key in ("mass", "recall", "error"))
+    return name, f"{fidelity['steps_audited']:,}", *parts, f"{fidelity['kl']:.2g}", f"{fidelity['agreement']:.1%}"
 
 
 def _moves(name: str, sequences: Many[Sequence]) -> tuple[str, ...]:
