@@ -16,7 +16,7 @@ from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
 from kvcli.prompts import Prompt, Template, encode
 from kvcli.sampling import Sampling
-from kvcli.summary import fidelity_rows
+from kvcli.summary import batch_tables, fidelity_rows
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 3
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
@@ -53,6 +53,10 @@ def test_an_audit_changes_no_text_and_says_which_steps_it_looked_at(checkpoint):
     assert rows["audit"].startswith("4 of the steps")
     assert f"{long['mass']:.2%}" in rows["attention"]
     assert "4 / 4" in dict(fidelity_rows(short))["next token"]
+    table = batch_tables(audited, ["a", "b"])[-1]
+    assert table.columns[0] == "audit"
+    assert [row[:3] for row in table.rows] == [("a", "4", f"{long['mass']:.1%}"), ("b", "4", "100.0%")]
+    assert batch_tables(plain, ["a", "b"])[-1].columns[0] != "audit"
 
 
 @pytest.mark.parametrize("every", [1, 4])
