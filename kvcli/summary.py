@@ -171,8 +171,8 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
         tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
     audits = [(label, sequence.fidelity) for label, sequence in zip(titles, report.sequences, strict=True)]
     if any(fidelity for _, fidelity in audits):
-        columns = ("audit", "steps", "mass", "top found", "output off", "KL, nats", "same token")
-        tables.append(Table(columns, [_audit(_short(label), fidelity) for label, fidelity in audits if fidelity]))
+        heads = ("audit", "steps", "mass", "top found", "output off", "KL, nats", "same token")
+        tables.append(Table(heads, [_audit(_short(label), fidelity) for label, fidelity in audits if fidelity]))
     return [without_empty_columns(table) for table in tables]
 
 
