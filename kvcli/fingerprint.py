@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from kvcli.model import Checkpoint
 from kvcli.profile import Profile
