@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.resolve_pages import MissList
 
-BLOCK_M = 32  # keys that a program rebuilds
+BLOCK_ELEMENTS = 4096  # of the keys that a program rebuilds
 BLOCK_R = 32  # of the rank that it multiplies at once
 
 
@@ -173,10 +173,11 @@ def rebuild_missing_keys(
             require_whole(name, x, rotation.cos.shape)
     if not takes(a):
         return rebuild_missing_keys_ref(a, factor, misses, rotation, k, first)
-    selected = misses.pages.shape[2]
+    selected, block_d = misses.pages.shape[2], max(16, power_of_two(d))
+    block_m = max(16, min(32, BLOCK_ELEMENTS // block_d))
     launch(
         _rebuild_kernel,
-        (b * num_kv_heads, -(-selected * size // BLOCK_M)),
+        (b * num_kv_heads, -(-selected * size // block_m)),
         *(a, factor, *misses, *(rotation or (None,) * 5), k, a.stride(0), *k.stride()[:3]),
         *((0 if rotation is None else rotation.cos.shape[1]), first),
         HK=num_kv_heads,
@@ -185,8 +186,9 @@ def rebuild_missing_keys(
         R=rank,
         D=d,
         PRECISION="ieee" if a.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=block_m,
         BLOCK_R=BLOCK_R,
-        BLOCK_D=max(16, power_of_two(d)),
+        BLOCK_D=block_d,
+        warps=4 if block_d < 256 and a.element_size() == 2 else 8,
     )
     return None

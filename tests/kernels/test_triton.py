@@ -82,7 +82,7 @@ def test_every_kernel_compiles_for_compute_capability_9(tmp_path):
     kernels = {name for module in kernel_modules() for name in vars(module) if name.endswith("_kernel")}
     assert {line["kernel"] for line in found} == kernels
     assert {line["dtype"] for line in found if line["kernel"] == "_attend_kernel"} == {"bfloat16", "float32"}
-    assert max(line["spilt"] for line in found) <= 16, "registers are spilt to local memory"
+    assert not any(line["spilt"] for line in found), "registers are spilt to local memory"
     for line in found:
         if line["kernel"] in {"_gather_kernel", "_write_kernel", "_attend_kernel", "_score_kernel"}:
             assert line["widest"] == 128, "memory is not read 16 bytes at once"
