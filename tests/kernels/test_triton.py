@@ -86,3 +86,13 @@ def test_every_kernel_compiles_for_compute_capability_9(tmp_path):
     for line in found:
         if line["kernel"] in {"_gather_kernel", "_write_kernel", "_attend_kernel", "_score_kernel"}:
             assert line["widest"] == 128, "memory is not read 16 bytes at once"
+
+
+def test_references_need_no_triton():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from kvcli.kernels import gather_pages, slot_attention; from kvcli.kernels.topk import topk_pages\n"
+        "print(topk_pages(torch.tensor([[1.0, 3.0, 2.0]]), 2).sort().values.tolist())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("[[1, 2]]\n", "")
