@@ -14,6 +14,8 @@ Bit b of byte j is set where the code of channel 8 * j + b is +1; the bits that 
 functions for a batch on the device have it in front: [b, Hk, ...].
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

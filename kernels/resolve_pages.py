@@ -8,6 +8,8 @@ Shapes: resident and selected [Hk, k], or [b, Hk, k] on the device, hold page nu
 slot. A selection has no duplicates and no -1, so every head has as many slots to free as pages to fetch.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ class MissList(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def empty(cls, b: int, num_kv_heads: int, k: int, device: torch.device) -> "MissList":
+    def empty(cls, b: int, num_kv_heads: int, k: int, device: torch.device) -> MissList:
         """Allocate one for b sequences, uninitialised."""
         pages, slots = torch.empty(2, b, num_kv_heads, k, dtype=torch.int32, device=device)
         return cls(pages, slots, torch.empty(b, num_kv_heads, dtype=torch.int32, device=device))

@@ -7,6 +7,8 @@ On the device one program serves a head. Scores are read as integers of the same
 of them reach is found bit by bit, and then everything above it is taken, and of what equals it the lowest pages.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -89,10 +89,8 @@ def test_every_kernel_compiles_for_compute_capability_9(tmp_path):
 
 
 def test_references_need_no_triton():
-    program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from kvcli.kernels import gather_pages, slot_attention; from kvcli.kernels.topk import topk_pages\n"
-        "print(topk_pages(torch.tensor([[1.0, 3.0, 2.0]]), 2).sort().values.tolist())"
-    )
+    imports = "".join(f"import {module.__name__}; " for module in kernel_modules())
+    select = "print(kvcli.kernels.topk.topk_pages(torch.tensor([[1.0, 3.0, 2.0]]), 2).sort().values.tolist())"
+    program = f"import sys; sys.modules['triton'] = None; import torch; {imports}{select}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("[[1, 2]]\n", "")
