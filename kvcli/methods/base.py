@@ -256,18 +256,18 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             self.context.witness(self, layer, q, out, softmax)
         return out
 
-    def take_next_query(self, layer: int, q: Tensor) -> None:
-        """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
-
-        Called before that layer attends, in layers of `new_cache` but the model's first.
-        """
-
     def attended(self, layer: int) -> Tensor:
         """Tokens that the last `attend` of a layer looked at, the current one among them: bool [Hk, length].
 
         Worked out when asked for, from references that exist anyway: who does not ask pays nothing.
         """
         return self.caches[layer].attended()
+
+    def take_next_query(self, layer: int, q: Tensor) -> None:
+        """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
+
+        Called before that layer attends, in layers of `new_cache` but the model's first.
+        """
 
     @property
     def prefill_window(self) -> int | None:
@@ -299,13 +299,13 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Count the bytes this sequence holds in each tier."""
         return sum((cache.footprint() for cache in self.caches), Footprint())
 
-    def statistics(self) -> dict[str, Any]:
-        """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
-        return {}
-
     def traffic(self, layer: int, length: int) -> Traffic:
         """Say what a step has to move in a layer once `length` tokens were seen; works on the meta device."""
         return self.caches[layer].traffic(length)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
+        return {}
 
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one.
