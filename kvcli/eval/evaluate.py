@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcli import report
+from kvcli import memory, report
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.eval import suite
 from kvcli.eval.example import Cell
@@ -49,13 +49,15 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
     """Ask every variant every example. Ctrl-C is no error once the first was asked: the table says it is incomplete.
 
     Raises:
-        KvcliError: the model cannot be loaded, a task is unknown or does not fit the model's positions (usage), the
-            predictions are another run's (usage).
+        KvcliError: the model cannot be loaded, a task is unknown or does not fit the model's positions (usage), a
+            profile is another model's (usage), a variant will not fit (exit code 3), the predictions are another
+            run's (usage).
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
     cells = suite.cells(_request(plan, checkpoint.tokenizer))
     _check_positions(cells, checkpoint)
+    _check_fit(plan, cells, checkpoint)
     _check_profiles(plan, checkpoint)
     configuration = _configuration(plan, checkpoint)
     with Predictions(plan.predictions, configuration) as predictions:
@@ -101,14 +103,26 @@ def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> suite.Request:
 
 
 def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
-    limit = checkpoint.geometry.max_positions
-    longest = max(cell.length or 0 for cell in cells)
+    limit, longest = checkpoint.geometry.max_positions, _longest(cells)
     if limit is not None and longest > limit:
         raise KvcliError(
             f"a length of {longest:,} tokens is beyond the {limit:,} positions of {checkpoint.name}",
             f"ask for --length {limit} at most",
             ExitCode.USAGE,
         )
+
+
+def _check_fit(plan: Plan, cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
+    """Refuse a variant that memory does not hold even alone; of files the lengths are not known beforehand."""
+    longest = _longest(cells)
+    if longest:
+        sampling = replace(plan.sampling, max_tokens=plan.max_tokens or suite.MAX_TOKENS)
+        for variant in plan.variants:
+            memory.check(variant.profile, checkpoint, [longest], sampling)
+
+
+def _longest(cells: Sequence[Cell]) -> int:
+    return max(cell.length or 0 for cell in cells)
 
 
 def _check_profiles(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -1,9 +1,12 @@
 """`kvcli eval` as a user meets it: tables, resuming, and what it refuses."""
 
 import json
+import signal
+import subprocess
+import time
 
 import pytest
-from command import assert_refused
+from command import COMMAND, assert_refused, environment
 
 ONE = ["eval", "--tasks", "niah_single", "--length", "700", "--limit", "3"]
 SMALL = ["--set", "sink=32", "--set", "window=32", "--set", "page_size=32"]
@@ -63,3 +66,61 @@ def test_predictions_of_another_run_are_refused(warm, table, options, said):
     arguments = [*ONE, "--method", "full,freekv", "--budget", "128,256", *SMALL, "-q", "--predictions", file, *options]
     assert_refused(warm(*arguments), 2, "another run", said)
     assert file.read_bytes() == known
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_that_is_stopped_at_work_is_taken_up(warm, table, tmp_path, sent):
+    body, _ = table
+    file = tmp_path / "stopped.jsonl"
+    arguments = [*ONE, "--method", "full,freekv", "--budget", "128,256", *SMALL, "--predictions", str(file), "--json"]
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+    ) as process:
+        while not file.exists() or file.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(sent)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == (-9 if sent is signal.SIGKILL else 130), errors
+    if sent is signal.SIGINT:
+        assert json.loads(output)["complete"] is False
+        assert "answers so far are in" in errors
+    result = warm(*arguments)
+    assert without_times(json.loads(result.stdout)) == without_times(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "niah_sinlge"], ["niah_sinlge"]),
+        (["--tasks", "vt", "--method", "full", "--budget", "4K"], ["'budget'", "full"]),
+        (["--tasks", "vt", "--method", "quest", "--set", "tua=1"], ["tua"]),
+        (["--tasks", "vt", "--method", "quest", "--budget", "32"], ["budget 32 leaves no page"]),
+        (["--tasks", "vt,,fwe"], ["--tasks", "empty entry"]),
+        (["--tasks", "vt", "--length", "1M"], ["1,048,576", "8,192"]),
+        (["--tasks", "bad.jsonl"], ["bad.jsonl", "line 2"]),
+        (["--tasks", "empty.jsonl"], ["empty.jsonl", "no examples"]),
+        (["--tasks", "vt", "-o", "no/where"], ["-o", "no/where"]),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_way_out(warm, tmp_path, arguments, words):
+    (tmp_path / "bad.jsonl").write_text('{"context": "a", "question": "b", "answer": "c"}\n{"cont\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert_refused(warm("eval", "-q", *arguments, cwd=tmp_path), 2, *words)
+
+
+def test_a_grid_is_drawn_and_written_as_a_page(warm, tmp_path):
+    page = tmp_path / "grid.html"
+    options = ["--length", "300,400", "--depths", "2", "--limit", "1", "--method", "full", "--max-tokens", "30"]
+    result = warm("eval", "--tasks", "needle_grid", *options, "--html", page, "-q")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    drawn = lines[lines.index("full: score in %") :]
+    assert [line.split() for line in drawn[1:4]] == [
+        ["depth", "300", "400"],
+        ["0", "%", "100", "100"],
+        ["100", "%", "100", "100"],
+    ]
+    assert "Needle grid" in page.read_text()
+    assert "vega-lite" in page.read_text()

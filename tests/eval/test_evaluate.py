@@ -13,7 +13,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.eval import suite
 from kvcli.eval.evaluate import Plan, evaluate
 from kvcli.eval.runner import Evaluation
-from kvcli.model import ModelSpec
+from kvcli.model import ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.sampling import Sampling
 from kvcli.variants import variants
@@ -76,7 +76,7 @@ def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
 def test_variants_read_apart_answer_as_those_read_together(folder, monkeypatch):
     asked = plan(folder, ["niah_single"], methods=["full", "quest", "freekv"], lengths=[700], limit=1, max_tokens=6)
     together = evaluate(asked, Observer())
-    monkeypatch.setattr(memory, "available", lambda _: {"host": 1})
+    monkeypatch.setattr("kvcli.eval.runner._SHARE", 0.0)
     apart = evaluate(asked, Observer())
     for one, other in zip(together.results, apart.results, strict=True):
         assert (one.variant, one.score, one.cost.attended) == (other.variant, other.score, other.cost.attended)
@@ -145,6 +145,14 @@ def test_a_profile_calibrated_for_another_model_is_refused(folder, tmp_path):
     with pytest.raises(KvcliError, match="calibrated for other") as raised:
         evaluate(asked, Observer())
     assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_a_variant_that_memory_does_not_hold_is_refused_before_the_weights_are_read(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 20})
+    monkeypatch.setattr(type(open_checkpoint(ModelSpec(str(folder)))), "load", lambda _: pytest.fail("loaded"))
+    with pytest.raises(KvcliError, match="are free") as raised:
+        evaluate(plan(folder, ["vt"], lengths=[3000]), Observer())
+    assert raised.value.exit_code == ExitCode.WILL_NOT_FIT
 
 
 def test_the_same_file_has_the_same_digest_and_another_one_has_not(tmp_path):
