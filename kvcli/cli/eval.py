@@ -19,7 +19,14 @@ _TASKS, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Tasks", "Model", "Methods", "Samp
 
 def evaluate(
     tasks: Annotated[
-        str, option("--tasks", panel=_TASKS, env=False, metavar="A,B", help="What to ask, comma-separated.")
+        str,
+        option(
+            "--tasks",
+            panel=_TASKS,
+            env=False,
+            metavar="A,B",
+            help="Synthetic tasks, needle_grid, ppl, ppl:FILE, or .jsonl files of benchmarks.",
+        ),
     ],
     length: Annotated[
         str | None,
