@@ -1,11 +1,16 @@
 """Set before torch is imported: on models this small a second thread costs more than it brings.
 
 Where there is no GPU, Triton kernels are tested under their interpreter, which has to be said before they are imported.
+
+Ctrl-C is tested in commands that inherit what this process does with it; a shell's background jobs ignore it.
 """
 
 import os
 import shutil
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
