@@ -29,6 +29,10 @@ class Oracle:
         self.held = [set(first) for _ in range(HK)]
         self.misses = self.requested = 0
         self.axes = [self.strongest(head, None if skew is None else skew[head]) for head in range(HK)]
+        self.short_keys = [
+            [[dot(key, axis) for axis in self.axes[head]] for key in stream.k[head].double().tolist()]
+            for head in range(HK)
+        ]
 
     def strongest(self, head, skew):
         """The columns of the skew, as rows, that are largest in the prompt's last queries and its keys."""
@@ -46,12 +50,10 @@ class Oracle:
 
     def scores(self, head, q, candidates):
         """The greatest score of the group for each token, by the few columns alone."""
-        keys = self.stream.k[head, list(candidates)].double().tolist()
-        short_keys = [[dot(key, axis) for axis in self.axes[head]] for key in keys]
         rows = []
         for query in group(q, head):
             short = [dot(query, axis) for axis in self.axes[head]]
-            rows.append([dot(short, key) / math.sqrt(D) for key in short_keys])
+            rows.append([dot(short, self.short_keys[head][token]) / math.sqrt(D) for token in candidates])
         return [max(column) for column in zip(*rows, strict=True)]
 
     def step(self, step, told):

@@ -22,26 +22,39 @@ def axes_of(keys):
     return torch.linalg.svd(keys.double() - keys.double().mean(0))[2]
 
 
-def chosen(stream, step, head, axes, settings):
-    length, rank = stream.prompt + step + 1, min(settings["rank"], D)
-    sink, window = settings.get("sink", 0), max(1, settings.get("window", 0))
-    if length <= BUDGET:
-        return range(length)
-    rows = []
-    queries = group(stream.q[step], head)
-    if settings.get("pooling") == "mean_q":
-        queries = [[sum(channel) / G for channel in zip(*queries, strict=True)]]
-    for query in queries:
-        short = [dot(query, axis) for axis in axes[:rank].tolist()]
-        scores = [
-            dot(short, [dot(key, axis) for axis in axes[:rank].tolist()]) / math.sqrt(D)
-            for key in stream.k[head, sink : length - window].double().tolist()
+class Oracle:
+    """One layer: what every KV head attends to at a step, by the first axes given for its keys."""
+
+    def __init__(self, stream, axes, settings):
+        self.stream, self.settings = stream, settings
+        self.sink, self.window = settings.get("sink", 0), max(1, settings.get("window", 0))
+        self.axes = [rows[: min(settings["rank"], D)].tolist() for rows in axes]
+        self.short_keys = [
+            [[dot(key, axis) for axis in self.axes[head]] for key in stream.k[head].double().tolist()]
+            for head in range(HK)
         ]
-        rows.append(scores if "pooling" in settings else softmax(scores))
-    pool = (lambda values: sum(values) / len(values)) if "pooling" in settings else max
-    pooled = [pool(values) for values in zip(*rows, strict=True)]
-    selected = [sink + i for i in best(pooled, BUDGET - sink - window)]
-    return [*range(sink), *selected, *range(length - window, length)]
+
+    def chosen(self, step, head):
+        length, pooling = self.stream.prompt + step + 1, self.settings.get("pooling", "max_s")
+        if length <= BUDGET:
+            return range(length)
+        queries = group(self.stream.q[step], head)
+        if pooling == "mean_q":
+            queries = [[sum(channel) / G for channel in zip(*queries, strict=True)]]
+        candidates = range(self.sink, length - self.window)
+        rows = []
+        for query in queries:
+            short = [dot(query, axis) for axis in self.axes[head]]
+            scores = [dot(short, self.short_keys[head][token]) / math.sqrt(D) for token in candidates]
+            rows.append(softmax(scores) if pooling == "max_s" else scores)
+        pool = max if pooling == "max_s" else lambda values: sum(values) / len(values)
+        pooled = [pool(values) for values in zip(*rows, strict=True)]
+        selected = [candidates[i] for i in best(pooled, BUDGET - self.sink - self.window)]
+        return [*range(self.sink), *selected, *range(length - self.window, length)]
+
+    def step(self, step):
+        tokens = [self.chosen(step, head) for head in range(HK)]
+        return attention(self.stream, self.stream.q[step], tokens)
 
 
 @pytest.mark.parametrize("prompt", [61, 22])  # retrieving from the first step; growing out of the budget
@@ -49,10 +62,9 @@ def chosen(stream, step, head, axes, settings):
 def test_every_step_matches_the_oracle(prompt, variant):
     settings = {**SETTINGS, **variant}
     stream = Stream(prompt, steps=100, seed=prompt)
-    axes = [axes_of(stream.k[head, :prompt]) for head in range(HK)]
+    oracle = Oracle(stream, [axes_of(stream.k[head, :prompt]) for head in range(HK)], settings)
     for step, method, out in stream.run("loki", settings):  # noqa: B007 - read afterwards
-        tokens = [chosen(stream, step, head, axes[head], settings) for head in range(HK)]
-        assert same(out, attention(stream, stream.q[step], tokens)), f"step {step}"
+        assert same(out, oracle.step(step)), f"step {step}"
     cache = method.context.counters.cache()
     always = settings.get("sink", 0) + max(1, settings.get("window", 0))
     active = sum(prompt + step + 1 > BUDGET for step in range(100))
@@ -65,9 +77,9 @@ def test_axes_come_from_a_calibration_file_where_there_is_one(tmp_path):
     axes = torch.stack([axes_of(other.k[head]) for head in range(HK)])
     save_file({"layer.1": axes.transpose(1, 2).float().contiguous()}, tmp_path / "pca.safetensors")
     stream = Stream(50, steps=30, seed=2)
+    oracle = Oracle(stream, axes, SETTINGS)
     for step, _, out in stream.run("loki", {**SETTINGS, "pca": str(tmp_path / "pca.safetensors")}):
-        tokens = [chosen(stream, step, head, axes[head], SETTINGS) for head in range(HK)]
-        assert same(out, attention(stream, stream.q[step], tokens)), f"step {step}"
+        assert same(out, oracle.step(step)), f"step {step}"
 
 
 def test_a_calibration_of_another_model_is_refused(tmp_path):

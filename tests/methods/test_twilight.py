@@ -15,16 +15,13 @@ SETTINGS = {"budget": BUDGET, "sink": P * SINK, "window": P * WINDOW, "page_size
 STEPS = 110
 
 
-def pages(stream, head, queries, candidates):
-    """The selector's choice: pages by their upper bound, the best of the softmaxed scores of the group."""
-    scores = [0.0] * len(candidates)
-    for query in queries:
-        bounds = []
-        for page in candidates:
-            channels = zip(*stream.k[head, page * P : page * P + P].double().tolist(), strict=True)
-            bounds.append(sum(max(q * min(c), q * max(c)) for q, c in zip(query, channels, strict=True)) / math.sqrt(D))
-        scores = [max(a, b) for a, b in zip(scores, softmax(bounds), strict=True)]
-    return [candidates[i] for i in best(scores, SELECTED)]
+def bounds_of(stream):
+    """The least and the greatest of each channel of each full page: [head][page][channel]."""
+    full = stream.k.shape[1] // P
+    pages = [
+        [stream.k[head, page * P : page * P + P].double().T.tolist() for page in range(full)] for head in range(HK)
+    ]
+    return [[[(min(channel), max(channel)) for channel in page] for page in head] for head in pages]
 
 
 def four_bits(key):
@@ -35,37 +32,60 @@ def four_bits(key):
 
 def nucleus(weights, always, p):
     kept = {i for i, flag in enumerate(always) if flag}
+    mass = sum(weights[i] for i in kept)
     for i in best(weights, len(weights)):
-        if sum(weights[j] for j in kept) >= p:
+        if mass >= p:
             break
-        kept.add(i)
+        if i not in kept:
+            kept.add(i)
+            mass += weights[i]
     return kept
 
 
-def attended(stream, step, head, p):
-    """What a KV head attends to: all that any of its query heads keeps."""
-    length, queries = stream.prompt + step + 1, group(stream.q[step], head)
-    count = -(-length // P)
-    if count * P <= BUDGET:
-        return set(range(length)), length
-    inside = [page * P + row for page in pages(stream, head, queries, range(SINK, count - WINDOW)) for row in range(P)]
-    sink, window = range(SINK * P), range((count - WINDOW) * P, length)
-    tokens = [*sink, *sorted(inside), *window]
-    keys = [four_bits(key) for key in stream.k[head, tokens].double().tolist()]
-    kept = set()
-    for query in queries:
-        weights = softmax([dot(query, key) / math.sqrt(D) for key in keys])
-        kept |= {tokens[i] for i in nucleus(weights, [token in sink or token in window for token in tokens], p)}
-    return kept, len(tokens)
+class Oracle:
+    """One layer: what every KV head attends to at a step, all that any of its query heads keeps."""
+
+    def __init__(self, stream, p):
+        self.stream, self.p = stream, p
+        self.bounds = bounds_of(stream)
+        self.keys = [[four_bits(key) for key in stream.k[head].double().tolist()] for head in range(HK)]
+
+    def pages(self, head, queries, candidates):
+        """The selector's choice: pages by their upper bound, the best of the softmaxed scores of the group."""
+        scores = [0.0] * len(candidates)
+        for query in queries:
+            bounds = [
+                sum(max(q * low, q * high) for q, (low, high) in zip(query, self.bounds[head][page], strict=True))
+                / math.sqrt(D)
+                for page in candidates
+            ]
+            scores = [max(a, b) for a, b in zip(scores, softmax(bounds), strict=True)]
+        return [candidates[i] for i in best(scores, SELECTED)]
+
+    def attended(self, step, head):
+        """Tokens, and of how many they were taken."""
+        length, queries = self.stream.prompt + step + 1, group(self.stream.q[step], head)
+        count = -(-length // P)
+        if count * P <= BUDGET:
+            return set(range(length)), length
+        pages = self.pages(head, queries, range(SINK, count - WINDOW))
+        sink, window = range(SINK * P), range((count - WINDOW) * P, length)
+        tokens = [*sink, *(page * P + row for page in sorted(pages) for row in range(P)), *window]
+        always = [token in sink or token in window for token in tokens]
+        kept = set()
+        for query in queries:
+            weights = softmax([dot(query, self.keys[head][token]) / math.sqrt(D) for token in tokens])
+            kept |= {tokens[i] for i in nucleus(weights, always, self.p)}
+        return kept, len(tokens)
 
 
 @pytest.mark.parametrize("prompt", [61, 21])  # retrieving from the first step; growing out of the budget
 @pytest.mark.parametrize("p", [0.3, 0.85, 0.99])
 def test_every_step_matches_the_oracle(prompt, p):
     stream = Stream(prompt, steps=STEPS, seed=prompt)
-    weighed, kept = [], []
+    oracle, weighed, kept = Oracle(stream, p), [], []
     for step, method, out in stream.run("twilight", {**SETTINGS, "p": p}):  # noqa: B007 - read afterwards
-        heads = [attended(stream, step, head, p) for head in range(HK)]
+        heads = [oracle.attended(step, head) for head in range(HK)]
         assert same(out, attention(stream, stream.q[step], [tokens for tokens, _ in heads])), f"step {step}"
         if -(-(prompt + step + 1) // P) * P > BUDGET:
             weighed += [tokens for _, tokens in heads]
