@@ -29,7 +29,8 @@ from kvcli.geometry import geometry_of
 from kvcli.kernels.softmax import Softmax
 from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
-from kvcli.methods.base import MethodConfig, SequenceContext
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.config import MethodConfig
 from kvcli.methods.freekv import FreeKVConfig
 from kvcli.methods.full import FullConfig
 from kvcli.rope import installed

@@ -18,7 +18,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_count
 
 if TYPE_CHECKING:
-    from kvcli.methods.base import MethodConfig
+    from kvcli.methods.config import MethodConfig
 
 DEFAULT_METHOD = "freekv"
 _KEYS = ("method", "description", "paper", "settings", "provenance")

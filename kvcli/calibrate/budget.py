@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcli.calibrate.curve import Cost
 from kvcli.calibrate.sweep import Grid, Sweep
 from kvcli.geometry import ModelGeometry
-from kvcli.methods.base import MethodConfig
+from kvcli.methods.config import MethodConfig
 
 PARTS = (32, 16, 8, 4, 2)
 LEAST = 64

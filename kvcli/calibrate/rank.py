@@ -17,7 +17,8 @@ from kvcli.calibrate.sweep import Grid, Sweep
 from kvcli.fidelity import Passage
 from kvcli.geometry import ModelGeometry
 from kvcli.kernels.low_rank import gram_matrix
-from kvcli.methods.base import Method, MethodConfig
+from kvcli.methods.base import Method
+from kvcli.methods.config import MethodConfig
 
 PIECE = 4096  # tokens that are taken out of their rotation at once
 PARTS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)  # of the width of the keys

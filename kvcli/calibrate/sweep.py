@@ -12,7 +12,8 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.fidelity import Passage
 from kvcli.geometry import ModelGeometry
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import Method, MethodConfig, Witness
+from kvcli.methods.base import Method, Witness
+from kvcli.methods.config import MethodConfig
 from kvcli.profile import Profile, resolve_profile
 
 Grid = Mapping[str, Sequence[Any]]

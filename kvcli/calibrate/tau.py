@@ -19,7 +19,8 @@ from kvcli.fidelity import Passage
 from kvcli.geometry import ModelGeometry
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, Witness
+from kvcli.methods.base import Method, Witness
+from kvcli.methods.config import MethodConfig
 
 BOUNDS = tuple(i / 20 for i in range(21))
 

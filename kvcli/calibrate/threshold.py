@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvcli.calibrate.curve import Cost
 from kvcli.calibrate.sweep import Grid, Sweep
 from kvcli.geometry import ModelGeometry
-from kvcli.methods.base import MethodConfig
+from kvcli.methods.config import MethodConfig
 
 VALUES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0)
 

@@ -13,7 +13,7 @@ from kvcli.errors import ExitCode, KvcliError
 if TYPE_CHECKING:
     from kvcli.methods.base import Method
 
-_SHARED = {"base", "card"}
+_SHARED = {"base", "card", "config"}
 
 
 def method_names() -> list[str]:

@@ -27,7 +27,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.activation_probe import activation_probe
 from kvcli.kernels.block_scores import cosine_scores, density
 from kvcli.kernels.moments import Moments, merge_moments, moments_of
-from kvcli.methods.base import SequenceContext, setting
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.store.blocks import BlockCache
 

@@ -1,4 +1,4 @@
-"""The contract of a method: settings, one cache a layer, and what to attend to at each step.
+"""The contract of a method: one cache a layer, and what to attend to at each step.
 
 A method object serves one sequence. The loop calls `prefill` once a layer with the prompt's KV, then `attend` once a
 layer and token. Sliding-window layers and the leading dense layers need no retrieval and are handled here; a method
@@ -12,117 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.config import MethodConfig
 from kvcli.stats import Count, Counters
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
-from kvcli.store.pages import PageBudget
-from kvcli.store.tokens import TokenBudget
 from kvcli.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvcli.rope import Rotary
-
-
-def _power_of_two(value: int) -> int:
-    if value < 1 or value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
-
-
-def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:
-    """Declare one setting of a method: its default, what it means, its unit and its bounds."""
-    return Field(default=default, description=description, json_schema_extra={"unit": unit}, **bounds)
-
-
-class MethodConfig(BaseModel):
-    """Settings of a method: frozen, every key known by name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @property
-    def leading_dense_layers(self) -> int:
-        """How many layers from the first on attend to everything."""
-        return 0
-
-    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
-        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
-        return 0
-
-
-class PagedConfig(MethodConfig):
-    """Settings shared by the methods that select pages."""
-
-    budget: int = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
-    sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
-    window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
-    page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
-    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
-
-    @property
-    def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
-        return self.dense_layers
-
-    @property
-    def pages(self) -> PageBudget:
-        """Split the budget into pages."""
-        return PageBudget.of(budget=self.budget, sink=self.sink, window=self.window, page_size=self.page_size)
-
-    @model_validator(mode="after")
-    def _leaves_a_page(self) -> PagedConfig:
-        pages = self.pages
-        if pages.selected < 1:
-            least = (pages.sink + pages.window + 1) * pages.size
-            raise ValueError(
-                f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
-                f"in pages of {self.page_size}: it must be at least {least}"
-            )
-        return self
-
-
-class TokenConfig(MethodConfig):
-    """Settings shared by the methods that select single tokens."""
-
-    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
-    sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
-    window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
-    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
-
-    @property
-    def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
-        return self.dense_layers
-
-    @property
-    def indexed_together(self) -> int:
-        """Consecutive tokens that can be selected once the last of them is there."""
-        return 1
-
-    @property
-    def tokens(self) -> TokenBudget:
-        """Split the budget."""
-        return TokenBudget(self.budget, self.sink, max(1, self.window), self.indexed_together)
-
-    @model_validator(mode="after")
-    def _leaves_a_token(self) -> TokenConfig:
-        missing = 1 - self.tokens.least_selected
-        if missing > 0:
-            group = f", window {self.window} and an unfilled group of {self.indexed_together}"
-            beside = group if self.indexed_together > 1 else f" and window {self.window}"
-            raise ValueError(
-                f"budget {self.budget} leaves no token to select beside sink {self.sink}{beside}: "
-                f"it must be at least {self.budget + missing}"
-            )
-        return self
 
 
 class Witness(Protocol):

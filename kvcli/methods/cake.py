@@ -23,7 +23,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.attention_dynamics import attention_dynamics
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import SequenceContext, setting
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.config import setting
 from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
 from kvcli.store.pruned import PrunedCache
 

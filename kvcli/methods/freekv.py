@@ -22,7 +22,8 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import PagedConfig, setting
 from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
 

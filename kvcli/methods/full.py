@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig
+from kvcli.methods.base import Method
+from kvcli.methods.config import MethodConfig
 from kvcli.store.cache import DenseCache
 
 

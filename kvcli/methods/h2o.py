@@ -20,7 +20,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.column_sums import column_sums
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.evicting import EvictingCache
 
 

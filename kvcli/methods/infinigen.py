@@ -26,7 +26,8 @@ from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.skew import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import TokenConfig, setting
 from kvcli.stats import Count
 from kvcli.store.calibrated import CalibratedLayers
 from kvcli.store.projected import ProjectedKeys

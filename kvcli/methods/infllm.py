@@ -26,7 +26,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, PagedConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import PagedConfig, setting
 from kvcli.stats import Count
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
 from kvcli.store.usage import Phases, Usage, total

@@ -21,7 +21,8 @@ from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import TokenConfig, setting
 from kvcli.stats import Count
 from kvcli.store.calibrated import CalibratedLayers
 from kvcli.store.keyed import PrincipalTokens

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, SequenceContext
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig
 from kvcli.stats import Count
 from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.rows import RowCache

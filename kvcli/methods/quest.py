@@ -14,7 +14,8 @@ from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, PagedConfig, PowerOfTwo, setting
+from kvcli.methods.base import Method
+from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.stats import Count
 from kvcli.store.indexed import IndexedCache
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, PagedConfig, PowerOfTwo, setting
+from kvcli.methods.base import Method
+from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.store.stamped import StampedCache
 
 

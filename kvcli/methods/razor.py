@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.head_choice import choose_heads
-from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.cache import DenseCache, SlidingCache
 from kvcli.store.calibrated import read_tensor
 from kvcli.store.compensated import CompensatedCache, HeadSplitCache

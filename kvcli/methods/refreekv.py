@@ -26,7 +26,8 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.norm_cut import norm_cut
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.stats import Count
 from kvcli.store.pruned import PrunedCache
 

@@ -35,7 +35,8 @@ from torch import Tensor
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.methods.base import Method
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.stats import Count
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 

@@ -20,7 +20,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.window_votes import window_votes
-from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.pruned import PrunedCache
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.cache import SlidingCache
 
 

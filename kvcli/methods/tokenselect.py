@@ -22,7 +22,8 @@ from kvcli.geometry import LayerGeometry
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, SequenceContext, TokenConfig, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import TokenConfig, setting
 from kvcli.stats import Count
 from kvcli.store.keyed import KeyedTokens
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, MethodConfig, setting
+from kvcli.methods.base import Method
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.evicting import EvictingCache
 
 

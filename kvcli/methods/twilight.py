@@ -22,7 +22,8 @@ from kvcli.kernels.nucleus import nucleus
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
-from kvcli.methods.base import Method, SequenceContext, setting
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import setting
 from kvcli.methods.quest import QuestConfig
 from kvcli.stats import Count
 from kvcli.store.four_bit import WeighedCache

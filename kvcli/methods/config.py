@@ -1,0 +1,106 @@
+"""The settings of a method: how one is declared, and those that many methods share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from kvcli.store.pages import PageBudget
+from kvcli.store.tokens import TokenBudget
+
+
+def _power_of_two(value: int) -> int:
+    if value < 1 or value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:
+    """Declare one setting of a method: its default, what it means, its unit and its bounds."""
+    return Field(default=default, description=description, json_schema_extra={"unit": unit}, **bounds)
+
+
+class MethodConfig(BaseModel):
+    """Settings of a method: frozen, every key known by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """How many layers from the first on attend to everything."""
+        return 0
+
+    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
+        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
+        return 0
+
+
+class PagedConfig(MethodConfig):
+    """Settings shared by the methods that select pages."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
+    sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
+    window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
+    page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
+    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @property
+    def pages(self) -> PageBudget:
+        """Split the budget into pages."""
+        return PageBudget.of(budget=self.budget, sink=self.sink, window=self.window, page_size=self.page_size)
+
+    @model_validator(mode="after")
+    def _leaves_a_page(self) -> PagedConfig:
+        pages = self.pages
+        if pages.selected < 1:
+            least = (pages.sink + pages.window + 1) * pages.size
+            raise ValueError(
+                f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
+                f"in pages of {self.page_size}: it must be at least {least}"
+            )
+        return self
+
+
+class TokenConfig(MethodConfig):
+    """Settings shared by the methods that select single tokens."""
+
+    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
+    window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
+    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """See `MethodConfig.leading_dense_layers`."""
+        return self.dense_layers
+
+    @property
+    def indexed_together(self) -> int:
+        """Consecutive tokens that can be selected once the last of them is there."""
+        return 1
+
+    @property
+    def tokens(self) -> TokenBudget:
+        """Split the budget."""
+        return TokenBudget(self.budget, self.sink, max(1, self.window), self.indexed_together)
+
+    @model_validator(mode="after")
+    def _leaves_a_token(self) -> TokenConfig:
+        missing = 1 - self.tokens.least_selected
+        if missing > 0:
+            group = f", window {self.window} and an unfilled group of {self.indexed_together}"
+            beside = group if self.indexed_together > 1 else f" and window {self.window}"
+            raise ValueError(
+                f"budget {self.budget} leaves no token to select beside sink {self.sink}{beside}: "
+                f"it must be at least {self.budget + missing}"
+            )
+        return self
