@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
+from kvcli.cli import options
+from kvcli.cli.options import assignments, each, number, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.calibrate.outcome import Calibration
     from kvcli.calibrate.sweep import Sweep
 
-_TEXT, _MODEL, _METHOD, _OUTPUT = "Text", "Model", "Method", "Output"
+_TEXT = "Text"
 
 
 def calibrate(
@@ -54,39 +55,36 @@ def calibrate(
     seed: Annotated[
         int, option("--seed", panel=_TEXT, parser=whole, metavar="N", help="Same seed, same built-in text.")
     ] = 0,
-    model: Annotated[
-        str | None,
-        option("--model", "-m", panel=_MODEL, metavar="DIR|ID", help="Checkpoint; without it, the small demo model."),
-    ] = None,
-    device: Annotated[
-        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
-    ] = "auto",
-    dtype: Annotated[
-        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
-    ] = "auto",
-    load_format: Annotated[
-        Literal["auto", "dummy"], option("--load-format", panel=_MODEL, help="dummy makes random weights up.")
-    ] = "auto",
-    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    load_format: options.LoadFormat = "auto",
+    offline: options.Offline = False,
     method: Annotated[
         str | None,
-        option("--method", panel=_METHOD, env=False, metavar="NAME", help="Method; by default the target's own."),
+        option(
+            "--method", panel=options.METHOD, env=False, metavar="NAME", help="Method; by default the target's own."
+        ),
     ] = None,
     profile: Annotated[
         str | None,
         option(
-            "--profile", panel=_METHOD, env=False, metavar="NAME|FILE.toml", help="Settings that are not calibrated."
+            "--profile",
+            panel=options.METHOD,
+            env=False,
+            metavar="NAME|FILE.toml",
+            help="Settings that are not calibrated.",
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        option("--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="One of them; repeatable."),
+        option("--set", panel=options.METHOD, env=False, metavar="KEY=VALUE", help="One of them; repeatable."),
     ] = None,
     values: Annotated[
         list[str] | None,
         option(
             "--values",
-            panel=_METHOD,
+            panel=options.METHOD,
             env=False,
             metavar="KEY=A,B,...",
             help="Values to try for a setting instead of the target's own; repeatable, all combinations.",
@@ -96,7 +94,7 @@ def calibrate(
         float,
         option(
             "--max-loss",
-            panel=_METHOD,
+            panel=options.METHOD,
             env=False,
             parser=number,
             metavar="NATS",
@@ -105,19 +103,12 @@ def calibrate(
     ] = 0.01,
     output: Annotated[
         Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE.toml", help="Write the profile found."),
+        option("--output", "-o", panel=options.OUTPUT, env=False, metavar="FILE.toml", help="Write the profile found."),
     ] = None,
-    as_json: Annotated[
-        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object on stdout instead of the tables.")
-    ] = False,
-    html: Annotated[
-        Path | None,
-        option("--html", panel=_OUTPUT, env=False, metavar="FILE", help="Curves and maps as one offline page."),
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the result: no progress or notes.")] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    as_json: options.AsJson = False,
+    html: options.Html = None,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Find the settings of a method that keep it close to full attention.
 

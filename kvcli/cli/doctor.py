@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from kvcli.cli.options import flag, option
+from kvcli.cli import options
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode
 
-_OUTPUT = "Output"
-
 
 def doctor(
-    as_json: Annotated[bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead.")] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="No progress.")] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Check this machine: versions, device, memory, bandwidths, Triton, threads, disk.
 

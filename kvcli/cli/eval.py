@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.options import assignments, each, flag, names, number, option, positive_count, whole
+from kvcli.cli import options
+from kvcli.cli.options import assignments, each, names, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
     from kvcli.eval.table import Table
 
-_TASKS, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Tasks", "Model", "Methods", "Sampling", "Output"
+_TASKS = "Tasks"
 
 
 def evaluate(
@@ -53,97 +54,58 @@ def evaluate(
     limit: Annotated[
         int, option("--limit", panel=_TASKS, env=False, parser=positive_count, metavar="N", help="Documents of each.")
     ] = 20,
-    method: Annotated[
-        str | None, option("--method", panel=_METHOD, env=False, metavar="A,B", help="Methods, comma-separated.")
-    ] = None,
-    profile: Annotated[
-        str | None,
-        option("--profile", panel=_METHOD, env=False, metavar="A,B", help="Profiles beside them, names or files."),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        option("--budget", panel=_METHOD, env=False, metavar="TOKENS,...", help="Budgets, each for every method."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        option("--model", "-m", panel=_MODEL, metavar="DIR|ID", help="Checkpoint; without it, the small demo model."),
-    ] = None,
-    device: Annotated[
-        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
-    ] = "auto",
-    dtype: Annotated[
-        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
-    ] = "auto",
-    load_format: Annotated[
-        Literal["auto", "dummy"],
-        option("--load-format", panel=_MODEL, help="dummy makes random weights up."),
-    ] = "auto",
-    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    method: options.Methods = None,
+    profile: options.Profiles = None,
+    budget: options.Budgets = None,
+    settings: options.Settings = None,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    load_format: options.LoadFormat = "auto",
+    offline: options.Offline = False,
     max_tokens: Annotated[
         int | None,
         option(
             "--max-tokens",
-            panel=_SAMPLING,
+            panel=options.SAMPLING,
             metavar="TOKENS",
             parser=positive_count,
             help="Longest answer; the task's own by default.",
             show_default=False,
         ),
     ] = None,
-    temperature: Annotated[
-        float,
-        option("--temperature", panel=_SAMPLING, parser=number, metavar="T", help="0 takes the likeliest token."),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        option("--top-p", panel=_SAMPLING, parser=number, metavar="P", help="Likeliest tokens of this probability."),
-    ] = 1.0,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
     seed: Annotated[
-        int, option("--seed", panel=_SAMPLING, parser=whole, metavar="N", help="Same seed, same documents and answers.")
+        int,
+        option(
+            "--seed", panel=options.SAMPLING, parser=whole, metavar="N", help="Same seed, same documents and answers."
+        ),
     ] = 0,
-    num_samples: Annotated[
-        int, option("--num-samples", panel=_SAMPLING, parser=whole, metavar="N", help="Answers to each question.")
-    ] = 1,
+    num_samples: options.NumSamples = 1,
     predictions: Annotated[
         Path | None,
         option(
             "--predictions",
-            panel=_OUTPUT,
+            panel=options.OUTPUT,
             env=False,
             metavar="FILE",
             help="Keep every answer in FILE as it comes, and go on from it when run again.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead of the table.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        option(
-            "--html", panel=_OUTPUT, env=False, metavar="FILE", help="Also write a page with charts, for a browser."
-        ),
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the table: no progress or notes.")] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = None,
+    html: options.Html = None,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Measure the answers of methods on long-context tasks.
 
     kvcli eval --tasks niah_single,vt --length 4K,8K --method full,quest --budget 256,512
 
     The table goes to stdout. With --predictions FILE a run that was cut off goes on
-    where it stopped when the same command is given again.
+    where it stopped when the same command is given again. A profile that was calibrated
+    on another model is refused; generate uses it and says so.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.cli import options
 from kvcli.cli.options import assignments, by_precedence, flag, given, number, option, positive_count, whole
 from kvcli.cli.output import check_writable
 from kvcli.cli.presentation import Presentation
@@ -18,7 +18,7 @@ from kvcli.errors import ExitCode, KvcliError
 if TYPE_CHECKING:
     from kvcli.profile import Profile
 
-_INPUT, _MODEL, _METHOD, _SAMPLING, _OUTPUT = "Input", "Model", "Method", "Sampling", "Output"
+_INPUT = "Input"
 
 
 def generate(
@@ -41,151 +41,119 @@ def generate(
         str | None,
         option("--chat-template-kwargs", panel=_INPUT, metavar="JSON", help="Variables for the chat template."),
     ] = None,
-    model: Annotated[
-        str | None,
-        option(
-            "--model",
-            "-m",
-            panel=_MODEL,
-            metavar="DIR|ID",
-            help="Checkpoint directory or hub id. Without it, the small demo model that comes with kvcli.",
-        ),
-    ] = None,
-    device: Annotated[
-        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
-    ] = "auto",
-    dtype: Annotated[
-        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
-    ] = "auto",
-    load_format: Annotated[
-        Literal["auto", "dummy"],
-        option("--load-format", panel=_MODEL, help="dummy makes random weights up, for timing a shape."),
-    ] = "auto",
-    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    load_format: options.LoadFormat = "auto",
+    offline: options.Offline = False,
     method: Annotated[
         str | None,
-        option("--method", panel=_METHOD, metavar="NAME", help="KV-cache method, see kvcli methods."),
+        option("--method", panel=options.METHOD, metavar="NAME", help="KV-cache method, see kvcli methods."),
     ] = None,
     profile: Annotated[
         str | None,
-        option("--profile", panel=_METHOD, metavar="NAME|FILE.toml", help="Settings of a method by name or file."),
+        option(
+            "--profile",
+            panel=options.METHOD,
+            metavar="NAME|FILE.toml",
+            help="Settings of a method by name or file; a notice if calibrated on another model.",
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        option("--set", panel=_METHOD, metavar="KEY=VALUE", help="Change one setting of the profile; repeatable."),
+        option(
+            "--set", panel=options.METHOD, metavar="KEY=VALUE", help="Change one setting of the profile; repeatable."
+        ),
     ] = None,
     budget: Annotated[
         str | None,
-        option("--budget", panel=_METHOD, metavar="TOKENS", help="Tokens attended per layer and KV head, as in 2K."),
+        option(
+            "--budget", panel=options.METHOD, metavar="TOKENS", help="Tokens attended per layer and KV head, as in 2K."
+        ),
     ] = None,
     sink: Annotated[
-        str | None, option("--sink", panel=_METHOD, metavar="TOKENS", help="First tokens, always attended.")
+        str | None, option("--sink", panel=options.METHOD, metavar="TOKENS", help="First tokens, always attended.")
     ] = None,
     window: Annotated[
-        str | None, option("--window", panel=_METHOD, metavar="TOKENS", help="Most recent tokens, always attended.")
+        str | None,
+        option("--window", panel=options.METHOD, metavar="TOKENS", help="Most recent tokens, always attended."),
     ] = None,
     tau: Annotated[
         str | None,
-        option("--tau", panel=_METHOD, metavar="0..1", help="Query similarity below which a head is corrected."),
+        option("--tau", panel=options.METHOD, metavar="0..1", help="Query similarity below which a head is corrected."),
     ] = None,
     page_size: Annotated[
-        str | None, option("--page-size", panel=_METHOD, metavar="TOKENS", help="Tokens recalled together.")
+        str | None, option("--page-size", panel=options.METHOD, metavar="TOKENS", help="Tokens recalled together.")
     ] = None,
     max_tokens: Annotated[
         int,
         option(
             "--max-tokens",
-            panel=_SAMPLING,
+            panel=options.SAMPLING,
             metavar="TOKENS",
             parser=positive_count,
             help="Longest output, as in 256 or 16K.",
         ),
     ] = 256,
-    temperature: Annotated[
-        float,
-        option(
-            "--temperature",
-            panel=_SAMPLING,
-            parser=number,
-            metavar="T",
-            help="0 takes the likeliest token, more is more random.",
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        option(
-            "--top-p",
-            panel=_SAMPLING,
-            parser=number,
-            metavar="P",
-            help="Draw from the likeliest tokens that hold this probability, 0 to 1.",
-        ),
-    ] = 1.0,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
     top_k: Annotated[
         int,
         option(
-            "--top-k", panel=_SAMPLING, parser=whole, metavar="K", help="Draw from the K likeliest tokens; 0 for all."
+            "--top-k",
+            panel=options.SAMPLING,
+            parser=whole,
+            metavar="K",
+            help="Draw from the K likeliest tokens; 0 for all.",
         ),
     ] = 0,
     min_p: Annotated[
         float,
         option(
             "--min-p",
-            panel=_SAMPLING,
+            panel=options.SAMPLING,
             parser=number,
             metavar="P",
             help="Drop tokens below this share of the likeliest one's, 0 to 1.",
         ),
     ] = 0.0,
     seed: Annotated[
-        int, option("--seed", panel=_SAMPLING, parser=whole, metavar="N", help="Same seed, same text.")
+        int, option("--seed", panel=options.SAMPLING, parser=whole, metavar="N", help="Same seed, same text.")
     ] = 0,
     stop: Annotated[
         list[str] | None,
-        option("--stop", panel=_SAMPLING, env=False, metavar="TEXT", help="End before this text; repeatable."),
+        option("--stop", panel=options.SAMPLING, env=False, metavar="TEXT", help="End before this text; repeatable."),
     ] = None,
     ignore_eos: Annotated[
-        bool, flag("--ignore-eos", panel=_SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
+        bool, flag("--ignore-eos", panel=options.SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
     ] = False,
-    num_samples: Annotated[
-        int, option("--num-samples", panel=_SAMPLING, parser=whole, metavar="N", help="Texts to draw for each prompt.")
-    ] = 1,
+    num_samples: options.NumSamples = 1,
     timeline: Annotated[
-        bool, flag("--timeline", panel=_OUTPUT, help="Show time, corrections and recall step by step.")
+        bool, flag("--timeline", panel=options.OUTPUT, help="Show time, corrections and recall step by step.")
     ] = False,
-    trace: Annotated[
-        Path | None,
-        option("--trace", panel=_OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON."),
-    ] = None,
+    trace: options.Trace = None,
     audit: Annotated[
         int | None,
         option(
             "--audit",
-            panel=_OUTPUT,
+            panel=options.OUTPUT,
             metavar="N",
             parser=positive_count,
             help="Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
         ),
     ] = None,
     stats: Annotated[
-        bool | None, flag("--stats/--no-stats", panel=_OUTPUT, help="Statistics at the end; shown unless -q.")
+        bool | None, flag("--stats/--no-stats", panel=options.OUTPUT, help="Statistics at the end; shown unless -q.")
     ] = None,
-    as_json: Annotated[
-        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object on stdout instead of the text.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
+    as_json: options.AsJson = False,
+    output: options.Output = None,
     quiet: Annotated[
-        bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the text: no progress, notes or statistics.")
+        bool, flag("--quiet", "-q", panel=options.OUTPUT, help="Only the text: no progress, notes or statistics.")
     ] = False,
     verbose: Annotated[
-        bool, flag("--verbose", "-v", panel=_OUTPUT, help="Settings, versions and per-layer counts as well.")
+        bool, flag("--verbose", "-v", panel=options.OUTPUT, help="Settings, versions and per-layer counts as well.")
     ] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Generate text from long documents.
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.options import flag, option
+from kvcli.cli import options
+from kvcli.cli.options import flag
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
     from kvcli.methods.card import Card
-
-_OUTPUT = "Output"
 
 
 def methods(
@@ -25,17 +23,12 @@ def methods(
         str | None,
         typer.Argument(metavar="NAME", help="Show the settings and profiles of this method.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead.")] = False,
+    as_json: options.AsJson = False,
     markdown: Annotated[
-        bool, flag("--markdown", panel=_OUTPUT, env=False, help="The list as a Markdown table, for a README.")
+        bool, flag("--markdown", panel=options.OUTPUT, env=False, help="The list as a Markdown table, for a README.")
     ] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    output: options.Output = None,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """List the KV-cache methods and what each can do.
 

@@ -1,9 +1,14 @@
-"""Building blocks of the commands: options with their environment variable, and what an option's value came from."""
+"""Options of the commands: how one is declared, those that several commands have, and how values are read.
+
+Where an option means the same in several commands, its name, help and environment variable stand here once; its default
+stands in the command.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -11,6 +16,9 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_count
 
 T = TypeVar("T")
+
+# Panels of the help.
+MODEL, METHOD, METHODS, SAMPLING, OUTPUT = "Model", "Method", "Methods", "Sampling", "Output"
 
 
 def option(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
@@ -47,6 +55,91 @@ def number(text: object) -> float:
         return float(str(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+
+
+def device(panel: str) -> Any:
+    """Declare --device."""
+    return option("--device", panel=panel, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+
+
+Model = Annotated[
+    str | None,
+    option(
+        "--model",
+        "-m",
+        panel=MODEL,
+        metavar="DIR|ID",
+        help="Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
+    ),
+]
+Device = Annotated[str, device(MODEL)]
+DType = Annotated[
+    str, option("--dtype", panel=MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+]
+LoadFormat = Annotated[
+    Literal["auto", "dummy"],
+    option("--load-format", panel=MODEL, help="dummy makes random weights up, of a shape or a config.json."),
+]
+Offline = Annotated[bool, flag("--offline", panel=MODEL, help="Use local files only, never the hub.")]
+
+# Several methods side by side.
+Methods = Annotated[
+    str | None,
+    option(
+        "--method", panel=METHODS, env=False, metavar="A,B", help="Methods, comma-separated; full,freekv by default."
+    ),
+]
+Profiles = Annotated[
+    str | None,
+    option("--profile", panel=METHODS, env=False, metavar="A,B", help="Profiles beside them, names or files."),
+]
+Budgets = Annotated[
+    str | None,
+    option("--budget", panel=METHODS, env=False, metavar="TOKENS,...", help="Budgets, each for every method."),
+]
+Settings = Annotated[
+    list[str] | None,
+    option("--set", panel=METHODS, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."),
+]
+
+Temperature = Annotated[
+    float,
+    option(
+        "--temperature",
+        panel=SAMPLING,
+        parser=number,
+        metavar="T",
+        help="0 takes the likeliest token, more is more random.",
+    ),
+]
+TopP = Annotated[
+    float,
+    option(
+        "--top-p",
+        panel=SAMPLING,
+        parser=number,
+        metavar="P",
+        help="Draw from the likeliest tokens that hold this probability, 0 to 1.",
+    ),
+]
+NumSamples = Annotated[
+    int, option("--num-samples", panel=SAMPLING, parser=whole, metavar="N", help="Texts to draw for each prompt.")
+]
+
+AsJson = Annotated[bool, flag("--json", panel=OUTPUT, env=False, help="One JSON object instead of text.")]
+Output = Annotated[
+    Path | None,
+    option("--output", "-o", panel=OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
+]
+Html = Annotated[
+    Path | None,
+    option("--html", panel=OUTPUT, env=False, metavar="FILE", help="Also write a page with charts, one offline file."),
+]
+Trace = Annotated[
+    Path | None, option("--trace", panel=OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON.")
+]
+Quiet = Annotated[bool, flag("--quiet", "-q", panel=OUTPUT, help="Only the result: no progress or notes.")]
+Debug = Annotated[bool, flag("--debug", panel=OUTPUT, help="Show the traceback of an error.")]
 
 
 def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:

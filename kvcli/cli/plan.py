@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvcli.cli.options import assignments, each, flag, names, number, option, positive_count
+from kvcli.cli import options
+from kvcli.cli.options import assignments, each, names, number, option, positive_count
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_bytes
@@ -16,7 +16,7 @@ from kvcli.sizes import parse_bytes
 if TYPE_CHECKING:
     from kvcli.planning.estimate import Machine, Subject
 
-_MODEL, _METHOD, _RUN, _MACHINE, _OUTPUT = "Model", "Methods", "Run", "Machine", "Output"
+_RUN, _MACHINE = "Run", "Machine"
 
 
 def plan(
@@ -25,35 +25,20 @@ def plan(
         option(
             "--model",
             "-m",
-            panel=_MODEL,
+            panel=options.MODEL,
             metavar="NAME",
             help="Checkpoint, config.json, hub id or shape; weights are not needed. Without it, the small demo model.",
         ),
     ] = None,
-    dtype: Annotated[
-        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
-    ] = "auto",
+    dtype: options.DType = "auto",
     load_format: Annotated[  # noqa: ARG001 - so that the model options of generate can be kept
-        Literal["auto", "dummy"], option("--load-format", panel=_MODEL, help="Makes no difference here.")
+        Literal["auto", "dummy"], option("--load-format", panel=options.MODEL, help="Makes no difference here.")
     ] = "auto",
-    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
-    method: Annotated[
-        str | None, option("--method", panel=_METHOD, env=False, metavar="A,B", help="Methods, comma-separated.")
-    ] = None,
-    profile: Annotated[
-        str | None,
-        option("--profile", panel=_METHOD, env=False, metavar="A,B", help="Profiles beside them, names or files."),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        option("--budget", panel=_METHOD, env=False, metavar="TOKENS,...", help="Budgets, each for every method."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."
-        ),
-    ] = None,
+    offline: options.Offline = False,
+    method: options.Methods = None,
+    profile: options.Profiles = None,
+    budget: options.Budgets = None,
+    settings: options.Settings = None,
     context: Annotated[
         str, option("--context", panel=_RUN, env=False, metavar="TOKENS,...", help="Lengths of the prompt, as in 8K.")
     ] = "32K",
@@ -64,9 +49,7 @@ def plan(
         int,
         option("--max-tokens", panel=_RUN, metavar="TOKENS", parser=positive_count, help="Longest output."),
     ] = 256,
-    device: Annotated[
-        str, option("--device", panel=_MACHINE, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
-    ] = "auto",
+    device: Annotated[str, options.device(_MACHINE)] = "auto",
     device_memory: Annotated[
         str | None,
         option("--device-memory", panel=_MACHINE, metavar="SIZE", help="Of another machine's GPU, as in 80GiB."),
@@ -86,17 +69,10 @@ def plan(
         float | None,
         option("--compute", panel=_MACHINE, metavar="TFLOPS", parser=number, help="Its matrix products, as in 600."),
     ] = None,
-    as_json: Annotated[
-        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead of the tables.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the tables: no progress or notes.")] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Say what a run will need, whether it fits, and how long it will take.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.cli import options
 from kvcli.cli.options import assignments, each, flag, names, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
@@ -14,7 +15,7 @@ from kvcli.errors import ExitCode, KvcliError
 if TYPE_CHECKING:
     from kvcli.profiling.report import ProfileReport
 
-_LOAD, _MODEL, _METHOD, _RUNS, _OUTPUT = "Load", "Model", "Methods", "Runs", "Output"
+_LOAD, _RUNS = "Load", "Runs"
 
 
 def profile(
@@ -40,40 +41,21 @@ def profile(
     read: Annotated[
         bool, flag("--read", panel=_LOAD, env=False, help="Read seeded tokens with the model instead of made-up KV.")
     ] = False,
-    model: Annotated[
-        str | None,
-        option("--model", "-m", panel=_MODEL, metavar="DIR|ID", help="Checkpoint; without it, the small demo model."),
-    ] = None,
-    device: Annotated[
-        str, option("--device", panel=_MODEL, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
-    ] = "auto",
-    dtype: Annotated[
-        str, option("--dtype", panel=_MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
-    ] = "auto",
-    load_format: Annotated[
-        Literal["auto", "dummy"],
-        option("--load-format", panel=_MODEL, help="dummy makes random weights up, of a shape or a config.json."),
-    ] = "auto",
-    offline: Annotated[bool, flag("--offline", panel=_MODEL, help="Use local files only, never the hub.")] = False,
-    method: Annotated[
-        str | None,
-        option("--method", panel=_METHOD, env=False, metavar="A,B", help="Methods, comma-separated; full,freekv."),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        option("--profile", panel=_METHOD, env=False, metavar="A,B", help="Profiles beside them, names or files."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set", panel=_METHOD, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."
-        ),
-    ] = None,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    load_format: options.LoadFormat = "auto",
+    offline: options.Offline = False,
+    method: options.Methods = None,
+    profile: options.Profiles = None,
+    settings: options.Settings = None,
     ablate: Annotated[
-        bool, flag("--ablate", panel=_METHOD, env=False, help="Add each method without the parts it can do without.")
+        bool,
+        flag("--ablate", panel=options.METHODS, env=False, help="Add each method without the parts it can do without."),
     ] = False,
     peers: Annotated[
-        bool, flag("--peers", panel=_METHOD, env=False, help="Add transformers' own caches, on the same weights.")
+        bool,
+        flag("--peers", panel=options.METHODS, env=False, help="Add transformers' own caches, on the same weights."),
     ] = False,
     repeat: Annotated[
         int,
@@ -85,28 +67,15 @@ def profile(
     seed: Annotated[
         int, option("--seed", panel=_RUNS, parser=whole, metavar="N", help="Of made-up KV and tokens.")
     ] = 0,
-    html: Annotated[
-        Path | None,
-        option("--html", panel=_OUTPUT, env=False, metavar="FILE", help="Write a page with pictures, in one file."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        option("--trace", panel=_OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON."),
-    ] = None,
+    html: options.Html = None,
+    trace: options.Trace = None,
     nvtx: Annotated[
-        bool, flag("--nvtx", panel=_OUTPUT, env=False, help="Mark the same spans as NVTX ranges (CUDA).")
+        bool, flag("--nvtx", panel=options.OUTPUT, env=False, help="Mark the same spans as NVTX ranges (CUDA).")
     ] = False,
-    as_json: Annotated[
-        bool, flag("--json", panel=_OUTPUT, env=False, help="One JSON object instead of the tables.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=_OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", panel=_OUTPUT, help="Only the tables: no progress or notes.")] = False,
-    debug: Annotated[  # noqa: ARG001 - read by the guard around every command
-        bool, flag("--debug", panel=_OUTPUT, help="Show the traceback of an error.")
-    ] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Measure a decode step: how long, made of what, and how far from what the machine allows.
 
