@@ -27,6 +27,8 @@ from kvcli.kernels.slots import Rows, SlotLayout, active, page_count, row_positi
 from kvcli.kernels.softmax import Softmax
 
 NAN = float("nan")
+# Relative RMS. Under the interpreter a cast to bf16 cuts off what the device rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Sizes(NamedTuple):
@@ -115,7 +117,43 @@ class Case(NamedTuple):
     exact: bool
 
 
+class Outcome(NamedTuple):
+    """What a kernel does otherwise than its reference, nothing being "", and the largest relative error (RMS)."""
+
+    problem: str
+    error: float
+
+
 CASES: list[Case] = []
+
+
+def compare(case: Case, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Outcome:
+    """Call kernel and reference with the same numbers; the reference in float64 where rounding is allowed."""
+    expected = case.make(Draw(dtype, device, double=not case.exact), sizes)
+    actual = case.make(Draw(dtype, device), sizes)
+    returned = case.ref(*expected.args), case.kernel(*actual.args)
+    pairs = zip(expected.written, actual.written, strict=True)
+    if not expected.written:
+        pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in returned), strict=True)
+    outcomes = [_difference(reference, found, case.exact, TOLERANCE[dtype]) for reference, found in pairs]
+    problems = [outcome.problem for outcome in outcomes if outcome.problem]
+    return Outcome("; ".join(problems), max(outcome.error for outcome in outcomes))
+
+
+def _difference(reference: Tensor, found: Tensor, exact: bool, tolerance: float) -> Outcome:
+    """NaN and infinities have to stand in the same places; the rest is equal where `exact`, else close."""
+    if found.shape != reference.shape:
+        return Outcome(f"shape {tuple(found.shape)}, not {tuple(reference.shape)}", 0.0)
+    if exact and found.dtype != reference.dtype:
+        return Outcome(f"{found.dtype}, not {reference.dtype}", 0.0)
+    finite = reference.isfinite()
+    found, reference = found.double(), reference.double()
+    if not torch.equal(found[~finite].nan_to_num(nan=7), reference[~finite].nan_to_num(nan=7)):
+        return Outcome("NaN or infinity where there should be none, or the other way round", 0.0)
+    norm = float(reference[finite].norm())
+    error = float((found[finite] - reference[finite]).norm()) / (norm or 1.0)
+    allowed = 0.0 if exact else tolerance
+    return Outcome("" if error <= allowed else f"relative error {error:.1e}, not {allowed:.0e} or less", error)
 
 
 def case(kernel: Callable[..., Any], ref: Callable[..., Any], variants: Sequence[Any] = (None,), exact: bool = False):
