@@ -1,7 +1,9 @@
-"""What four papers claim, checked on the bundled demo model: `all`, or one study.
+"""What the papers claim, checked on the bundled demo model: `all`, one study, or `orders`, which compares the methods.
 
     python benchmarks/paper_claims.py all
     python benchmarks/paper_claims.py refreekv --thresholds 0.001 0.01 0.1 --rows 50
+    python benchmarks/paper_claims.py second-turn --rows 40 -o second.json
+    python benchmarks/paper_claims.py orders --second-turn second.json --eval predictions.jsonl -o orders.json
 
 Documents are the evaluation split of kvcli.tasks, seeded. The module of a study in `claims/` says what it measures.
 The demo model is tiny (4 layers, heads of 32 channels): figures of the papers' models cannot be expected, orders can.
@@ -12,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from claims import actqkv_probe, block_choice, fier_recall, refreekv, shadowkv, subject
+from claims import actqkv_probe, block_choice, fier_recall, orders, refreekv, second_turn, shadowkv, subject
 from common import add_output, save
 
 STUDIES: dict[str, Any] = {
@@ -21,7 +23,9 @@ STUDIES: dict[str, Any] = {
     "block-choice": block_choice,
     "shadowkv": shadowkv,
     "refreekv": refreekv,
+    "second-turn": second_turn,
 }
+COMPARISONS: dict[str, Any] = {"orders": orders}  # of what studies and `kvcli eval` found: no part of `all`
 
 
 def main() -> None:
@@ -31,24 +35,25 @@ def main() -> None:
     every = commands.add_parser("all", help="all studies, written to results/paper_claims.json")
     subject.add_arguments(every)
     add_output(every, "paper_claims")
-    for name, study in STUDIES.items():
+    for name, study in (STUDIES | COMPARISONS).items():
         command = commands.add_parser(name, help=study.__doc__.partition("\n")[0], description=study.__doc__)
         subject.add_arguments(command)
         command.add_argument("-o", "--output", type=Path, help="JSON file to write")
         study.add_arguments(command)
-        study.add_arguments(every)
+        if name in STUDIES:
+            study.add_arguments(every)
     args = parser.parse_args()
 
-    chosen = STUDIES if args.study == "all" else {args.study: STUDIES[args.study]}
+    chosen = STUDIES if args.study == "all" else {args.study: (STUDIES | COMPARISONS)[args.study]}
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
     results: dict[str, Any] = {}
     with subject.opened(args) as opened:
         for name, study in chosen.items():
             started = time.perf_counter()
             results[name] = study.run(opened, args)
             print(f"  {time.perf_counter() - started:.0f} s")
-    if args.output:
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        save(args.output, {"model": opened.model.name, "arguments": settings, **results})
+            if args.output:
+                save(args.output, {"model": opened.model.name, "arguments": settings, **results})
 
 
 if __name__ == "__main__":

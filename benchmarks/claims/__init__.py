@@ -1,1 +1,1 @@
-"""What the papers claim of four methods, checked on a model that fits anywhere: one module a study."""
+"""What the papers claim, checked on a model that fits anywhere: one module a study."""

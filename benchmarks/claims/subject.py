@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,23 +91,37 @@ class Subject:
 
     def answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
-        sequence = RunningSequence(
+        return recall(self.first_answer(document, method, logits).stream.text, document.row.outputs)
+
+    def first_answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> RunningSequence:
+        """Let a method that has read the document answer greedily."""
+        sequence = self.running(method, len(document.ids), Sampler(Sampling(), 0, self.model.device), MAX_TOKENS)
+        sequence.accept(logits)
+        return self.run(sequence)
+
+    def running(
+        self, method: Method[Any, Any], tokens: int, sampler: Callable[[Tensor], int], max_tokens: int
+    ) -> RunningSequence:
+        """A sequence of which the method has read so many tokens."""
+        return RunningSequence(
             index=0,
             source="row",
             sample=0,
-            prompt_tokens=len(document.ids),
+            prompt_tokens=tokens,
             method=method,
             counters=method.context.counters,
-            sampler=Sampler(Sampling(), 0, self.model.device),
+            sampler=sampler,
             stream=TextStream(self.model.tokenizer),
             eos=self.engine.eos,
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
             prefill_ms=0.0,
         )
-        sequence.accept(logits)
+
+    def run(self, sequence: RunningSequence) -> RunningSequence:
+        """Decode a sequence to its end."""
         for _ in self.engine.decode([sequence]):
             pass
-        return recall(sequence.stream.text, document.row.outputs)
+        return sequence
 
     def answers(
         self, tasks: Sequence[str], rows: int, profiles: dict[str, Profile]
