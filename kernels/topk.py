@@ -41,13 +41,12 @@ def topk_pages_device_ref(
     """Select among the candidates of one sequence after the other."""
     allowed = candidates(lengths, layout, scores.shape[2])
     for b, mask in enumerate(allowed):
-        pages = mask.nonzero()[:, 0]
+        pages, rows = mask.nonzero()[:, 0], slice(None) if heads is None else heads[b]
         k = min(selected.shape[2], len(pages))
-        chosen = torch.full_like(selected[b], -1)
-        if k:
-            chosen[:, :k] = pages[topk_pages_ref(scores[b][:, pages], k)].sort(-1).values
-        rows = slice(None) if heads is None else heads[b]
-        selected[b, rows] = chosen[rows]
+        chosen = torch.full_like(selected[b, rows], -1)
+        if k and len(chosen):
+            chosen[:, :k] = pages[topk_pages_ref(scores[b, rows][:, pages], k)].sort(-1).values
+        selected[b, rows] = chosen
 
 
 @jit

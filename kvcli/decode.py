@@ -1,7 +1,7 @@
 """The decode loop: one token for every running sequence a step, as a generator of steps.
 
 `BlockingPipeline` is the reference for what a step attends to: the sequences one after another, each phase finished
-before the next begins. A pipeline that overlaps phases takes its place as the hook's handler.
+before the next begins. `kvcli.device` overlaps the phases.
 """
 
 from __future__ import annotations
@@ -71,28 +71,55 @@ def forward_step(model: PreTrainedModel, hook: Hook, batch: Sequence[Row], rope:
     return out.logits[:, -1]  # type: ignore[no-any-return]
 
 
+class Stepper(Protocol):
+    """Runs decode steps of a batch."""
+
+    def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
+        """Run the newest token of every sequence through the model.
+
+        Gives for each the logits [vocab] of its next token, and that token where it was chosen already. A sequence
+        that was left out once never comes back.
+        """
+
+    def finish(self) -> None:
+        """End: all that was counted is in the counters of the sequences."""
+
+
+class BlockingStepper:
+    """Steps by `BlockingPipeline`."""
+
+    def __init__(self, model: PreTrainedModel, hook: Hook, rope: Rope | None):
+        self.model, self.hook, self.rope = model, hook, rope
+
+    def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
+        """See `Stepper.step`."""
+        return [(logits, None) for logits in forward_step(self.model, self.hook, batch, self.rope)]
+
+    def finish(self) -> None:
+        """See `Stepper.finish`."""
+
+
 def decode(
-    model: PreTrainedModel,
-    hook: Hook,
-    sequences: Sequence[RunningSequence],
-    timeline: Timeline,
-    rope: Rope | None = None,
+    stepper: Stepper, sequences: Sequence[RunningSequence], timeline: Timeline
 ) -> Iterator[list[tuple[RunningSequence, str]]]:
     """Continue sequences until each has ended; yields every step's sequences with their new text.
 
     A sequence that ends leaves the batch. Every sequence brings its first token, chosen from the prefill.
     """
     step = 0
-    while batch := [sequence for sequence in sequences if sequence.running]:
-        started = time.perf_counter()
-        with timeline.span("step", index=step, batch=len(batch)):
+    try:
+        while batch := [sequence for sequence in sequences if sequence.running]:
+            started = time.perf_counter()
+            with timeline.span("step", index=step, batch=len(batch)):
+                for sequence in batch:
+                    sequence.counters.next_step()
+                rows = stepper.step(batch)
+                with timeline.span("sampling"):
+                    pieces = [sequence.accept(*row) for sequence, row in zip(batch, rows, strict=True)]
+            elapsed = 1000 * (time.perf_counter() - started)
             for sequence in batch:
-                sequence.counters.next_step()
-            logits = forward_step(model, hook, batch, rope)
-            with timeline.span("sampling"):
-                pieces = [sequence.accept(row) for sequence, row in zip(batch, logits, strict=True)]
-        elapsed = 1000 * (time.perf_counter() - started)
-        for sequence in batch:
-            sequence.decode_ms.append(elapsed)
-        yield list(zip(batch, pieces, strict=True))
-        step += 1
+                sequence.decode_ms.append(elapsed)
+            yield list(zip(batch, pieces, strict=True))
+            step += 1
+    finally:
+        stepper.finish()

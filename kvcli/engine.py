@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from kvcli.attention import Hook, attached
-from kvcli.decode import Row, decode, forward_step
+from kvcli.decode import BlockingStepper, Row, Stepper, decode, forward_step
+from kvcli.device.stepper import SlotStepper
 from kvcli.geometry import LayerGeometry
 from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
@@ -130,10 +131,17 @@ class Engine:
         return forward_step(self.model.module, self.hook, batch, self.rope)
 
     def decode(
-        self, sequences: Sequence[RunningSequence], timeline: Timeline | None = None
+        self, sequences: Sequence[RunningSequence], timeline: Timeline | None = None, overlapped: bool = False
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
-        """Continue sequences together until each has ended; see `decode.decode`."""
-        return decode(self.model.module, self.hook, sequences, timeline or Timeline(), self.rope)
+        """Continue sequences together until each has ended; see `decode.decode`.
+
+        `overlapped` runs their steps over slots (`kvcli.device`), which takes their caches over; for methods with a
+        `slot_rule`, whom nobody watches or times phase by phase.
+        """
+        stepper: Stepper = BlockingStepper(self.model.module, self.hook, self.rope)
+        if overlapped:
+            stepper = SlotStepper(self.model.module, self.hook, sequences, self.rope, self.notice)
+        return decode(stepper, sequences, timeline or Timeline())
 
 
 @contextmanager

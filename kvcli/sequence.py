@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcli import report
 from kvcli.methods.base import Method
+from kvcli.sampling import Sampler
 from kvcli.stats import Counters
 from kvcli.text import TextStream
 
@@ -46,10 +47,18 @@ class RunningSequence:
         """Tokens in the cache: the newest one has no KV yet."""
         return self.prompt_tokens + len(self.token_ids) - 1
 
-    def accept(self, logits: Tensor) -> str:
-        """Choose the next token from logits [vocab] and see whether the sequence ends; returns the new text."""
+    @property
+    def greedy(self) -> bool:
+        """Tell whether the next token is always the likeliest one."""
+        return isinstance(self.sampler, Sampler) and self.sampler.greedy
+
+    def accept(self, logits: Tensor, token: int | None = None) -> str:
+        """Choose the next token from logits [vocab] and see whether the sequence ends; returns the new text.
+
+        `token` is the choice where it was made already.
+        """
         self.logits = logits
-        token = self.sampler(logits)
+        token = self.sampler(logits) if token is None else token
         self.token_ids.append(token)
         if token in self.eos:
             return self.end("eos")

@@ -35,10 +35,10 @@ class Counters:
         """Begin the next decode step."""
         self.counts.append([[0] * len(Count) for _ in range(self.num_layers)])
 
-    def add(self, layer: int, count: Count, amount: int) -> None:
-        """Count in the current step."""
+    def add(self, layer: int, count: Count, amount: int, step: int = -1) -> None:
+        """Count in a step, by default the current one."""
         if self.counts:
-            self.counts[-1][layer][count] += amount
+            self.counts[step][layer][count] += amount
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
 

@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcli.attention import attached
-from kvcli.decode import decode
+from kvcli.decode import BlockingStepper, decode
+from kvcli.device.stepper import SlotStepper
 from kvcli.geometry import geometry_of
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
@@ -43,10 +44,21 @@ def new_method(name, settings, layers, capacity, dtype=torch.float32, rotary=Non
     return method(method.Config(**settings), layers, context)
 
 
-def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, rotary=None, eos=()):
+def run(
+    model: PreTrainedModel,
+    name,
+    settings,
+    prompts,
+    max_tokens,
+    sampling=None,
+    chunk=7,
+    rotary=None,
+    eos=(),
+    lanes=None,
+):
     """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
 
-    `rotary` is for callers that have installed their own tables.
+    `rotary` is for callers that have installed their own tables. `lanes` runs the steps over slots, in these lanes.
     """
     layers = geometry_of(model.config, model.dtype).layers
     sampling = sampling or Sampling(max_tokens=max_tokens)
@@ -74,6 +86,10 @@ def run(model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=No
             )
             sequence.accept(logits)
             sequences.append(sequence)
-        for _ in decode(model, hook, sequences, Timeline(), rope):
+        if lanes is None:
+            stepper = BlockingStepper(model, hook, rope)
+        else:
+            stepper = SlotStepper(model, hook, sequences, rope, lanes=lanes)
+        for _ in decode(stepper, sequences, Timeline()):
             pass
     return sequences

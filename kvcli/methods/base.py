@@ -21,6 +21,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import MethodConfig
 from kvcli.stats import Count, Counters
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
+from kvcli.store.slots import SlotRule
 from kvcli.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -196,6 +197,11 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     def take_preview(self, layer: int, q: Tensor) -> None:
         """Take a layer's queries of the preview, q [H, n, d] at positions 1 to n; of its last tokens if it is long."""
+
+    @property
+    def slot_rule(self) -> SlotRule | None:
+        """What a pipeline over slots (`kvcli.device`) does in layers of `new_cache`; None: only this class knows."""
+        return None
 
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
@@ -26,6 +27,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
+from kvcli.store.slots import RecallBy, SlotRule
 
 
 class FreeKVConfig(PagedConfig):
@@ -35,6 +37,14 @@ class FreeKVConfig(PagedConfig):
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
     correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")
     score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
+    host_layout: HostLayout = setting("hnd", "a page in host memory: hnd by KV head, nhd by token (ablation)")
+    recall: RecallBy = setting("gather", "how a GPU gets pages: gather by a kernel, copy one after another (ablation)")
+    double_buffer: bool = setting(True, "copy into two staging buffers in turn, not one (ablation)")
+
+    @property
+    def correct_below(self) -> float:
+        """The cosine below which a head is corrected; the ends of the scale are exact whatever a cosine rounds to."""
+        return {0.0: -2.0, 1.0: 2.0}.get(self.tau, self.tau)
 
 
 class Read(NamedTuple):
@@ -65,7 +75,25 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
         """Keep everything in host memory and a budget of pages on the device."""
         return OffloadedCache(
-            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
+            layer.num_kv_heads,
+            layer.head_dim,
+            self.context.capacity,
+            self.config.pages,
+            self.context.tiers,
+            layout=self.config.host_layout,
+        )
+
+    @property
+    def slot_rule(self) -> SlotRule:
+        """See `Method.slot_rule`."""
+        config = self.config
+        return SlotRule(
+            config.correct_below,
+            config.pooling,
+            config.correction_pooling,
+            config.score_scale,
+            config.recall,
+            config.double_buffer,
         )
 
     def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
@@ -101,9 +129,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             self.count(layer, Count.FIRST_RETRIEVALS, num_kv_heads)
             return q.new_ones(num_kv_heads).bool()
         similarity = query_similarity(q, self.previous_query[layer], num_kv_heads, self.config.correction_pooling)
-        # The ends of the scale are exact whatever a cosine rounds to, or if it is negative.
-        threshold = {0.0: -2.0, 1.0: 2.0}.get(self.config.tau, self.config.tau)
-        corrected = similarity < threshold
+        corrected = similarity < self.config.correct_below
         self.count(layer, Count.HEADS_CHECKED, num_kv_heads)
         self.count(layer, Count.HEADS_CORRECTED, int(corrected.sum()))
         return corrected

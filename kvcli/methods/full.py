@@ -9,6 +9,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
 from kvcli.store.cache import DenseCache
+from kvcli.store.slots import SlotRule
 
 
 class FullConfig(MethodConfig):
@@ -29,6 +30,11 @@ class Full(Method[FullConfig, DenseCache]):
     def new_cache(self, layer: LayerGeometry) -> DenseCache:
         """Keep all tokens on the device."""
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
+
+    @property
+    def slot_rule(self) -> SlotRule:
+        """See `Method.slot_rule`."""
+        return SlotRule()
 
     def retrieve_window(
         self,

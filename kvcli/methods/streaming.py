@@ -19,6 +19,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.store.cache import SlidingCache
+from kvcli.store.slots import SlotRule
 
 
 class StreamingConfig(MethodConfig):
@@ -54,6 +55,11 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         """Keep `sink` first and `budget - sink` last tokens."""
         window = self.config.budget - self.config.sink
         return SlidingCache(layer.num_kv_heads, layer.head_dim, window, self.context.tiers, self.config.sink)
+
+    @property
+    def slot_rule(self) -> SlotRule | None:
+        """See `Method.slot_rule`; sinks that move are not in it."""
+        return SlotRule() if self.config.positions == "original" else None
 
     def retrieve(self, layer: int, cache: SlidingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to what is left, with the sinks moved up to the window where positions count within the cache."""

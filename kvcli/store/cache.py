@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.slots import SlotLayout
 from kvcli.kernels.softmax import Softmax
+from kvcli.store.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,17 @@ class LayerCache(ABC):
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""
 
+    def in_slots(self) -> Slots | None:
+        """Lay the cache out in slots and give its tensors; None where it has no such form.
+
+        From then on whoever asked owns them, and nothing but `move` and the footprint is to be asked any more.
+        """
+        return None
+
+    def move(self, slots: Slots) -> None:  # noqa: ARG002
+        """Hold these tensors in place of those that `in_slots` gave; they say the same."""
+        raise RuntimeError(f"{type(self).__name__} has no slots")
+
     def traffic(self, length: int) -> Traffic:  # noqa: ARG002
         """Say what a step moves once `length` tokens were seen; works on the meta device.
 
@@ -121,8 +134,8 @@ class DenseCache(LayerCache):
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
         self.length = 0
-        self.k = tiers.on_device(num_kv_heads, capacity, head_dim)
-        self.v = tiers.on_device(num_kv_heads, capacity, head_dim)
+        self.kv = tiers.on_device(2, num_kv_heads, capacity, head_dim)
+        self.k, self.v = self.kv
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`."""
@@ -153,6 +166,15 @@ class DenseCache(LayerCache):
         """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.length))
 
+    def in_slots(self) -> Slots:
+        """See `LayerCache.in_slots`: every token has its own."""
+        return Slots(self.kv, SlotLayout.everything(self.k.shape[1]))
+
+    def move(self, slots: Slots) -> None:
+        """See `LayerCache.move`."""
+        self.kv = slots.kv
+        self.k, self.v = self.kv
+
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v))
@@ -171,8 +193,8 @@ class SlidingCache(LayerCache):
     def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
         self.length = 0
         self.sink, self.window = sink, window
-        self.k = tiers.on_device(num_kv_heads, sink + window, head_dim)
-        self.v = tiers.on_device(num_kv_heads, sink + window, head_dim)
+        self.kv = tiers.on_device(2, num_kv_heads, sink + window, head_dim)
+        self.k, self.v = self.kv
 
     @property
     def dropped(self) -> int:
@@ -227,6 +249,15 @@ class SlidingCache(LayerCache):
     def attended(self) -> Tensor:
         """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.sink), range(self.sink + self.dropped, self.length))
+
+    def in_slots(self) -> Slots:
+        """See `LayerCache.in_slots`: pages of one token, sinks and a ring."""
+        return Slots(self.kv, SlotLayout(1, self.sink, 0, self.window))
+
+    def move(self, slots: Slots) -> None:
+        """See `LayerCache.move`."""
+        self.kv = slots.kv
+        self.k, self.v = self.kv
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

@@ -1,0 +1,85 @@
+"""Speculation that is told what to find: for measuring a pipeline on made-up weights, whose queries mean nothing.
+
+All the work is done as ever; then which heads wait, and which pages they select, are not what it found but what a rate
+says. Texts that come out are worthless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.device.lanes import Lanes
+from kvcli.device.layers import Scratch, SpeculativeLayer
+from kvcli.device.log import Found
+from kvcli.device.slots import BatchSlots
+from kvcli.kernels.slots import SlotLayout, page_count
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.slots import SlotRule
+
+PATTERNS = 64
+"""Steps after which the same heads are corrected again."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Part of the KV heads that a step corrects, and part of a head's pages that a step exchanges."""
+
+    corrected: float
+    turnover: float
+
+
+class Forced:
+    """What the heads [b, Hk] of all layers do at a step, and what pages [b, Hk, k] they select, the same in all layers.
+
+    A selection is a stretch of the candidates, which moves on by `turnover` of its length.
+    """
+
+    def __init__(
+        self, rates: Rates, num_layers: int, b: int, num_kv_heads: int, layout: SlotLayout, device: torch.device
+    ):
+        draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
+        self.patterns = (draw < rates.corrected).to(device)
+        self.layout, self.shift = layout, round(rates.turnover * layout.selected)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.now = torch.zeros(num_layers, b, num_kv_heads, dtype=torch.bool, device=device)
+        self.later = torch.zeros_like(self.now)
+        self.selected = torch.zeros(b, num_kv_heads, layout.selected, dtype=torch.int32, device=device)
+        self.order = torch.arange(layout.selected, device=device)
+
+    def advance(self, lengths: Tensor) -> None:
+        """Begin a step with sequences of these lengths [b], all of which have outgrown their slots."""
+        taking_part = (lengths > 0)[:, None]
+        wait = self.patterns.index_select(0, self.step % PATTERNS)[0]
+        torch.logical_and(wait, taking_part, out=self.now)
+        torch.logical_and(~wait, taking_part, out=self.later)
+        candidates = (page_count(lengths, self.layout) - self.layout.sink - self.layout.window).clamp_min(1)
+        pages = self.layout.sink + (self.step * self.shift + self.order) % candidates[:, None]  # [b, k]
+        self.selected.copy_(pages[:, None])
+        self.step.add_(1)
+
+
+class ForcedLayer(SpeculativeLayer):
+    """A layer that compares, scores and selects, and then does as it is told; the log has what it found itself."""
+
+    def __init__(
+        self,
+        slots: BatchSlots,
+        rule: SlotRule,
+        found: Found,
+        lanes: Lanes,
+        lane: str,
+        scratch: tuple[Scratch, Scratch],
+        forced: Forced,
+        layer: int,
+    ):
+        super().__init__(slots, rule, found, lanes, lane, scratch)
+        self.forced = forced
+        self.waiting, self.reusing = forced.now[layer], forced.later[layer]
+
+    def select(self, heads: Tensor, scratch: Scratch, softmax: Softmax) -> Tensor:
+        """Do the work, and take the pages that were told."""
+        super().select(heads, scratch, softmax)
+        return self.forced.selected

@@ -1,0 +1,133 @@
+"""What one layer of a batch does at a step, over slots.
+
+Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller uses the tensors again afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcli.device.lanes import Lanes
+from kvcli.device.log import Found
+from kvcli.device.recall import Recall, recall_of
+from kvcli.device.slots import BatchSlots
+from kvcli.kernels.page_scores import page_scores_device
+from kvcli.kernels.page_summary import summarise_filled_page
+from kvcli.kernels.query_similarity import Decision, correct_heads
+from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
+from kvcli.kernels.slot_attention import NewToken, slot_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages_device
+from kvcli.kernels.write_page import write_filled_page
+from kvcli.store.slots import SlotRule
+
+
+class SlotLayer(Protocol):
+    """One layer's part of a step."""
+
+    def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
+        """Append the newest token of every sequence and attend."""
+
+
+class PlainLayer:
+    """Attends to all that its slots hold."""
+
+    def __init__(self, slots: BatchSlots):
+        self.rows = slots.rows
+
+    def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
+        """See `SlotLayer`."""
+        out = torch.empty_like(q)
+        slot_attention(q, self.rows, softmax, out, new)
+        return out
+
+
+class Scratch:
+    """Room for one layer's scores and selection; layers whose work follows one another in a lane can share it."""
+
+    def __init__(self, slots: BatchSlots):
+        assert slots.bounds is not None
+        b, num_kv_heads, num_pages = slots.bounds.shape[:3]
+        k, device = slots.rows.layout.selected, slots.bounds.device
+        self.scores = torch.empty(b, num_kv_heads, num_pages, dtype=torch.float32, device=device)
+        self.selected = torch.empty(b, num_kv_heads, k, dtype=torch.int32, device=device)
+
+
+class SpeculativeLayer:
+    """FreeKV's step: most heads attend to what the step before selected, the others select and recall first.
+
+    Three lanes. On the main one the queries are compared, and the heads that reuse attend. Beside it, in `correction`,
+    the heads that turned too far select, recall and attend; the layer waits for them. In a recall lane the heads that
+    reused select and recall for the next step, once attention has read their slots; the step waits for that at its
+    end. A lane with nothing to do costs the launches of kernels that return at once: nobody asks the host.
+    """
+
+    def __init__(
+        self, slots: BatchSlots, rule: SlotRule, found: Found, lanes: Lanes, lane: str, scratch: tuple[Scratch, Scratch]
+    ):
+        assert slots.bounds is not None
+        assert slots.host is not None
+        assert rule.correct_below is not None
+        self.rows, self.bounds, self.host = slots.rows, slots.bounds, slots.host
+        self.rule, self.lanes, self.lane = rule, lanes, lane
+        self.recall: Recall = recall_of(rule)
+        self.threshold = rule.correct_below
+        b, num_kv_heads, k = found.turn.shape[0], found.turn.shape[1], slots.rows.layout.selected
+        device = self.bounds.device
+        flags = torch.zeros(3, b, num_kv_heads, dtype=torch.bool, device=device)
+        self.decision = Decision(flags[0], flags[1], found.turn, torch.zeros_like(found.turn))
+        self.waiting, self.reusing = self.decision.now, self.decision.later
+        self.others = flags[2]  # that do not wait, whether they retrieve or not
+        self.query = torch.empty(0)  # [b, H, d] of the last step that retrieved
+        pages, into = torch.empty(2, 2, b, num_kv_heads, k, dtype=torch.int32, device=device)
+        self.now = MissList(pages[0], into[0], found.missed_now)
+        self.later = MissList(pages[1], into[1], found.missed_later)
+        self.scratch_now, self.scratch_later = scratch
+
+    def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
+        """See `SlotLayer`."""
+        out = torch.empty_like(q)
+        if self.query.numel() == 0:
+            self.query = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        self.decide(q)
+        decided = self.lanes.mark()
+
+        def correct() -> None:
+            self.bring(self.waiting, self.now, self.scratch_now, softmax)
+            slot_attention(q, self.rows, softmax, out, new, self.waiting)
+
+        corrected = self.lanes.submit("correction", correct, [decided])
+        slot_attention(q, self.rows, softmax, out, new, self.others)
+        attended = self.lanes.mark()
+
+        def prepare() -> None:
+            summarise_filled_page(self.rows, self.bounds)
+            write_filled_page(self.rows, self.host)
+            self.bring(self.reusing, self.later, self.scratch_later, softmax)
+
+        self.lanes.submit(self.lane, prepare, [attended, corrected])
+        self.lanes.wait(corrected)
+        return out
+
+    def decide(self, q: Tensor) -> None:
+        """Say which heads wait, and keep the queries: `q` is the caller's again before all lanes have read it."""
+        pooling = self.rule.correction_pooling
+        correct_heads(q, self.query, self.rows.lengths, self.rows.layout, self.threshold, pooling, self.decision)
+        torch.logical_not(self.waiting, out=self.others)
+
+    def bring(self, heads: Tensor, misses: MissList, scratch: Scratch, softmax: Softmax) -> None:
+        """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""
+        assert self.rows.resident is not None
+        resolve_pages_device(self.rows.resident, self.select(heads, scratch, softmax), misses, heads)
+        self.recall(self.host, misses, self.rows)
+
+    def select(self, heads: Tensor, scratch: Scratch, softmax: Softmax) -> Tensor:
+        """Choose pages [b, Hk, k] for `heads` with the queries of this step."""
+        rows, scale = self.rows, softmax.scale if self.rule.score_scale else 1.0
+        scored = (rows.lengths, rows.layout)
+        page_scores_device(self.query, self.bounds, *scored, scale, self.rule.pooling, scratch.scores, heads)
+        topk_pages_device(scratch.scores, *scored, scratch.selected, heads)
+        return scratch.selected

@@ -1,0 +1,83 @@
+"""What the steps of a pipeline found, kept on the device and read once in a while: it becomes the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.query_similarity import Turn
+from kvcli.stats import Count, Counters
+
+STEPS = 256
+"""Steps between two readings."""
+
+
+class Found(NamedTuple):
+    """What a layer finds at a step, of every KV head: its turn, and its misses before attention and after; [b, Hk]."""
+
+    turn: Tensor
+    missed_now: Tensor
+    missed_later: Tensor
+
+
+@dataclass(frozen=True)
+class Retrieving:
+    """A layer whose steps are logged: KV heads, pages that each selects, and a page of one of them."""
+
+    layer: int
+    num_kv_heads: int
+    selected: int
+    page_size: int
+    block_bytes: int
+
+
+class Log:
+    """Steps of b sequences, in the layers that retrieve; `found` is where they write what the present step finds."""
+
+    def __init__(self, layers: Sequence[Retrieving], lengths: Sequence[int], device: torch.device):
+        self.layers, self.lengths = layers, lengths
+        self.sizes = [3 * len(lengths) * layer.num_kv_heads for layer in layers]
+        self.present = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.found = {
+            layer.layer: Found(*part.view(3, len(lengths), layer.num_kv_heads))
+            for layer, part in zip(layers, torch.split(self.present, self.sizes), strict=True)
+        }
+        self.steps = torch.zeros(STEPS, len(self.present), dtype=torch.int32, device=device)
+        self.next = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def take(self) -> None:
+        """Keep what this step found; the same work at every step, so that it may be captured in a graph."""
+        self.steps.index_copy_(0, self.next, self.present[None])
+        self.next.add_(1).remainder_(STEPS)
+
+    def count(self, counters: Sequence[Counters], steps: range) -> None:
+        """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts no more of them."""
+        rows = self.steps[[step % STEPS for step in steps]].cpu()
+        for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
+            found = part.view(len(steps), 3, len(self.lengths), layer.num_kv_heads)
+            for row, own in enumerate(counters):
+                for step, heads in zip(steps, found[:, :, row], strict=True):
+                    if step < len(own.counts):
+                        _count(own, step, layer, Found(*heads), self.lengths[row] + step + 1)
+
+
+def _count(counters: Counters, step: int, layer: Retrieving, found: Found, length: int) -> None:
+    """Count one step of a layer of one sequence, which then has `length` tokens; found: [Hk] each."""
+    turns = found.turn.tolist()
+    now, later = int(found.missed_now.sum()), int(found.missed_later.sum())
+    amounts = {
+        Count.HEADS_CHECKED: turns.count(Turn.REUSED) + turns.count(Turn.CORRECTED),
+        Count.HEADS_CORRECTED: turns.count(Turn.CORRECTED),
+        Count.FIRST_RETRIEVALS: turns.count(Turn.FIRST),
+        Count.PAGES_REQUESTED: layer.selected * sum(turn != Turn.IDLE for turn in turns),
+        Count.MISSES: now + later,
+        Count.BYTES_TO_DEVICE: (now + later) * layer.block_bytes,
+        Count.BYTES_EXPOSED: now * layer.block_bytes,
+        Count.BYTES_TO_HOST: layer.num_kv_heads * layer.block_bytes if length % layer.page_size == 0 else 0,
+    }
+    for count, amount in amounts.items():
+        counters.add(layer.layer, count, amount, step)

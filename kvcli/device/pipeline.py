@@ -1,0 +1,118 @@
+"""The attention handler of a batch over slots.
+
+A sequence that has ended stays in its place with length 0, for which no kernel does anything, so that shapes and
+addresses are the same at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.device.forced import Forced, ForcedLayer, Rates
+from kvcli.device.lanes import Lanes
+from kvcli.device.layers import PlainLayer, Scratch, SlotLayer, SpeculativeLayer
+from kvcli.device.log import STEPS, Log, Retrieving
+from kvcli.device.slots import BatchSlots
+from kvcli.kernels.slot_attention import NewToken
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method
+
+RECALL_LANES = 2
+"""Lanes that layers take in turns: one may still recall while the next selects."""
+
+
+class SlotPipeline:
+    """Serves a batch, one prefilled method object of `slot_rule` a sequence; takes their caches over.
+
+    `lengths` are the tokens whose KV exists. `rates` are for measurements, see `kvcli.device.forced`.
+
+    Raises:
+        ValueError: the method cannot be served over slots.
+    """
+
+    def __init__(
+        self, methods: Sequence[Method[Any, Any]], lengths: Sequence[int], lanes: Lanes, rates: Rates | None = None
+    ):
+        rule = methods[0].slot_rule
+        if rule is None:
+            raise ValueError("this method cannot be served over slots")
+        device = methods[0].context.tiers.device
+        self.methods, self.rule, self.lanes, self.rates = methods, rule, lanes, rates
+        self.first_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros_like(self.first_lengths)
+        self.running = torch.zeros_like(self.first_lengths)
+        slots = [BatchSlots.of(caches, self.lengths) for caches in zip(*(m.caches for m in methods), strict=True)]
+        retrieving = [_retrieving(layer, each) for layer, each in enumerate(slots) if each.host is not None]
+        self.log = Log(retrieving if rule.correct_below is not None else [], lengths, device)
+        self.scratch: dict[tuple[Any, ...], Scratch] = {}
+        self.forced: Forced | None = None
+        self.layers = [self._layer(layer, each) for layer, each in enumerate(slots)]
+        self.steps = self.counted = 0
+
+    def start(self) -> None:
+        """Let the sequences take part. A step before that changes nothing: it can be tried out."""
+        self.lengths.copy_(self.first_lengths)
+        self.running.fill_(1)
+
+    def end(self, row: int) -> None:
+        """Let a sequence take part no more."""
+        self.lengths[row] = 0
+        self.running[row] = 0
+
+    def advance(self) -> None:
+        """Begin a step: the newest token of every sequence counts."""
+        self.lengths.add_(self.running)
+        if self.forced is not None:
+            self.forced.advance(self.lengths)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
+        return self.layers[layer](q[:, :, 0], NewToken(k[:, :, 0], v[:, :, 0]), softmax)[:, None]
+
+    def settle(self) -> None:
+        """End a step: everything in every lane is done, and what was found is kept."""
+        self.lanes.join()
+        self.log.take()
+
+    def count(self) -> None:
+        """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""
+        self.log.count([method.context.counters for method in self.methods], range(self.counted, self.steps))
+        self.counted = self.steps
+
+    def stepped(self) -> None:
+        """Say that a step was run."""
+        self.steps += 1
+        if self.steps - self.counted == STEPS:
+            self.count()
+
+    def _layer(self, layer: int, slots: BatchSlots) -> SlotLayer:
+        if layer not in self.log.found:
+            return PlainLayer(slots)
+        lane = f"recall {layer % RECALL_LANES}"
+        scratch = self._scratch("correction", slots), self._scratch(lane, slots)
+        parts = (slots, self.rule, self.log.found[layer], self.lanes, lane, scratch)
+        if self.rates is None:
+            return SpeculativeLayer(*parts)
+        if self.forced is None:
+            b, num_kv_heads = slots.rows.k.shape[:2]
+            device = self.lengths.device
+            self.forced = Forced(self.rates, len(self.methods[0].caches), b, num_kv_heads, slots.rows.layout, device)
+        return ForcedLayer(*parts, self.forced, layer)
+
+    def _scratch(self, lane: str, slots: BatchSlots) -> Scratch:
+        assert slots.bounds is not None
+        key = (lane, slots.bounds.shape[:3])
+        if key not in self.scratch:
+            self.scratch[key] = Scratch(slots)
+        return self.scratch[key]
+
+
+def _retrieving(layer: int, slots: BatchSlots) -> Retrieving:
+    _, num_kv_heads, _, d = slots.rows.k.shape
+    layout = slots.rows.layout
+    block_bytes = 2 * layout.size * d * slots.rows.k.element_size()
+    return Retrieving(layer, num_kv_heads, layout.selected, layout.size, block_bytes)

@@ -1,0 +1,125 @@
+"""A decode step over slots: the newest tokens through the model, captured in a CUDA graph where that can be.
+
+The graph holds the whole step: positions, every layer with its lanes, the choice of the next token where it is greedy,
+and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcli.attention import Hook
+from kvcli.device.forced import Rates
+from kvcli.device.lanes import Lanes, lanes_of
+from kvcli.device.layers import SpeculativeLayer
+from kvcli.device.pipeline import SlotPipeline
+from kvcli.rope import Rope
+from kvcli.sequence import RunningSequence
+
+WARM_UP = 3
+"""Steps tried out before one is captured: libraries choose their kernels then, and Triton compiles."""
+
+
+class SlotStepper:
+    """Steps of a batch that was prefilled; takes the caches of its method objects over.
+
+    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `rates`: see
+    `kvcli.device.forced`.
+
+    Raises:
+        ValueError: the sequences' method cannot be served over slots.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hook: Hook,
+        sequences: Sequence[RunningSequence],
+        rope: Rope | None,
+        notice: Callable[[str], None] = lambda _: None,
+        lanes: Lanes | None = None,
+        rates: Rates | None = None,
+    ):
+        self.model, self.hook, self.sequences = model, hook, sequences
+        methods = [sequence.method for sequence in sequences]
+        lengths = [sequence.length for sequence in sequences]
+        self.pipeline = SlotPipeline(methods, lengths, lanes or lanes_of(model.device), rates)
+        self.greedy = all(sequence.greedy for sequence in sequences)
+        self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.logits: Tensor | None = None  # [b, vocab] of the last step
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.taking_part = list(range(len(sequences)))
+        if rope is not None:
+            rope.use([method.context.capacity for method in methods])
+        if model.device.type == "cuda":
+            self._capture(notice)
+        self.pipeline.start()
+        self._feed()
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[RunningSequence]) -> list[tuple[Tensor, int | None]]:
+        """See `kvcli.decode.Stepper.step`; logits are those of this step until the next one overwrites them."""
+        self._leave(batch)
+        if not self.greedy:
+            self._feed()
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+        self.pipeline.stepped()
+        assert self.logits is not None
+        chosen = self.tokens[:, 0].tolist() if self.greedy else [None] * len(self.tokens)
+        return [(self.logits[row], chosen[row]) for row in self.taking_part]
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Count what the steps found; to be called once, after the last."""
+        self.pipeline.count()
+
+    def _run(self) -> None:
+        """Do all that a step consists of; no line of it asks the device for anything."""
+        self.pipeline.advance()
+        self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
+        self.hook.handler = self.pipeline
+        out = self.model(input_ids=self.tokens, position_ids=self.positions, use_cache=False, logits_to_keep=1)
+        self.logits = out.logits[:, -1]
+        if self.greedy:
+            self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+        self.pipeline.settle()
+
+    def _leave(self, batch: Sequence[RunningSequence]) -> None:
+        """Let all but `batch` take part no more; those are in the order of the beginning."""
+        staying = [row for row in self.taking_part if any(self.sequences[row] is sequence for sequence in batch)]
+        for row in set(self.taking_part) - set(staying):
+            self.pipeline.end(row)
+        self.taking_part = staying
+
+    def _feed(self) -> None:
+        self.tokens.copy_(torch.tensor([[sequence.token_ids[-1]] for sequence in self.sequences]))
+
+    def _capture(self, notice: Callable[[str], None]) -> None:
+        """Try a step out while no sequence takes part, then capture one."""
+        device = self.model.device
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UP):
+                self._run()
+        torch.cuda.current_stream(device).wait_stream(beside)
+        if any(isinstance(layer, SpeculativeLayer) and layer.recall.waits_for_device for layer in self.pipeline.layers):
+            return  # asked for, so nothing to tell
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._run()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {reason}")
+        else:
+            self.graph = graph
