@@ -6,8 +6,10 @@ critical path. What makes room is what scores worst of the pages on the device. 
 attended to are the best of all; the others are the best of those that are there anyway.
 
 Decided as in FreeKV's comparison (arXiv 2505.13109): every KV head has its own pages, by the mean over its query heads
-of their softmaxed scores, where the reference code has one set a layer. While nothing is resident yet, at a prompt's
-first step, all pages attended to are the best.
+of their softmaxed scores, where the reference code has one set a layer; one leading layer is dense, where the paper
+leaves two alone (section 6.1). That half of the pages are the best is the code's default; its experiments take a
+quarter, and their sink and window are the defaults here. While nothing is resident yet, at a prompt's first step, all
+pages attended to are the best.
 """
 
 from __future__ import annotations

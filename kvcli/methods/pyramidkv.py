@@ -5,7 +5,8 @@ window fall linearly from layer to layer, the mean being what SnapKV gives to ea
 divided by `beta`, the first the double of the mean less this.
 
 Decided as in the reference code: where the first layer's share is more than the prompt has, it keeps everything, and
-the last layer gets what this leaves, so that the mean stays. Only layers that are cut count, not sliding-window ones.
+the last layer gets what this leaves, so that the mean stays (for prompts shorter than twice the budget that code gives
+all layers the same). Only layers that are cut count, not sliding-window ones.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ first prompt is read.
 
 Decided where the paper, written for one KV head a query head, says nothing or differs from its reference code: a KV
 head scores what its best query head scores, as in the code; a head that is good at both takes one place, so that
-`sparsity` is exact, rounded up. Generated tokens move the window on. Layers that attend to everything are left out.
+`sparsity` is exact, rounded up; the window's least length, which algorithm 1 leaves open, is 4,000 tokens. Generated
+tokens move the window on. Layers that attend to everything are left out.
 """
 
 from __future__ import annotations

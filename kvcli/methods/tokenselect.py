@@ -7,8 +7,9 @@ layer's query has a cosine of `theta` or more, over all its heads, with the one 
 
 Decided: the scores are scaled as in attention before they become weights (the reference code leaves that out). The
 prompt is read exactly, and tokens keep their positions: the paper's selection in prefill, and its queries placed right
-behind the window to read past a model's trained length, are not part of this. All KV stays on the device. In the
-counters one token of one KV head is a page of size 1.
+behind the window to read past a model's trained length, are not part of this. `theta` is the code's, which runs
+without keeping choices, though; one leading layer is dense. All KV stays on the device. In the counters one token of
+one KV head is a page of size 1.
 """
 
 from __future__ import annotations
