@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvcli.fidelity import Passage
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names
+from kvcli.prefill import TakesPrompt
 from kvcli.profile import Profile
 from kvcli.store.calibrated import name_of
 from kvcli.summary import Table
@@ -25,7 +27,7 @@ from kvcli.summary import Table
 SCHEMA_VERSION = 1
 
 
-class Source:
+class Source(TakesPrompt, ABC):
     """Finds tensors while an exact reading of the passages goes by; for layers that are not sliding windows."""
 
     query_rows = 0
@@ -44,13 +46,13 @@ class Source:
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """See `TakesPrompt.prefill`."""
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """What was found, by the names that the method looks for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tables(self) -> list[tuple[str, Table]]:
         """What it looks like, with titles."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
