@@ -30,7 +30,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.stats import Count
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
-from kvcli.store.usage import Phases, Usage, total
+from kvcli.store.usage import Phases, Usage, summarise
 
 
 class InfLLMConfig(PagedConfig):
@@ -121,24 +121,8 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         return self.config.pages.selected
 
     def statistics(self) -> dict[str, Any]:
-        """See `Method.statistics`: what was retrieved in prefill and in decode, in all and by layer.
-
-        Means of decode stand in front: blocks a layer and step, score of these blocks, entropy of all scores.
-        """
-        prefill, decode = (
-            total(getattr(phases, phase) for phases in self.usage.values()).summary() for phase in ("prefill", "decode")
-        )
-        shown = {"blocks_mean": "blocks_per_layer", "score_mean": "block_score", "entropy_mean": "score_entropy"}
-        layers = [
-            {"layer": layer, "prefill": phases.prefill.summary(), "decode": phases.decode.summary()}
-            for layer, phases in self.usage.items()
-        ]
-        return {
-            **{name: decode[key] for key, name in shown.items() if key in decode},
-            "prefill": prefill,
-            "decode": decode,
-            "layers": layers,
-        }
+        """See `Method.statistics`: what was retrieved."""
+        return summarise(self.usage)
 
     def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: Usage) -> None:
         """Bring the `wanted` best blocks to the device; all of them, uncounted, where there are no more than fit."""

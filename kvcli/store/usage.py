@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,3 +77,24 @@ def total(usages: Iterable[Usage]) -> Usage:
         scores=sum(usage.scores for usage in used),
         entropies=sum(entropies) if entropies else None,
     )
+
+
+def summarise(layers: Mapping[int, Phases]) -> dict[str, Any]:
+    """Plain data for the report: what was retrieved in prefill and in decode, in all and by layer.
+
+    Means of decode stand in front: blocks a layer and step, score of these blocks, entropy of all scores.
+    """
+    prefill, decode = (
+        total(getattr(phases, phase) for phases in layers.values()).summary() for phase in ("prefill", "decode")
+    )
+    shown = {"blocks_mean": "blocks_per_layer", "score_mean": "block_score", "entropy_mean": "score_entropy"}
+    by_layer = [
+        {"layer": layer, "prefill": phases.prefill.summary(), "decode": phases.decode.summary()}
+        for layer, phases in layers.items()
+    ]
+    return {
+        **{name: decode[key] for key, name in shown.items() if key in decode},
+        "prefill": prefill,
+        "decode": decode,
+        "layers": by_layer,
+    }
