@@ -6,8 +6,8 @@ f is the model's softcap. j runs over the rows of the slots that hold a token (s
 among them, or over those of the last `span` tokens. Query heads h of one KV head are rows h*G .. h*G+G-1.
 
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
-a second kernel merges the parts and lets the sinks join the norm. The program whose part holds the newest token takes
-its key and value from `new` and writes them to the slot: it is the only one that reads or writes that row.
+`merge_parts` makes one of them. The program whose part holds the newest token takes its key and value from `new` and
+writes them to the slot: it is the only one that reads or writes that row.
 
 Shapes: q [b, H, d], k and v [b, Hk, rows, d], new k and v [b, Hk, d], resident [b, Hk, selected] -> out [b, H, d].
 """
@@ -31,6 +31,7 @@ from kvcli.kernels._triton import (
     tl,
 )
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
+from kvcli.kernels.merge_parts import merge_parts
 from kvcli.kernels.slots import Rows, page_in_slot, row_positions, slot_of, slot_of_page
 from kvcli.kernels.softmax import Softmax
 
@@ -203,45 +204,6 @@ def _round_to_tf32(x: tl.tensor) -> tl.tensor:
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
-@jit
-def _merge_kernel(
-    parts: tl.tensor,
-    norms: tl.tensor,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    out: tl.tensor,
-    out_batch: tl.tensor,
-    out_head: tl.tensor,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)  # a query head of a sequence
-    if heads is not None:
-        if tl.load(heads + row // G) == 0:
-            return
-    split, c = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64) * SPLITS + split
-    norm = tl.load(norms + at, mask=split < SPLITS, other=float("-inf"))
-    shift = tl.max(norm, axis=0)
-    if sinks is not None:
-        sink = tl.load(sinks + row % H).to(tl.float32)
-        shift = tl.maximum(shift, sink)
-    shift = tl.where(shift == float("-inf"), 0.0, shift)
-    weights = tl.exp(norm - shift)
-    total = tl.sum(weights, axis=0)
-    if sinks is not None:
-        total += tl.exp(sink - shift)
-    inside = (split < SPLITS)[:, None] & (c < D)[None, :]
-    part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
-    merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    target = out + (row // H).to(tl.int64) * out_batch + (row % H) * out_head + c
-    tl.store(target, merged.to(out.dtype.element_ty), mask=c < D)
-
-
 def slot_attention(
     q: Tensor,
     rows: Rows,
@@ -269,23 +231,24 @@ def slot_attention(
     splits = _splits(q, b * num_kv_heads, -(-num_rows // block_n))
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
-    shared = {"G": groups, "D": d, "SPLITS": splits, "BLOCK_D": block_d}
     launch(
         _attend_kernel,
         (b * num_kv_heads, splits),
         *(q, rows.k, rows.v, *(new or (None, None)), rows.resident, rows.lengths, heads, parts, norms),
         *(*q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
         *(num_rows, layout.sink, layout.first, layout.ring, softmax.scale, softmax.softcap, span),
-        **shared,
         HK=num_kv_heads,
+        G=groups,
+        D=d,
         SIZE=layout.size,
+        SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
         BLOCK_G=max(16, power_of_two(groups)),
         BLOCK_N=block_n,
+        BLOCK_D=block_d,
         warps=warps,
     )
-    merged = (parts, norms, softmax.sinks, heads, out, *out.stride()[:2])
-    launch(_merge_kernel, (b * num_heads,), *merged, **shared, H=num_heads, BLOCK_S=power_of_two(splits))
+    merge_parts(parts, norms, softmax.sinks, heads, out)
     return None
 
 

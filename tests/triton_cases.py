@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import gather_pages as gather
+from kvcli.kernels import merge_parts as merge
 from kvcli.kernels import one_bit_keys as one_bit
+from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_summary as summary
 from kvcli.kernels import query_similarity as similarity
@@ -319,6 +321,18 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None), [out, rows.k, rows.v])
 
 
+@case(merge.merge_parts, merge.merge_parts_ref, ["plain", "sinks", "sinks some heads"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    shape = (s.b, s.hk * s.g, 5)
+    parts = draw.fp32(torch.randn(*shape, s.d, generator=draw.generator))
+    norms = draw.fp32(torch.randn(shape, generator=draw.generator))
+    norms[0], norms[-1, 0, 2] = float("-inf"), float("-inf")  # a sequence, and a part, without keys
+    sinks = draw.fp32(torch.randn(shape[1], generator=draw.generator)) if "sinks" in variant else None
+    heads = draw.mask(s.b, s.hk) if "heads" in variant else None
+    out = draw.poisoned(*shape[:2], s.d)
+    return Call((parts, norms, sinks, heads, out), [out])
+
+
 @case(decode.decode_attention, decode.decode_attention_ref, [1, 150])
 def _(draw: Draw, s: Sizes, n: int) -> Call:
     k = draw(n, s.hk, s.d).transpose(0, 1)
@@ -379,13 +393,13 @@ def _steps(draw: Draw, *shape: int) -> Tensor:
     return draw.like(2.0 * torch.randint(-9, 10, shape, generator=draw.generator))
 
 
-@case(one_bit.one_bit_scores, one_bit.one_bit_scores_ref)
+@case(one_bit_scoring.one_bit_scores, one_bit_scoring.one_bit_scores_ref)
 def _(draw: Draw, s: Sizes) -> Call:
     group = 5 if s is ODD else 32
     return Call((draw(s.hk, s.g, s.d), *_quantised(draw, s, s.hk, 7, group)))
 
 
-@case(one_bit.one_bit_scores_device, one_bit.one_bit_scores_device_ref)
+@case(one_bit_scoring.one_bit_scores_device, one_bit_scoring.one_bit_scores_device_ref)
 def _(draw: Draw, s: Sizes) -> Call:
     group, n = (20 if s is ODD else 32), max(s.lengths)
     codes, ranges = _quantised(draw, s, s.b, s.hk, n // group + 1, group)

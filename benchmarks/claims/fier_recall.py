@@ -21,7 +21,8 @@ from torch import Tensor
 
 from claims.subject import Subject, percent, table
 from kvcli.kernels.group_pooling import pool_scores
-from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
+from kvcli.kernels.one_bit_keys import quantise_keys
+from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.softmax import Softmax

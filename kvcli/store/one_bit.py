@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
-from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
+from kvcli.kernels.one_bit_keys import quantise_keys
+from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import paged
 from kvcli.store.tokens import TokenBudget

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kvcli.kernels.one_bit_keys import one_bit_scores, quantise_keys
+from kvcli.kernels.one_bit_keys import quantise_keys
+from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.kernels.resolve_tokens import resolve_tokens
 
 HK, G = 2, 3
