@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.model import Checkpoint
 from kvcli.profile import Profile
 
@@ -36,14 +37,25 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def foreign(profile: Profile, checkpoint: Checkpoint) -> str | None:
-    """A line to warn with where `profile` was calibrated on another model than `checkpoint`, else None."""
+    """Say in a sentence that `profile` was calibrated on another model than `checkpoint`; None where it was not."""
     made_for = profile.provenance.get("model_hash")
     if made_for is None or made_for == fingerprint(checkpoint):
         return None
     return (
         f"profile {profile.name} was calibrated for {profile.provenance.get('model', 'another model')} ({made_for}), "
-        f"not for {checkpoint.name}: what it promises may not hold here; see kvcli calibrate"
+        f"not for {checkpoint.name}, where its loss is unknown"
     )
+
+
+def refuse_foreign(profile: Profile, checkpoint: Checkpoint) -> None:
+    """Raise KvcliError (usage) where `profile` was calibrated on another model.
+
+    For what measures quality: a figure would count against a profile that never promised it. Text may be wanted all
+    the same, so whoever generates says what `foreign` says and goes on.
+    """
+    if (elsewhere := foreign(profile, checkpoint)) is not None:
+        hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"
+        raise KvcliError(elsewhere, hint, ExitCode.USAGE)
 
 
 def _folder(checkpoint: Checkpoint) -> Path | None:

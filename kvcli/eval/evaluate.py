@@ -17,7 +17,7 @@ from kvcli.eval.example import Cell
 from kvcli.eval.predictions import Predictions, digest
 from kvcli.eval.runner import Evaluation
 from kvcli.eval.table import Table, results
-from kvcli.fingerprint import fingerprint, foreign
+from kvcli.fingerprint import fingerprint, refuse_foreign
 from kvcli.model import Checkpoint, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.prompts import Prompt, Template, encode
@@ -58,7 +58,8 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
     cells = suite.cells(_request(plan, checkpoint.tokenizer))
     _check_positions(cells, checkpoint)
     _check_fit(plan, cells, checkpoint)
-    _check_profiles(plan, checkpoint)
+    for variant in plan.variants:
+        refuse_foreign(variant.profile, checkpoint)
     configuration = _configuration(plan, checkpoint)
     with Predictions(plan.predictions, configuration) as predictions:
         done = len(predictions)
@@ -123,14 +124,6 @@ def _check_fit(plan: Plan, cells: Sequence[Cell], checkpoint: Checkpoint) -> Non
 
 def _longest(cells: Sequence[Cell]) -> int:
     return max(cell.length or 0 for cell in cells)
-
-
-def _check_profiles(plan: Plan, checkpoint: Checkpoint) -> None:
-    for variant in plan.variants:
-        warning = foreign(variant.profile, checkpoint)
-        if warning is not None:
-            hint = "calibrate it anew, or take [provenance] out of the file to measure it all the same"
-            raise KvcliError(warning.partition(":")[0], hint, ExitCode.USAGE)
 
 
 def _configuration(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:

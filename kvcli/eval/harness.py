@@ -17,7 +17,8 @@ from lm_eval.api.registry import register_model
 
 from kvcli.engine import engine
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.model import ModelSpec, load_model
+from kvcli.fingerprint import refuse_foreign
+from kvcli.model import ModelSpec, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
 from kvcli.reader import EncodedPrompt, Reader
@@ -30,7 +31,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
     """A checkpoint with a method or profile; further arguments are the method's settings.
 
     Raises:
-        KvcliError: what `load_model` and `resolve_profile` raise.
+        KvcliError: what `open_checkpoint` and `resolve_profile` raise; a profile of another model (usage).
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
     ):
         super().__init__()
         self.profile = resolve_profile(method, profile, settings)
-        self.model = load_model(ModelSpec(pretrained, device or "auto", dtype))
+        checkpoint = open_checkpoint(ModelSpec(pretrained, device or "auto", dtype))
+        refuse_foreign(self.profile, checkpoint)
+        self.model = checkpoint.load()
         self.max_gen_toks = max_gen_toks
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002

@@ -16,7 +16,7 @@ from kvcli.calibrate.text import built_in, from_files
 from kvcli.engine import engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fidelity import measure
-from kvcli.fingerprint import fingerprint, foreign
+from kvcli.fingerprint import fingerprint, foreign, refuse_foreign
 from kvcli.model import ModelSpec, load_model, open_checkpoint
 from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
@@ -90,14 +90,20 @@ def test_tau_gives_the_papers_table_and_a_profile_that_a_run_takes(checkpoint, t
     assert foreign(profile, opened) is None
 
 
-def test_a_profile_of_another_model_is_warned_of(checkpoint, text, tmp_path):
+def test_a_profile_of_another_model_is_pointed_out_and_not_measured(checkpoint, text, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(calibrate(*plan(checkpoint, text, samples=1), Observer()).to_toml())
     profile = resolve_profile(profile=str(path))
-    warning = foreign(profile, open_checkpoint(ModelSpec()))
-    assert "mine" in warning
-    assert checkpoint.name in warning
-    assert foreign(resolve_profile(method="freekv"), open_checkpoint(ModelSpec())) is None
+    demo, plain = open_checkpoint(ModelSpec()), resolve_profile(method="freekv")
+    sentence = foreign(profile, demo)
+    assert "profile mine was calibrated for" in sentence
+    assert checkpoint.name in sentence
+    with pytest.raises(KvcliError) as raised:
+        refuse_foreign(profile, demo)
+    assert raised.value.what == sentence
+    assert raised.value.exit_code == ExitCode.USAGE
+    assert foreign(plain, demo) is None
+    refuse_foreign(plain, demo)
 
 
 def test_a_model_is_told_by_its_weights(tmp_path, checkpoint):

@@ -41,7 +41,9 @@ def test_table_profile_page_and_generate(warm, folder):
     assert "calibrated for" not in own.stderr
     other = warm(*used, cwd=folder)
     assert other.returncode == 0, other.stderr
-    assert "calibrated for model" in other.stderr
+    sentence = next(line for line in other.stderr.splitlines() if "calibrated for model" in line)
+    measured = warm("eval", "-q", "--tasks", "vt", "--length", 300, "--profile", "mine.toml", cwd=folder)
+    assert_refused(measured, 2, sentence.partition("profile mine")[2])
 
 
 def test_json_is_one_object(warm, folder):

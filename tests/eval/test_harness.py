@@ -67,6 +67,13 @@ def test_stop_strings_and_lengths_are_kept(model):
     assert " " not in stopped
 
 
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('method = "quest"\n[provenance]\nmodel = "other"\nmodel_hash = "123456789abc"\n')
+    with pytest.raises(KvcliError, match="calibrated for other"):
+        KvcliModel(profile=str(file))
+
+
 def test_likelihoods_are_refused(model):
     with pytest.raises(KvcliError, match="likelihoods"):
         model.loglikelihood([])
