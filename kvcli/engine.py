@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ from kvcli.stats import Counters
 from kvcli.store.cache import Tiers
 from kvcli.timeline import Timeline
 from kvcli.windowed import extend, read_prompt
+
+Pipeline = Literal["blocking", "overlapped", "compiled"]
+"""How a step runs: phase after phase; over slots (`kvcli.device`), for methods that have a `slot_rule` and that nobody
+watches or times phase by phase; so, with what lies between attention compiled."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
 
@@ -131,16 +135,16 @@ class Engine:
         return forward_step(self.model.module, self.hook, batch, self.rope)
 
     def decode(
-        self, sequences: Sequence[RunningSequence], timeline: Timeline | None = None, overlapped: bool = False
+        self,
+        sequences: Sequence[RunningSequence],
+        timeline: Timeline | None = None,
+        pipeline: Pipeline = "blocking",
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
-        """Continue sequences together until each has ended; see `decode.decode`.
-
-        `overlapped` runs their steps over slots (`kvcli.device`), which takes their caches over; for methods with a
-        `slot_rule`, whom nobody watches or times phase by phase.
-        """
+        """Continue sequences together until each has ended; see `decode.decode`."""
         stepper: Stepper = BlockingStepper(self.model.module, self.hook, self.rope)
-        if overlapped:
-            stepper = SlotStepper(self.model.module, self.hook, sequences, self.rope, self.notice)
+        if pipeline != "blocking":
+            compiled = pipeline == "compiled"
+            stepper = SlotStepper(self.model.module, self.hook, sequences, self.rope, self.notice, compiled)
         return decode(stepper, sequences, timeline or Timeline())
 
 

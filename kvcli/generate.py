@@ -15,7 +15,7 @@ import torch
 
 from kvcli import memory, report
 from kvcli.audit import Audit, conclude, prepare
-from kvcli.engine import engine
+from kvcli.engine import Pipeline, engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fingerprint import foreign
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
@@ -27,9 +27,6 @@ from kvcli.sampling import Sampling
 from kvcli.sequence import RunningSequence
 from kvcli.store.cache import Footprint
 from kvcli.timeline import Timeline
-
-_BLOCKING = "leave --pipeline out, or take --pipeline blocking"
-
 
 @dataclass(frozen=True)
 class Request:
@@ -43,8 +40,8 @@ class Request:
     trace: Path | None = None
     audit: int | None = None
     """Compare every so many steps with full attention, see `kvcli.audit`."""
-    pipeline: Literal["auto", "blocking", "overlapped"] = "auto"
-    """How a step runs: phase after phase, or overlapped (`kvcli.device`), which is for GPUs and some methods."""
+    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
+    """How a step runs, see `kvcli.engine.Pipeline`."""
 
 
 def generate(request: Request, observer: Observer) -> report.Report:
@@ -63,7 +60,7 @@ def generate(request: Request, observer: Observer) -> report.Report:
         checkpoint = open_checkpoint(request.model)
         prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
         _check_fit(request, checkpoint, prompts, observer)
-        overlapped = _overlapped(request, checkpoint)
+        pipeline = _pipeline(request, checkpoint)
         model = checkpoint.load()
     sequences: list[RunningSequence] = []
     audits: list[Audit] = []
@@ -74,7 +71,7 @@ def generate(request: Request, observer: Observer) -> report.Report:
             for index, prompt in enumerate(prompts):  # one at a time, each of its own length
                 sequences += reader.read(index, prompt)
             prepare(audits)
-            for step in ready.decode(sequences, timeline, overlapped):  # all together, one token each
+            for step in ready.decode(sequences, timeline, pipeline):  # all together, one token each
                 announce(step, request.sampling.max_tokens, observer)
                 conclude(audits)
                 prepare(audits)
@@ -105,27 +102,23 @@ def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[Encod
         )
 
 
-def _overlapped(request: Request, checkpoint: Checkpoint) -> bool:
-    """Choose the pipeline.
+def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:
+    """Choose how steps run.
 
     Raises:
-        KvcliError: the overlapped one was asked for, where only the other can do what else was asked for (usage).
+        KvcliError: what was asked for cannot do what else was asked for (usage).
     """
-    watched = "--audit" if request.audit is not None else "--trace" if request.trace is not None else None
-    method = memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype)
-    if request.pipeline == "overlapped":
-        if watched is not None:
-            raise KvcliError(f"{watched} looks into the phases of a step", _BLOCKING, ExitCode.USAGE)
-        if method.slot_rule is None:
-            raise KvcliError(
-                f"the overlapped pipeline does not serve method {request.profile.method!r} with these settings",
-                _BLOCKING,
-                ExitCode.USAGE,
-            )
-    possible = watched is None and method.slot_rule is not None
-    return request.pipeline == "overlapped" or (
-        request.pipeline == "auto" and possible and checkpoint.device.type == "cuda"
-    )
+    reason = None
+    if request.audit is not None or request.trace is not None:
+        reason = f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
+    elif memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype).slot_rule is None:
+        reason = f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
+    if request.pipeline == "auto":
+        return "overlapped" if reason is None and checkpoint.device.type == "cuda" else "blocking"
+    if request.pipeline != "blocking" and reason is not None:
+        hint = "leave --pipeline out, or take --pipeline blocking"
+        raise KvcliError(f"--pipeline {request.pipeline}: {reason}", hint, ExitCode.USAGE)
+    return request.pipeline
 
 
 def _flush(sequences: Sequence[RunningSequence], observer: Observer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -128,6 +128,15 @@ def generate(
         bool, flag("--ignore-eos", panel=options.SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
     ] = False,
     num_samples: options.NumSamples = 1,
+    pipeline: Annotated[
+        Literal["auto", "blocking", "overlapped", "compiled"],
+        option(
+            "--pipeline",
+            panel=options.METHOD,
+            help="How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, that with the"
+            " layers compiled. auto overlaps on a GPU, where the method can and nothing looks into its phases.",
+        ),
+    ] = "auto",
     timeline: Annotated[
         bool, flag("--timeline", panel=options.OUTPUT, help="Show time, corrections and recall step by step.")
     ] = False,
@@ -196,6 +205,7 @@ def generate(
         template=template,
         trace=trace,
         audit=audit,
+        pipeline=pipeline,
     )
     try:
         report = run(request, show.observer)

@@ -6,6 +6,7 @@
     recall     how missing pages come from host memory: read by a kernel, or copied through staging buffers
     pipeline   the attention handler of a whole batch, and the log that becomes its counters
     stepper    a step of the model around it, captured in a graph where that can be
+    compiled   what lies between the attention of two layers, through torch.compile
     forced     speculation that is told what to find, for measurements on made-up weights
 
 What a step attends to is what `kvcli.decode.BlockingPipeline` says: the same pages, the same tokens, the same counts.

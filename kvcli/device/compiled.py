@@ -17,11 +17,11 @@ from kvcli.attention import Handler
 
 
 @contextmanager
-def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
+def compiled_layers(model: PreTrainedModel, backend: str = "inductor") -> Iterator[None]:
     """Compile the decoder layers of a model for one token a sequence; leaves them as they were."""
     layers = list(model.get_decoder().layers)  # type: ignore[no-untyped-call]
     for layer in layers:
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=False, backend=backend)
     try:
         yield
     finally:

@@ -34,15 +34,16 @@ class Rates:
 class Forced:
     """What the heads [b, Hk] of all layers do at a step, and what pages [b, Hk, k] they select, the same in all layers.
 
-    A selection is a stretch of the candidates, which moves on by `turnover` of its length.
+    A selection is a stretch of the pages that sequences of these first `lengths` [b] have to choose from, and moves on
+    by `turnover` of its length.
     """
 
-    def __init__(
-        self, rates: Rates, num_layers: int, b: int, num_kv_heads: int, layout: SlotLayout, device: torch.device
-    ):
+    def __init__(self, rates: Rates, num_layers: int, num_kv_heads: int, layout: SlotLayout, lengths: Tensor):
+        b, device = len(lengths), lengths.device
         draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
         self.patterns = (draw < rates.corrected).to(device)
-        self.layout, self.shift = layout, round(rates.turnover * layout.selected)
+        self.sink, self.shift = layout.sink, round(rates.turnover * layout.selected)
+        self.candidates = (page_count(lengths, layout) - layout.sink - layout.window).clamp_min(1)[:, None]
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.now = torch.zeros(num_layers, b, num_kv_heads, dtype=torch.bool, device=device)
         self.later = torch.zeros_like(self.now)
@@ -50,13 +51,12 @@ class Forced:
         self.order = torch.arange(layout.selected, device=device)
 
     def advance(self, lengths: Tensor) -> None:
-        """Begin a step with sequences of these lengths [b], all of which have outgrown their slots."""
+        """Begin a step with sequences of these lengths [b], 0 for those that take no part."""
         taking_part = (lengths > 0)[:, None]
         wait = self.patterns.index_select(0, self.step % PATTERNS)[0]
         torch.logical_and(wait, taking_part, out=self.now)
         torch.logical_and(~wait, taking_part, out=self.later)
-        candidates = (page_count(lengths, self.layout) - self.layout.sink - self.layout.window).clamp_min(1)
-        pages = self.layout.sink + (self.step * self.shift + self.order) % candidates[:, None]  # [b, k]
+        pages = self.sink + (self.step * self.shift + self.order) % self.candidates  # [b, k]
         self.selected.copy_(pages[:, None])
         self.step.add_(1)
 

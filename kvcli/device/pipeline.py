@@ -98,9 +98,8 @@ class SlotPipeline:
         if self.rates is None:
             return SpeculativeLayer(*parts)
         if self.forced is None:
-            b, num_kv_heads = slots.rows.k.shape[:2]
-            device = self.lengths.device
-            self.forced = Forced(self.rates, len(self.methods[0].caches), b, num_kv_heads, slots.rows.layout, device)
+            num_layers, num_kv_heads = len(self.methods[0].caches), slots.rows.k.shape[1]
+            self.forced = Forced(self.rates, num_layers, num_kv_heads, slots.rows.layout, self.first_lengths)
         return ForcedLayer(*parts, self.forced, layer)
 
     def _scratch(self, lane: str, slots: BatchSlots) -> Scratch:

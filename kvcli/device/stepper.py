@@ -7,12 +7,14 @@ and the log. Between two replays the host reads the tokens that were chosen, to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcli.attention import Hook
+from kvcli.attention import Handler, Hook
+from kvcli.device.compiled import compiled_layers, opaque
 from kvcli.device.forced import Rates
 from kvcli.device.lanes import Lanes, lanes_of
 from kvcli.device.layers import SpeculativeLayer
@@ -27,8 +29,8 @@ WARM_UP = 3
 class SlotStepper:
     """Steps of a batch that was prefilled; takes the caches of its method objects over.
 
-    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `rates`: see
-    `kvcli.device.forced`.
+    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `compiled`:
+    see `kvcli.device.compiled`; `rates`: see `kvcli.device.forced`.
 
     Raises:
         ValueError: the sequences' method cannot be served over slots.
@@ -42,6 +44,7 @@ class SlotStepper:
         sequences: Sequence[RunningSequence],
         rope: Rope | None,
         notice: Callable[[str], None] = lambda _: None,
+        compiled: bool = False,
         lanes: Lanes | None = None,
         rates: Rates | None = None,
     ):
@@ -49,6 +52,11 @@ class SlotStepper:
         methods = [sequence.method for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
         self.pipeline = SlotPipeline(methods, lengths, lanes or lanes_of(model.device), rates)
+        self.handler: Handler = self.pipeline
+        self.left = ExitStack()  # what is to be undone at the end
+        if compiled:
+            self.handler = opaque(self.pipeline)
+            self.left.enter_context(compiled_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
@@ -79,14 +87,15 @@ class SlotStepper:
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Count what the steps found; to be called once, after the last."""
+        """See `kvcli.decode.Stepper.finish`."""
+        self.left.close()
         self.pipeline.count()
 
     def _run(self) -> None:
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
-        self.hook.handler = self.pipeline
+        self.hook.handler = self.handler
         out = self.model(input_ids=self.tokens, position_ids=self.positions, use_cache=False, logits_to_keep=1)
         self.logits = out.logits[:, -1]
         if self.greedy:

@@ -65,7 +65,17 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     offloads = True
     group_consistent = True
     device_memory = "O(B + L/p)"
-    ablation: ClassVar[dict[str, dict[str, Any]]] = {"without speculation": {"tau": 1.0}}
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {  # figure 9
+        "nhd pages, one buffer, no speculation": {
+            "host_layout": "nhd",
+            "recall": "copy",
+            "double_buffer": False,
+            "tau": 1.0,
+        },
+        "hnd pages, one buffer, no speculation": {"recall": "copy", "double_buffer": False, "tau": 1.0},
+        "hnd pages, two buffers, no speculation": {"recall": "copy", "tau": 1.0},
+        "no speculation": {"tau": 1.0},
+    }
 
     def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

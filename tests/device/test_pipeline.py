@@ -9,6 +9,7 @@ from lanes import Late
 from kvcli.device.lanes import OneAfterAnother
 from kvcli.device.pipeline import SlotPipeline
 from kvcli.geometry import LayerGeometry
+from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
@@ -123,3 +124,22 @@ def test_what_has_no_slots_is_refused():
     layers = [LayerGeometry(0, 4, 2, 8, None, True)]
     with pytest.raises(ValueError, match="cannot be served"):
         SlotPipeline([new_method("quest", {"budget": 96, "page_size": 8}, layers, 50)], [5], OneAfterAnother())
+
+
+def test_kernels_do_what_their_references_do(monkeypatch):
+    """The same steps by the Triton kernels, under their interpreter."""
+    model = tiny_model("llama")
+    steps = (model, "freekv", SMALL | {"tau": 0.5}, [prompts()[0][:58]], 6)
+    expected = run(*steps, lanes=OneAfterAnother())
+    decoding = []
+    original = SlotPipeline.start
+
+    def start(self):
+        decoding.append(monkeypatch.setattr(_triton, "on_cpu", True))  # from here on: the prompt was read before
+        original(self)
+
+    monkeypatch.setattr(SlotPipeline, "start", start)
+    by_kernels = run(*steps, lanes=OneAfterAnother())
+    assert decoding
+    assert outcome(by_kernels) == outcome(expected)
+    assert by_kernels[0].report().correction.heads_corrected > 0
