@@ -26,10 +26,14 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class HostPages:
-    """`pieces` of every sequence, kept alive here, and their `addresses` [b, most pieces] int64 on the device."""
+    """`pieces` of every sequence, kept alive here, and their `addresses` [b, most pieces] int64 on the device.
+
+    `per_piece` is the number of pages in every piece but a sequence's last, which may have fewer.
+    """
 
     pieces: Sequence[Sequence[Tensor]]
     addresses: Tensor
+    per_piece: int
     layout: HostLayout
 
     @classmethod
@@ -44,17 +48,13 @@ class HostPages:
                 raise ValueError(f"a piece {tuple(piece.shape)} of {piece.dtype} does not go with the first one")
             if piece.data_ptr() % ALIGNMENT:
                 raise ValueError(f"a piece lies at an address that {ALIGNMENT} does not divide")
+        per_piece = max(len(row[0]) for row in pieces)  # not the first one's: a short sequence has one short piece
         for row in pieces:
-            if any(len(piece) != len(first) for piece in row[:-1]) or len(row[-1]) > len(first):
-                raise ValueError(f"pieces of {[len(piece) for piece in row]} pages, not of {len(first)} each")
+            if any(len(piece) != per_piece for piece in row[:-1]) or len(row[-1]) > per_piece:
+                raise ValueError(f"pieces of {[len(piece) for piece in row]} pages, not of {per_piece} each")
         most = max(len(row) for row in pieces)
         table = [[piece.data_ptr() for piece in row] + [0] * (most - len(row)) for row in pieces]
-        return cls(pieces, torch.tensor(table, dtype=torch.int64, device=device), layout)
-
-    @property
-    def per_piece(self) -> int:
-        """Pages in every piece but the last."""
-        return len(self.pieces[0][0])
+        return cls(pieces, torch.tensor(table, dtype=torch.int64, device=device), per_piece, layout)
 
     @property
     def block_shape(self) -> tuple[int, int, int]:

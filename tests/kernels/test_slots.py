@@ -102,6 +102,29 @@ def test_what_does_not_fit_is_refused():
         HostPages.of([[pages]], "nhd", kv.device).check(Rows(**whole))
 
 
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("counts", [[[2], [5, 5, 3]], [[5, 5, 3], [2]], [[2], [4]], [[0], [1, 1]]])
+def test_sequences_of_any_length_share_the_size_of_their_pieces(counts, layout):
+    b, hk, p, d = 2, 3, 4, 8
+    block = (hk, 2, p, d) if layout == "hnd" else (2, p, hk, d)
+    pieces = [[torch.randn(n, *block) for n in row] for row in counts]
+    host = HostPages.of(pieces, layout, torch.device("cpu"))
+    assert host.per_piece == max(max(row) for row in counts)
+    assert host.block_shape == (hk, p, d)
+    slots = SlotLayout(p, 0, 1, 1)
+    for sequence in range(b):
+        pages = torch.cat(pieces[sequence])  # one after another, however they are cut
+        for page in range(len(pages)):
+            rows = Rows(*torch.zeros(2, b, hk, 2 * p, d), lengths_of(1, 1), slots, torch.zeros(b, hk, 1).int())
+            misses = MissList.empty(b, hk, 1, rows.k.device)
+            misses.counts.zero_()
+            misses.pages[sequence], misses.slots[sequence], misses.counts[sequence] = page, 0, 1
+            gather_pages(host, misses, rows)
+            blocks = pages[page] if layout == "hnd" else pages[page].permute(2, 0, 1, 3)  # [Hk, 2, p, d]
+            assert torch.equal(rows.k[sequence, :, :p], blocks[:, 0])
+            assert torch.equal(rows.v[sequence, :, :p], blocks[:, 1])
+
+
 def test_a_rotation_that_mixes_columns_is_refused():
     with pytest.raises(ValueError, match="same column"):
         Rotation.of(*torch.ones(2, 5, 4), lambda x, cos, sin: x * cos + x.flip(-1) * sin.flip(-1), 4, 4)
