@@ -236,3 +236,28 @@ def test_bad_input_is_one_line_a_hint_and_exit_code_2(generate, tmp_path, argume
 
 def test_a_context_that_will_not_fit_is_refused_before_the_work(generate):
     assert_refused(generate("-p", "x", "--max-tokens", "1000M"), 3)
+
+
+def test_pipelines_give_the_same_text_and_counts(generate, document):
+    arguments = [document, *RETRIEVE, "--max-tokens", 6, "--json"]
+    found = {
+        pipeline: json.loads(generate(*arguments, "--pipeline", pipeline).stdout)["sequences"][0]
+        for pipeline in ("auto", "blocking", "overlapped")
+    }
+    for name in ("token_ids", "correction", "cache"):
+        assert found["auto"][name] == found["blocking"][name] == found["overlapped"][name]
+    assert found["overlapped"]["cache"]["pages_requested"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--method", "quest"], "method 'quest'"),
+        (["--method", "streaming", "--set", "positions=cache"], "method 'streaming'"),
+        (["--audit", 2], "--audit looks into"),
+    ],
+    ids=str,
+)
+def test_what_only_the_blocking_pipeline_does(generate, document, arguments, named):
+    result = generate(document, "--max-tokens", 3, "--pipeline", "overlapped", *arguments)
+    assert_refused(result, 2, "--pipeline overlapped", named)
