@@ -28,6 +28,7 @@ from kvcli.sequence import RunningSequence
 from kvcli.store.cache import Footprint
 from kvcli.timeline import Timeline
 
+
 @dataclass(frozen=True)
 class Request:
     """What to generate: a model, a profile, prompts, how to sample; `trace` asks for a Chrome trace file."""
@@ -113,6 +114,8 @@ def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:
         reason = f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
     elif memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype).slot_rule is None:
         reason = f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
+    elif request.pipeline == "compiled" and checkpoint.device.type != "cuda":
+        reason = f"layers are compiled for a GPU alone, and this runs on {checkpoint.device}"
     if request.pipeline == "auto":
         return "overlapped" if reason is None and checkpoint.device.type == "cuda" else "blocking"
     if request.pipeline != "blocking" and reason is not None:
