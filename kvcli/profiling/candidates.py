@@ -11,7 +11,9 @@ from kvcli.engine import engine
 from kvcli.floors import Work, step_work
 from kvcli.model import Model
 from kvcli.profile import Profile
+from kvcli.profiling.kernels import Kernel, parts_of, products_of, spans_of, traced
 from kvcli.profiling.modules import module_spans
+from kvcli.profiling.phases import StepParts
 from kvcli.profiling.sources import Load, Source
 from kvcli.sampling import Sampler, Sampling
 from kvcli.sequence import RunningSequence
@@ -26,12 +28,16 @@ _FIRST_TOKEN = 1
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the wall time of each timed step, and what a method's loop knows beside it."""
+    """One run: the wall time of each timed step, and what a method's loop knows beside it.
+
+    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline.
+    """
 
     steps_ms: list[float]
     counters: Sequence[Counters] = ()
     footprint: Footprint | None = None
     work: dict[str, Work] = field(default_factory=dict)
+    parts: list[StepParts] | None = None
 
 
 class Candidate(Protocol):
@@ -64,7 +70,8 @@ class Decoding:
     source: Source
 
     def run(self, load: Load, timeline: Timeline) -> Run:
-        """See `Candidate.run`; what is timed is `decode`, the loop of `kvcli generate`."""
+        """See `Candidate.run`; what is timed is `decode`, the loop of `kvcli generate`, as that would run it."""
+        replays: list[list[Kernel]] = []
         with ExitStack() as stack:
             ready = stack.enter_context(engine(self.model, [load.capacity]))
             methods = self.source.methods(ready, self.profile, load, timeline)
@@ -85,16 +92,26 @@ class Decoding:
                 )
                 for row, method in enumerate(methods)
             ]
-            if timeline.enabled:
+            overlapped = self.model.device.type == "cuda" and methods[0].slot_rule is not None
+            if timeline.enabled and overlapped:
+                replays = stack.enter_context(traced())
+            elif timeline.enabled:
                 stack.enter_context(module_spans(self.model.module, timeline))
-            for _ in ready.decode(sequences, timeline):
+            for _ in ready.decode(
+                sequences, Timeline() if overlapped else timeline, "overlapped" if overlapped else "blocking"
+            ):
                 pass
         counters = [sequence.counters for sequence in sequences]
         asked, missed = (_total(counters, count) for count in (Count.PAGES_REQUESTED, Count.MISSES))
         held = [(method, sequence.length) for method, sequence in zip(methods, sequences, strict=True)]
         work = step_work(self.model.geometry, self.model.dtype.itemsize, held, missed / asked if asked else 1.0)
         footprint = sum((method.footprint() for method in methods), Footprint())
-        return Run(sequences[0].decode_ms[load.warmup :], counters, footprint, work)
+        parts = None
+        if replays:
+            products = products_of(self.model.module)
+            parts = parts_of(replays, products)
+            timeline.spans.extend(spans_of(replays, products))
+        return Run(sequences[0].decode_ms[load.warmup :], counters, footprint, work, parts)
 
 
 def _total(counters: Sequence[Counters], count: Count) -> int:

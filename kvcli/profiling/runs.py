@@ -64,8 +64,9 @@ class Runs:
         timeline = recording()
         apart = candidate.run(self.load, timeline)
         offloaded = apart.footprint is not None and apart.footprint.host > 0
-        parts = step_parts(timeline.spans, offloaded)[self.load.warmup :]
-        self.steps.setdefault(label, []).extend(zip(apart.steps_ms, parts, strict=True))
+        parts = step_parts(timeline.spans, offloaded) if apart.parts is None else apart.parts
+        times = zip(apart.steps_ms, parts[self.load.warmup :], strict=True)
+        self.steps.setdefault(label, []).extend(times)
         self.disturbances.setdefault(label, []).append(statistics.median(apart.steps_ms) / self.medians[label][-1])
         self.spans[label] = timeline.spans
 
