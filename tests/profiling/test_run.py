@@ -13,6 +13,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.floors import PHASES
 from kvcli.methods import method_names
 from kvcli.model import ModelSpec, load_model
+from kvcli.methods import get_method
 from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
 from kvcli.profiling import run as profiling
@@ -234,12 +235,15 @@ def test_nvtx_needs_a_gpu(checkpoint):
 def test_ablation_lists_what_a_method_declares_and_nothing_else():
     compared = variants(["full", "freekv"], [], [], {"tau": "0.7"})
     found = entries(compared, ablate=True)
+    steps = [f"freekv, {name}" for name in get_method("freekv").ablation]
+    assert len(steps) == 4
     assert [(each.label, each.kind) for each in found] == [
         ("full", "method"),
-        ("freekv, without speculation", "ablation"),
+        *((step, "ablation") for step in steps),
         ("freekv", "method"),
     ]
-    assert [getattr(each.profile.settings, "tau", None) for each in found] == [None, 1.0, 0.7]
+    assert [getattr(each.profile.settings, "tau", None) for each in found] == [None, 1.0, 1.0, 1.0, 1.0, 0.7]
+    assert [each.profile.settings.host_layout for each in found[1:]] == ["nhd", "hnd", "hnd", "hnd", "hnd"]
     assert len(entries(compared, ablate=False)) == 2
 
 
