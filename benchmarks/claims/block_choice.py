@@ -93,7 +93,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Measure and print."""
     found, mass, represented = defaultdict(list), defaultdict(list), defaultdict(list)
     for document in subject.documents(["niah_single"], args.rows):
-        asked = _up_to_the_value(subject, document)
+        asked = up_to_the_value(subject, document)
         value = subject.model.tokenizer.encode(document.row.outputs[0], add_special_tokens=False)
         needle = next(i for i in range(len(asked.ids)) if asked.ids[i : i + len(value)] == value)
         if len(asked.ids) - needle < args.choice_local:  # it lies in the local window: nothing has to be found
@@ -121,7 +121,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _up_to_the_value(subject: Subject, document: Document) -> Document:
+def up_to_the_value(subject: Subject, document: Document) -> Document:
     """Append the answer's words before its value: the query of the last token then fetches the value."""
     row, tokenizer = document.row, subject.model.tokenizer
     fact = row.document[: row.document.find(row.outputs[0])].rpartition(" the ")[2]  # "access code of <name> is "

@@ -12,7 +12,8 @@ The second turn (`second-turn`) is measured, or read from its results; its first
     pairs        how many single pairs of methods would be confirmed alone, and the one that speaks most against it
 
 Tasks that full attention itself answers below `CEILING` are left out: nothing can be ordered there. Of a claim about
-what lies outside a window, documents count whose fact stands farther from the end than the budget.
+what lies outside a window, documents count whose fact stands farther from the end than the budget. "turn's cost" is the
+first turn's score less the second's.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from claims.subject import Subject, table
 
 MARGIN, CEILING = 5.0, 50.0  # points; per cent
 
-FIRST, SECOND = "first turn", "second turn"
+FIRST, SECOND, COST = "first turn", "second turn", "turn's cost"
+CUTTING = ("h2o", "snapkv", "pyramidkv", "cake")  # by what the prompt's queries look at
 NEEDLES = (FIRST, "niah")
 MANY_NEEDLES = (FIRST, "niah_multi")
 EVERYTHING = (FIRST, SECOND, "niah", "vt")
@@ -54,6 +56,8 @@ class Claim:
 CLAIMS = (
     Claim("retrieval above dropping, many needles", "arXiv 2505.13109, section 2", RETRIEVING, DROPPING, MANY_NEEDLES),
     Claim("retrieval above dropping, second turn", "arXiv 2410.21465, figure 7", RETRIEVING, DROPPING, (SECOND,)),
+    Claim("what was cut for one question misses another", "arXiv 2410.21465, figure 7", CUTTING, ["full"], (COST,)),
+    Claim("retrieval misses nothing", "arXiv 2410.21465, figure 7", RETRIEVING, ["full"], (COST,), "close"),
     Claim("ArkVale close to FreeKV", "arXiv 2505.13109, tables 2 and 3", ["arkvale"], ["freekv"], relation="close"),
     Claim("Quest close to FreeKV", "arXiv 2505.13109, tables 2 and 3", ["quest"], ["freekv"], relation="close"),
     Claim("ArkVale close to Quest", "arXiv 2505.13109, tables 2 and 3", ["arkvale"], ["quest"], relation="close"),
@@ -92,12 +96,17 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         turn: {variant: Scores.of(dict(enumerate(each))) for variant, each in by_variant.items()}
         for turn, by_variant in turns["scores"].items()
     }
+    scores[COST] = {
+        variant: Scores.of({index: score - later[index] for index, score in enumerate(first)})
+        for variant, first in turns["scores"][FIRST].items()
+        for later in [turns["scores"][SECOND][variant]]
+    }
     for path in args.eval:
         for task, by_variant in read_scores(Path(path)).items():
             scores.setdefault(task, {}).update(by_variant)
     rows = [row for claim in CLAIMS for row in judge(claim, scores, args.turn_budgets, turns["tokens_behind"])]
     table("orders: what the papers report", rows)
-    low = {task: by_variant["full"].mean for task, by_variant in scores.items() if not _answered(by_variant)}
+    low = {task: each["full"].mean for task, each in scores.items() if "full" in each and not _answered(task, each)}
     note = ", ".join(f"{task} ({mean:.0f} %)" for task, mean in low.items()) or "none"
     print(f"  left out, because full attention does not answer them: {note}")
     return {"rows": rows, "left out": low, "turns": turns}
@@ -107,10 +116,14 @@ def judge(
     claim: Claim, scores: Table, budgets: Sequence[int], tokens_behind: dict[str, list[int]]
 ) -> Iterator[dict[str, Any]]:
     """Hold a claim against the scores, budget by budget; nothing where methods of it have none."""
+    names = {*claim.left, *claim.right}
+    known = {variant for by_variant in scores.values() for variant in by_variant}
+    if not any(f"{name} {budget}" in known for name in names for budget in budgets):
+        budgets = budgets[:1]  # none of them has a budget
     for budget in budgets:
         tasks = []
         for task, by_variant in scores.items():
-            if task.startswith(tuple(claim.tasks)) and _answered(by_variant):
+            if task.startswith(tuple(claim.tasks)) and _answered(task, by_variant):
                 kept = _outside(by_variant, tokens_behind.get(task), budget) if claim.outside else by_variant
                 sides = [[_of(kept, name, budget) for name in names] for names in (claim.left, claim.right)]
                 if kept and all(each is not None for side in sides for each in side):
@@ -150,8 +163,8 @@ def _over_tasks(differences: Sequence[tuple[float, float]]) -> tuple[float, floa
     return mean, math.hypot(*(error for _, error in differences)) / len(differences)
 
 
-def _answered(by_variant: dict[str, Scores]) -> bool:
-    return "full" in by_variant and by_variant["full"].mean >= CEILING
+def _answered(task: str, by_variant: dict[str, Scores]) -> bool:
+    return task == COST or ("full" in by_variant and by_variant["full"].mean >= CEILING)
 
 
 def _of(by_variant: dict[str, Scores], name: str, budget: int) -> Any:

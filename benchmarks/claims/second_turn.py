@@ -29,8 +29,8 @@ FACT = re.compile(r"access code of (\w+) is (\d{9})")
 TURN = 64  # tokens that a user's second turn may take
 
 RETRIEVING = ("freekv", "quest", "arkvale", "shadowkv", "infinigen", "fier", "loki", "tokenselect", "twilight")
-DROPPING = ("streaming", "h2o", "snapkv", "pyramidkv", "tova", "cake", "refreekv")
-OTHERS = ("raas", "razor")
+DROPPING = ("streaming", "h2o", "snapkv", "pyramidkv", "tova", "cake")
+OTHERS = ("refreekv", "raas", "razor")  # these keep as much as they see fit, or the whole prompt
 
 # As in the table of all methods: sizes for a small model and short documents, the same for every method that has them.
 SETTINGS = {
