@@ -11,9 +11,8 @@ from kvcli import memory
 from kvcli.ceilings import Ceilings, Rate
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.floors import PHASES
-from kvcli.methods import method_names
+from kvcli.methods import get_method, method_names
 from kvcli.model import ModelSpec, load_model
-from kvcli.methods import get_method
 from kvcli.observer import Observer
 from kvcli.profile import resolve_profile
 from kvcli.profiling import run as profiling
