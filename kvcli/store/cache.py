@@ -6,6 +6,7 @@ A cache serves one layer of one sequence. Device keys are post-RoPE. Shapes: H q
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.slots import SlotLayout
 from kvcli.kernels.softmax import Softmax
+from kvcli.store.pinned import PinnedMemory, pinned_memory
 from kvcli.store.slots import Slots
 
 
@@ -22,25 +24,36 @@ from kvcli.store.slots import Slots
 class Tiers:
     """Where KV lives: `device` computes, `host` keeps what the device has no room for.
 
-    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned.
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. Where the
+    device copies from the host itself, `pinned` gives the host's memory.
     """
 
     device: torch.device
     host: torch.device
     dtype: torch.dtype
+    pinned: PinnedMemory | None = None
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
         """Choose the host tier that belongs to a compute device."""
-        return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
+        host = torch.device("meta" if device.type == "meta" else "cpu")
+        return cls(device, host, dtype, pinned_memory(device) if device.type == "cuda" else None)
 
     def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised device memory."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def on_host(self, *shape: int) -> Tensor:
-        """Allocate uninitialised host memory, pinned where a device copies from it."""
-        return torch.empty(shape, dtype=self.dtype, device=self.host, pin_memory=self.device.type == "cuda")
+        """Allocate uninitialised host memory; raises KvcliError where no more can be pinned."""
+        return self.soon_on_host(*shape).result()
+
+    def soon_on_host(self, *shape: int) -> Future[Tensor]:
+        """Begin to allocate what `on_host` does; what is pinned gets ready in the order of these calls."""
+        if self.pinned is not None:
+            return self.pinned.ask(shape, self.dtype)
+        ready: Future[Tensor] = Future()
+        ready.set_result(torch.empty(shape, dtype=self.dtype, device=self.host))
+        return ready
 
 
 @dataclass(frozen=True)

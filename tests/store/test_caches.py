@@ -64,7 +64,7 @@ def test_host_pool_holds_every_full_page_in_one_piece():
     for at in range(21, 30):
         cache.append(k[:, at], v[:, at])
     for page in range(30 // 4):
-        block = cache.pool.blocks[page]  # [Hk, 2, p, d]
+        block = cache.pool.pieces[0][page]  # [Hk, 2, p, d]
         assert block.is_contiguous()
         assert torch.equal(block[:, 0], k[:, page * 4 : page * 4 + 4])
         assert torch.equal(block[:, 1], v[:, page * 4 : page * 4 + 4])

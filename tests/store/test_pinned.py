@@ -1,0 +1,242 @@
+"""Pinned memory with a registrar that only takes notes, and pools whose pages lie in several pieces of it."""
+
+import copy
+import threading
+import weakref
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.host_pages import HostPages
+from kvcli.store import host as host_module
+from kvcli.store.cache import Tiers
+from kvcli.store.host import HostPool
+from kvcli.store.pinned import CudaRegistrar, PinnedMemory
+
+HK, P, D = 3, 4, 5
+CPU, META = torch.device("cpu"), torch.device("meta")
+PAGE_BYTES = HK * 2 * P * D * 4
+
+
+class Notes:
+    """Registers in name only: up to `limit` bytes, and not before `go` is set."""
+
+    def __init__(self, limit=1 << 30):
+        self.limit, self.go = limit, threading.Event()
+        self.go.set()
+        self.begun = threading.Event()  # that something is being registered
+        self.held, self.sizes, self.threads = {}, [], set()
+
+    def register(self, address, size):
+        self.begun.set()
+        assert self.go.wait(10)
+        if sum(self.held.values()) + size > self.limit:
+            raise RuntimeError("no more")
+        self.held[address] = size
+        self.sizes.append(size)
+        self.threads.add(threading.current_thread())
+
+    def unregister(self, address):
+        del self.held[address]
+
+
+@pytest.fixture
+def notes():
+    return Notes()
+
+
+@pytest.fixture
+def pinned(notes):
+    memory = PinnedMemory(notes)
+    yield memory
+    notes.go.set()
+    memory.close()
+
+
+@pytest.fixture
+def tiers(pinned, monkeypatch):
+    """Tiers whose host memory is pinned in pieces of three pages."""
+    monkeypatch.setattr(host_module, "PIECE_BYTES", 3 * PAGE_BYTES + 7)
+    return Tiers(CPU, CPU, torch.float32, pinned)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (4097,), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exactly_what_is_asked_for_is_pinned_at_whole_pages(shape, dtype, notes, pinned):
+    tensor = pinned.ask(shape, dtype).result(10)
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+    assert notes.held == ({tensor.data_ptr(): tensor.nbytes} if tensor.numel() else {})
+    assert tensor.data_ptr() % 4096 == 0
+    tensor.fill_(3)
+    assert (tensor == 3).all()
+
+
+def test_memory_is_let_go_with_the_last_view_of_it(notes, pinned):
+    tensor = pinned.ask((8, 6), torch.float32).result(10)
+    view = tensor[2:].transpose(0, 1)
+    view.fill_(5)
+    del tensor
+    assert list(pinned.registered) == list(notes.held)
+    assert len(notes.held) == 1
+    assert (view == 5).all()
+    del view
+    assert pinned.registered == notes.held == {}
+
+
+def test_what_is_asked_for_comes_in_order_while_others_go_on(notes, pinned):
+    notes.go.clear()
+    asked = [pinned.ask((size,), torch.uint8) for size in (5, 3, 9, 1)]
+    assert notes.begun.wait(10)
+    assert not any(future.done() for future in asked)
+    notes.go.set()
+    assert [len(future.result(10)) for future in asked] == notes.sizes == [5, 3, 9, 1]
+    assert len(notes.threads) == 1
+    assert threading.current_thread() not in notes.threads
+
+
+def test_nothing_is_pinned_for_whoever_has_gone(notes, pinned):
+    notes.go.clear()
+    asked = [pinned.ask((size,), torch.uint8) for size in (1, 2, 3)]
+    assert notes.begun.wait(10)
+    del asked[1]
+    notes.go.set()
+    assert [len(future.result(10)) for future in asked] == notes.sizes == [1, 3]
+
+
+def test_closing_waits_for_what_is_being_pinned_and_for_no_more(notes, pinned):
+    notes.go.clear()
+    asked = [pinned.ask((size,), torch.uint8) for size in (1, 2, 3)]
+    assert notes.begun.wait(10)
+    threading.Timer(0.05, notes.go.set).start()
+    pinned.close()
+    assert len(asked[0].result(0)) == 1
+    assert notes.sizes == [1]
+
+
+def test_whoever_waits_learns_that_the_system_pins_no_more():
+    notes = Notes(limit=3000)
+    pinned = PinnedMemory(notes)
+    first, second, third = (pinned.ask((size,), torch.uint8) for size in (2048, 2048, 512))
+    assert len(first.result(10)) == 2048
+    for _ in range(2):
+        with pytest.raises(
+            KvcliError, match=r"does not pin 2\.00 KiB of host memory beside the 2\.00 KiB pinned already: no more"
+        ) as e:
+            second.result(10)
+        assert "ulimit -l" in e.value.hint
+        assert e.value.exit_code == ExitCode.WILL_NOT_FIT
+    assert len(third.result(10)) == 512, "the worker goes on"
+    assert len(notes.held) == len(pinned.registered) == 2
+    pinned.close()
+
+
+def tokens(pages, seed=0):
+    return torch.randn(2, HK, pages, P, D, generator=torch.Generator().manual_seed(seed)).unbind()
+
+
+def everything(pages):
+    """Every page of every head, in no order."""
+    order = torch.randperm(pages * HK, generator=torch.Generator().manual_seed(1))
+    return order // HK, order % HK
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("writes", [[0, 11], [0, 1, 2, 8, 9, 11], [0, 3, 6, 11], [0, 0, 2, 11]])
+def test_pool_gives_back_what_was_written(layout, in_pieces, writes, tiers):
+    tiers = tiers if in_pieces else Tiers.for_device(CPU, torch.float32)
+    pool = HostPool(HK, D, P, 11, tiers, layout)
+    k, v = tokens(11)
+    for start, stop in pairwise(writes):
+        assert pool.write(start, k[:, start:stop], v[:, start:stop]) == (stop - start) * PAGE_BYTES
+    assert [len(piece) for piece in pool.pieces] == ([3, 3, 3, 2] if in_pieces else [11])
+    pages, heads = everything(11)
+    blocks = pool.gather(pages, heads)
+    assert torch.equal(blocks, torch.stack((k, v), 2)[heads, pages])
+    assert pool.gather(pages[:0], heads[:0]).shape == (0, 2, P, D)
+    host = HostPages.of([pool.pieces], layout, CPU)
+    assert torch.equal(torch.stack([host.block(0, int(p), int(h)) for p, h in zip(pages, heads, strict=True)]), blocks)
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("pages", [0, 1, 3, 4, 11])
+def test_planning_counts_the_bytes_and_pins_none(layout, pages, tiers, notes):
+    planned = HostPool(HK, D, P, pages, Tiers.for_device(META, torch.float32), layout)
+    assert notes.held == {}
+    assert all(piece.is_meta for piece in planned.pieces)
+    real = HostPool(HK, D, P, pages, tiers, layout)
+    assert planned.nbytes() == real.nbytes() == sum(piece.nbytes for piece in real.pieces) == pages * PAGE_BYTES
+    assert sum(notes.held.values()) == pages * PAGE_BYTES
+
+
+def test_pool_waits_for_the_memory_of_what_it_writes_only(tiers, notes):
+    notes.go.clear()
+    pool = HostPool(HK, D, P, 11, tiers)
+    assert pool.nbytes() == 11 * PAGE_BYTES
+    k, v = tokens(3)
+    writing = threading.Thread(target=pool.write, args=(0, k, v))
+    writing.start()
+    writing.join(0.05)
+    assert writing.is_alive()
+    notes.limit = 3 * PAGE_BYTES
+    notes.go.set()
+    writing.join(10)
+    assert not writing.is_alive()
+    with pytest.raises(KvcliError, match="does not pin"):
+        pool.write(3, k, v)
+    with pytest.raises(KvcliError, match="does not pin"):
+        _ = pool.pieces
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_copied_pool_has_the_same_pages_in_memory_of_its_own(in_pieces, tiers, notes):
+    pool = HostPool(HK, D, P, 7, tiers if in_pieces else Tiers.for_device(CPU, torch.float32), "nhd")
+    k, v = tokens(7)
+    pool.write(0, k, v)
+    first, second = copy.deepcopy({"one": pool, "same": pool}), copy.deepcopy(pool)
+    assert first["one"] is first["same"]
+    assert sum(notes.held.values()) == (3 * pool.nbytes() if in_pieces else 0)
+    pages, heads = everything(7)
+    second.write(2, *tokens(3, seed=5))
+    for untouched in (pool, first["one"]):
+        assert torch.equal(untouched.gather(pages, heads), torch.stack((k, v), 2)[heads, pages])
+    assert not torch.equal(second.gather(pages, heads), pool.gather(pages, heads))
+    gone = weakref.ref(pool)
+    del pool, untouched
+    assert gone() is None
+    assert sum(notes.held.values()) == (2 * second.nbytes() if in_pieces else 0)
+
+
+def test_host_memory_of_other_caches_is_pinned_at_once(tiers, notes):
+    tensor = tiers.on_host(2, 3)
+    assert notes.held == {tensor.data_ptr(): 24}
+    assert copy.deepcopy(tiers).pinned is tiers.pinned
+
+
+def test_cuda_is_asked_to_map_memory_and_its_refusal_has_a_reason(monkeypatch):
+    class Runtime:
+        calls, code = [], 0
+
+        def cudaHostRegister(self, *args):  # noqa: N802
+            self.calls.append(args)
+            return self.code
+
+        def cudaHostUnregister(self, *args):  # noqa: N802
+            self.calls.append(args)
+            return 0
+
+    runtime, waited, pinning = Runtime(), [], CudaRegistrar(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(waited.append(device)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(runtime.calls)))
+    monkeypatch.setattr(torch.cuda, "CudaError", lambda code: RuntimeError(f"out of memory ({code})"))
+    pinning.register(4096, 100)
+    pinning.unregister(4096)
+    assert runtime.calls == [(4096, 100, 0), (4096,)]
+    assert waited == [pinning.device, pinning.device, 1], "the device is waited for before memory is unregistered"
+    runtime.code = 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pinning.register(4096, 100)
