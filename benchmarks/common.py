@@ -15,20 +15,26 @@ from kvcli import report
 RESULTS = Path(__file__).parent / "results"
 
 
-def provenance() -> dict[str, Any]:
-    """Hardware, versions and commit."""
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """Hardware, versions and commit; `commit` is said where git cannot tell, and None where nobody knows."""
     root = Path(__file__).parent
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    changes = git("status", "--porcelain", "--untracked-files=no")
 
     return {
         **report.environment(),
         "cpu": report.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "commit": git("rev-parse", "--short=12", "HEAD"),
-        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit or git("rev-parse", "--short=12", "HEAD"),
+        "modified": None if changes is None else bool(changes),
     }
 
 
@@ -44,6 +50,11 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
 
 def save(path: Path, results: dict[str, Any]) -> None:
     """Write results with their provenance."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": provenance(), **results}, indent=1) + "\n")
+    write(path, results, provenance())
     print(f"written to {path}")
+
+
+def write(path: Path, results: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Write results that come from what `provenance` has said."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": origin, **results}, indent=1) + "\n")

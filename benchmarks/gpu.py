@@ -1,0 +1,139 @@
+"""The device path on a GPU: what is right, what the machine allows, and how far a decode step is from it.
+
+    python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
+    python benchmarks/gpu.py --parts kernels,ceilings
+    python benchmarks/gpu.py --smoke              # what a CPU can do of it, with tiny shapes and references for kernels
+
+It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`), and needs torch, triton,
+transformers, pydantic and psutil, nothing else; `kernels` and `ceilings` do without transformers and pydantic. Where
+no package index is in reach: `pip download pydantic -d DIR` elsewhere (for that machine's Python), then
+`pip install --no-index --find-links DIR pydantic`.
+
+Every part runs in a process of its own within a limit of time, and the file is written after each: a part that hangs
+or fails leaves what it had found, and the others. What was not run is recorded as not run, with the reason.
+
+Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
+pages a step exchanges is therefore forced to given rates (`kvcli.device.forced`), after all the work of finding it out
+was done. Where the KV of long contexts would not fit in host memory, all layers share one pool far larger than the caches
+of the processor, which changes what is read, not how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import RESULTS, provenance, write
+from gpu_parts.frame import Ended, Row, in_processes
+from gpu_parts.setting import Setting, full, smoke
+from gpu_parts.tables import show
+
+
+class Part(NamedTuple):
+    """A module of `gpu_parts` by its name, the seconds it may take, and what it finds out; what counts comes first."""
+
+    name: str
+    limit: float
+    about: str
+
+
+PARTS = (
+    Part("machine", 30, "the device"),
+    Part("kernels", 150, "every kernel against its reference"),
+    Part("ceilings", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
+    Part("agreement", 90, "the pipeline over slots against the blocking one"),
+    Part("speed", 60, "a decode step at a short context"),
+    Part("length", 75, "a decode step at a context 32 times as long"),
+    Part("batch", 90, "batches, and recall that is blocking and page by page"),
+    Part("peers", 75, "transformers' caches"),
+    Part("reading", 120, "prefill"),
+    Part("ablation", 75, "recall with its parts switched off"),
+    Part("other", 45, "another architecture"),
+    Part("phases", 45, "where the time of a step goes"),
+    Part("compiled", 90, "steps with the layers compiled"),
+    Part("static", 110, "transformers' static cache, compiled"),
+)
+SECONDS = 525.0  # for everything
+
+
+def main() -> None:
+    """Run the parts, print the tables, keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--parts", help=f"only some, comma-separated: {', '.join(names)}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
+    parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; the committed one, or none with --smoke")
+    args = parser.parse_args()
+    chosen = names if args.parts is None else args.parts.split(",")
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    setting = smoke() if args.smoke else full()
+    output = args.output or (None if args.smoke else RESULTS / "gpu.json")
+    origin = provenance(args.commit)
+    prepare()
+    deadline, results = time.monotonic() + args.seconds, {}
+    for part in PARTS:
+        if part.name not in chosen:
+            results[part.name] = {"state": "not run", "error": "not asked for", "rows": []}
+            continue
+        print(f"{part.name}: {part.about}", flush=True)
+        results[part.name] = run(part, setting, results, min(part.limit, deadline - time.monotonic()))
+        if output is not None:
+            write(output, {"smoke": setting.smoke, "parts": results}, origin)
+        if part.name == "machine" and results["machine"]["error"]:
+            sys.exit(f"no device to measure: {results['machine']['error']}\n--smoke runs it small on the CPU")
+    show(results)
+    if output is not None:
+        print(f"written to {output}")
+
+
+def run(part: Part, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:
+    """Run one part in its own process: its rows, how it ended, and how long it took."""
+    if limit <= 0:
+        return {"state": "not run", "error": "no time was left", "rows": []}
+    started, rows, end = time.monotonic(), [], Ended()
+    for _, message in in_processes({part.name: partial(rows_of, part.name, setting, results)}, limit):
+        if isinstance(message, Ended):
+            end = message
+        else:
+            rows.append(message)
+    state = "done" if end.error is None else "not run" if end.not_here else "not finished"
+    if end.error is not None:
+        print(f"  {state}: {end.error}", flush=True)
+    seconds = round(time.monotonic() - started, 1)
+    return {"state": state, "error": end.error, "seconds": seconds, "rows": rows}
+
+
+def rows_of(name: str, setting: Setting, results: dict[str, Any]) -> Iterator[Row]:
+    """Import a part and run it; what it needs may be missing, which is its own failure."""
+    module, function = ("peers", "static") if name == "static" else (name, "run")
+    rows: Iterator[Row] = getattr(importlib.import_module(f"gpu_parts.{module}"), function)(setting, results)
+    return rows
+
+
+def prepare() -> None:
+    """Get ready to fork: import what most parts need; those that can do without it go on without."""
+    # Asking whether there is a device must not start CUDA: a process that has started it cannot be forked.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # kvcli is imported by now. Further on, `kernels/` of a checkout on the path would shadow the package of that name
+    # that transformers looks for.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parents[1]]
+    try:
+        importlib.import_module("kvcli.engine")
+        importlib.import_module("transformers.models.llama.modeling_llama")
+        importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+    except ImportError as error:
+        print(f"some parts will fail: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The pipeline over slots against the blocking one: the same selections and counts, outputs within rounding.
+
+First attention alone, layer by layer, with the same made-up queries, keys and values for both, so that nothing but the
+pipeline can differ: captured in a CUDA graph, launched kernel by kernel, and with every lane made late at random. Then
+whole texts, in fp32, whose tokens and counts have to be the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_parts.clock import captured
+from gpu_parts.frame import Row
+from gpu_parts.setting import Setting
+from kvcli.device.lanes import Lanes, OneAfterAnother, Streams
+from kvcli.device.pipeline import SlotPipeline
+from kvcli.engine import Engine, Pipeline, engine
+from kvcli.geometry import LayerGeometry
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.freekv import FreeKV, FreeKVConfig
+from kvcli.model import ModelSpec, load_model
+from kvcli.profile import resolve_profile
+from kvcli.profiling.sources import seeded_tokens
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Counters
+from kvcli.store.cache import Tiers
+from kvcli.text import TextStream
+from kvcli.timeline import Timeline
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS
+KEPT = 0.9  # of a query from one step to the next: the cosines of the heads then lie on both sides of tau
+LATE = 200_000  # clock cycles that a lane is late at most
+Variant = tuple[str, torch.dtype, dict[str, Any]]
+ABLATED: list[Variant] = [
+    ("launched", torch.float32, {"tau": 0.9, "host_layout": "nhd"}),
+    ("launched", torch.float32, {"tau": 0.9, "recall": "copy"}),
+]
+CAPTURED: list[Variant] = [
+    *(("captured", torch.bfloat16, {"tau": tau}) for tau in (0.0, 0.9, 1.0)),
+    ("captured", torch.float32, {"tau": 0.9}),
+    *(("late", dtype, {"tau": tau}) for dtype in (torch.bfloat16, torch.float32) for tau in (0.9, 1.0)),
+    *ABLATED,
+]
+LAUNCHED: list[Variant] = [*(("launched", torch.float32, {"tau": tau}) for tau in (0.0, 0.9, 1.0)), *ABLATED]
+
+
+def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield a row for each comparison."""
+    variants = CAPTURED if setting.device.type == "cuda" else LAUNCHED
+    for how, dtype, settings in variants:
+        yield shown(attention(setting, how, dtype, settings))
+    yield shown(texts(setting))
+
+
+class Bench:
+    """Layers of some sequences, in the store of one pipeline or the other."""
+
+    def __init__(self, setting: Setting, dtype: torch.dtype, settings: dict[str, Any]):
+        self.device, self.dtype = setting.device, dtype
+        self.steps = 3 * setting.page + 3
+        heads, num_kv_heads, d = (8, 2, 32) if setting.smoke else (32, 8, 128)
+        self.layers = [LayerGeometry(index, heads, num_kv_heads, d, None, True) for index in range(4)]
+        # One has outgrown its budget, one does so on the way.
+        self.lengths = [setting.short // 4 + 5, setting.budget - setting.page - 3]
+        same = {"budget": setting.budget, "sink": setting.sink, "window": setting.sink, "page_size": setting.page}
+        self.config = FreeKVConfig(**same, **settings)
+        self.softmax = Softmax(d**-0.5)
+
+    def methods(self) -> list[FreeKV]:
+        """Make the method objects, with the same prompts every time."""
+        draw, made = self.drawing(1), []
+        for length in self.lengths:
+            tiers = Tiers.for_device(self.device, self.dtype)
+            known = SequenceContext(
+                length + self.steps + 1, tiers, Counters(4), Timeline(), [None] * 4, prompt_tokens=length
+            )
+            method = FreeKV(self.config, self.layers, known)
+            for layer in self.layers:
+                k, v = draw(2, layer.num_kv_heads, length, layer.head_dim)
+                method.prefill(layer.index, k, v, k[:, :0], self.softmax)
+            made.append(method)
+        return made
+
+    def tokens(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+        """Yield a step's q [b, H, 1, d], k and v [b, Hk, 1, d] of every layer; queries turn slowly."""
+        draw, b, q = self.drawing(2), len(self.lengths), {}
+        for _ in range(self.steps):
+            step = []
+            for layer in self.layers:
+                new = draw(b, layer.num_heads, 1, layer.head_dim)
+                q[layer.index] = KEPT * q[layer.index] + (1 - KEPT**2) ** 0.5 * new if layer.index in q else new
+                step.append((q[layer.index], *draw(2, b, layer.num_kv_heads, 1, layer.head_dim)))
+            yield step
+
+    def drawing(self, seed: int) -> Callable[..., Tensor]:
+        """Give a source of normal numbers."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return lambda *shape: torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+
+@torch.inference_mode()
+def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str, Any]) -> Row:
+    """Run both pipelines over the same steps."""
+    bench = Bench(setting, dtype, settings)
+    blocking, over_slots = bench.methods(), bench.methods()
+    slots = Slots(bench, over_slots, how)
+    differing, error = 0, 0.0
+    for step in bench.tokens():
+        for method in (*blocking, *over_slots):
+            method.context.counters.next_step()
+        expected = [
+            torch.stack([method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], bench.softmax)
+                         for row, method in enumerate(blocking)])
+            for layer, (q, k, v) in enumerate(step)
+        ]  # fmt: skip
+        for found, reference in zip(slots.step(step), expected, strict=True):
+            far = (found[:, 0].double() - reference.double()).norm() / reference.double().norm()
+            error = max(error, float(far))
+        differing += sum(_differing(*pair) for pair in zip(blocking, over_slots, strict=True))
+    slots.pipeline.count()
+    counted = all(
+        one.context.counters.counts == other.context.counters.counts
+        for one, other in zip(blocking, over_slots, strict=True)
+    )
+    correction = blocking[0].context.counters.correction()
+    return {
+        "variant": "attention",
+        "how": how,
+        "dtype": str(dtype).removeprefix("torch."),
+        "settings": settings,
+        "steps": bench.steps,
+        "corrected": correction.heads_corrected / max(1, correction.heads_checked),
+        "differing_pages": differing,
+        "same_counts": counted,
+        "error": error,
+        "agrees": differing == 0 and counted and error <= TOLERANCE[dtype],
+    }
+
+
+class Slots:
+    """The pipeline over slots, with tensors that stay where they are, so that its step can be captured."""
+
+    def __init__(self, bench: Bench, methods: Sequence[FreeKV], how: str):
+        self.bench = bench
+        self.pipeline = SlotPipeline(methods, bench.lengths, lanes_for(bench.device, how))
+        self.inputs = [tuple(torch.zeros_like(x) for x in parts) for parts in next(bench.tokens())]
+        self.outs: list[Tensor] = []
+        self.replay: Callable[[], None] = self._run
+        if how == "captured":
+            self.replay = captured(self._run, bench.device)
+        else:
+            self._run()  # a step that is tried out before the sequences take part, as every capture does
+        self.pipeline.start()
+
+    def step(self, step: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """Run a step: what every layer attends to [b, 1, H, d]."""
+        for targets, values in zip(self.inputs, step, strict=True):
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+        self.replay()
+        self.pipeline.stepped()
+        return self.outs
+
+    def _run(self) -> None:
+        self.pipeline.advance()
+        self.outs = [self.pipeline(layer, *parts, self.bench.softmax) for layer, parts in enumerate(self.inputs)]
+        self.pipeline.settle()
+
+
+def lanes_for(device: torch.device, how: str) -> Lanes:
+    """Choose the lanes: late ones sleep on the device before their work, for a time drawn at random."""
+    if device.type != "cuda":
+        return OneAfterAnother()
+    drawn = random.Random(0)
+    return Streams(device, lambda: torch.cuda._sleep(drawn.randrange(LATE))) if how == "late" else Streams(device)
+
+
+def _differing(blocking: FreeKV, over_slots: FreeKV) -> int:
+    """Count pages of KV heads that one holds and the other does not."""
+    count = 0
+    for layer, cache in blocking.retrieval.items():
+        if cache.active:
+            pairs = zip(cache.resident.tolist(), over_slots.retrieval[layer].resident.tolist(), strict=True)
+            count += sum(len(set(one) ^ set(other)) for one, other in pairs)
+    return count
+
+
+def texts(setting: Setting) -> Row:
+    """Continue the same prompts through both pipelines, and compare tokens and counts."""
+    shape = setting.shape if setting.smoke else "small"
+    model = load_model(ModelSpec(shape, device=setting.device.type, dtype="float32", load_format="dummy"))
+    lengths, steps = [4 * setting.budget + 7, setting.budget - 5], 2 * setting.page + 5
+    with engine(model, [length + steps for length in lengths]) as ready:
+        both = [_decoded(ready, setting, lengths, steps, pipeline) for pipeline in ("blocking", "overlapped")]
+    same = [[sequence.token_ids for sequence in run] for run in both]
+    counts = [[(report.correction, report.cache) for report in map(RunningSequence.report, run)] for run in both]
+    return {
+        "variant": "texts",
+        "how": "captured" if setting.device.type == "cuda" else "launched",
+        "dtype": "float32",
+        "steps": steps,
+        "same_tokens": same[0] == same[1],
+        "same_counts": counts[0] == counts[1],
+        "agrees": same[0] == same[1] and counts[0] == counts[1],
+    }
+
+
+def _decoded(
+    ready: Engine, setting: Setting, lengths: list[int], steps: int, pipeline: Pipeline
+) -> list[RunningSequence]:
+    same = {"budget": setting.budget, "sink": setting.sink, "window": setting.sink, "page_size": setting.page}
+    profile, sequences = resolve_profile("freekv", None, same), []
+    for row, length in enumerate(lengths):
+        known = ready.context(length, steps)
+        method = ready.method(profile, known)
+        ids = seeded_tokens(length, ready.model.geometry.vocab_size, row)
+        (logits,) = ready.read(ids, [method])
+        stream, sampler = TextStream(ready.model.tokenizer), Sampler(Sampling(), row, setting.device)
+        sequence = RunningSequence(row, "seeded", 0, length, method, known.counters, sampler, stream, (), steps, 0.0)
+        sequence.accept(logits)
+        sequences.append(sequence)
+    for _ in ready.decode(sequences, pipeline=pipeline):
+        pass
+    return sequences
+
+
+def shown(row: Row) -> Row:
+    """Print a comparison, and pass it on."""
+    what = f"{row['variant']} {row['how']} {row['dtype']} {row.get('settings', '')}"
+    error = f", error {row['error']:.1e}, {row['corrected']:.0%} corrected" if "error" in row else ""
+    print(f"  {what:<62} {'agrees' if row['agrees'] else 'DIFFERS'}{error}", flush=True)
+    if not row["agrees"]:
+        print(f"    {row}", flush=True)
+    return row

@@ -1,0 +1,29 @@
+"""Batches: what more sequences at once give, and what recall costs that is blocking, page by page and NHD."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from gpu_parts.frame import Row
+from gpu_parts.made_up import workshop
+from gpu_parts.setting import Setting
+from gpu_parts.steps import Case, compared
+
+PAGE_BY_PAGE: dict[str, Any] = {"recall": "copy", "double_buffer": False}
+
+
+def run(setting: Setting, found: Any) -> Iterator[Row]:
+    """Yield a row for each case; `corrected` 1 is retrieval of all heads before attention: blocking."""
+    context, few = setting.short, setting.few
+    several = [Case.freekv("batch 1", context), Case.freekv("batch many", context, setting.many)]
+    blocking = [
+        Case.freekv("overlapped", context, few),
+        Case.freekv("page by page, hnd", context, few, 1.0, **PAGE_BY_PAGE),
+        Case.freekv("page by page, nhd", context, few, 1.0, **PAGE_BY_PAGE, host_layout="nhd"),
+    ]
+    with workshop(setting, setting.shape, [context]) as place:
+        yield from compared(place, setting, several, found)
+        gc.collect()
+        yield from compared(place, setting, blocking, found)

@@ -1,0 +1,152 @@
+"""What the machine can do at most: copies on the device and across the bus, and pages gathered by the recall kernel.
+
+Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a decode step
+uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool; plain copies
+are timed beside it in every round, and the ratio is taken within the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from common import spread
+from torch import Tensor
+
+from gpu_parts.clock import captured, in_turn, ratios
+from gpu_parts.frame import Row
+from gpu_parts.setting import Setting
+from kvcli.kernels.gather_pages import PROGRAMS, gather_pages, gather_pages_ref
+from kvcli.kernels.host_pages import HostLayout, HostPages
+from kvcli.kernels.resolve_pages import MissList
+from kvcli.kernels.slots import Rows, SlotLayout
+
+HEADS, D = 8, 128
+CALLS = 4
+DRAWN = 1 << 26  # numbers drawn at once
+
+
+class Recall(NamedTuple):
+    """Lists of misses, one a layer, of pages that lie anywhere in the pool."""
+
+    host: HostPages
+    rows: Rows
+    misses: list[MissList]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all the lists together bring."""
+        _, size, d = self.host.block_shape
+        blocks = sum(int(part.counts.sum()) for part in self.misses)
+        return blocks * 2 * size * d * self.rows.k.element_size()
+
+    def run(self, programs: int) -> None:
+        """Bring everything."""
+        for part in self.misses:
+            gather_pages(self.host, part, self.rows, programs)
+
+    def arrives(self) -> bool:
+        """Tell whether the kernel puts what the last list names where it belongs."""
+        expected = self.rows._replace(k=torch.zeros_like(self.rows.k), v=torch.zeros_like(self.rows.v))
+        actual = self.rows._replace(k=torch.zeros_like(self.rows.k), v=torch.zeros_like(self.rows.v))
+        gather_pages_ref(self.host, self.misses[-1], expected)
+        gather_pages(self.host, self.misses[-1], actual)
+        return torch.equal(actual.k, expected.k) and torch.equal(actual.v, expected.v) and bool(actual.k.any())
+
+
+def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield a row for each rate, bytes a second."""
+    yield from plain_copies(setting)
+    pool = pinned(setting, setting.pool // setting.dtype.itemsize)
+    for layout in ("hnd", "nhd"):
+        for part in (1.0, 0.2):
+            yield from gathers(setting, pool, layout, part)
+
+
+def pinned(setting: Setting, numbers: int) -> Tensor:
+    """Make random numbers in host memory that a device copies from; drawn on the device, which is faster at it."""
+    host = torch.empty(numbers, dtype=setting.dtype, pin_memory=setting.device.type == "cuda")
+    for part in host.split(DRAWN):
+        part.copy_(torch.randn(len(part), device=setting.device, dtype=setting.dtype))
+    return host
+
+
+def plain_copies(setting: Setting) -> Iterator[Row]:
+    """Copy within the device and to and from pinned memory."""
+    numbers = setting.buffer // setting.dtype.itemsize
+    source = torch.randn(numbers, device=setting.device, dtype=setting.dtype)
+    target, host = torch.empty_like(source), pinned(setting, numbers)
+    works = {
+        "device copy": lambda: target.copy_(source),
+        "host to device": lambda: target.copy_(host, non_blocking=True),
+        "device to host": lambda: host.copy_(source, non_blocking=True),
+    }
+    times = in_turn({name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device)
+    for name, seconds in times.items():
+        moved = (2 if name == "device copy" else 1) * source.nbytes
+        yield shown({"what": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
+
+
+def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Iterator[Row]:
+    """Gather `part` of the selected pages of every head, with several numbers of programs, beside plain copies."""
+    recall = recall_of(setting, pool, layout, part)
+    same = pool[: recall.nbytes // setting.dtype.itemsize]
+    target = torch.empty_like(same, device=setting.device)
+    works: dict[str, Any] = {"plain": captured(lambda: target.copy_(same, non_blocking=True), setting.device)}
+    for programs in sorted({PROGRAMS, *((8, 16, 32, 64, 128) if not setting.smoke else ())}):
+        works[str(programs)] = captured(lambda programs=programs: recall.run(programs), setting.device)
+    times = in_turn({name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device)
+    for name, seconds in times.items():
+        if name == "plain":
+            continue
+        yield shown(
+            {
+                "what": f"gather {layout}, {part:.0%} of the pages missing",
+                "layout": layout,
+                "missing": part,
+                "programs": int(name),
+                "default": int(name) == PROGRAMS,
+                "bytes": recall.nbytes,
+                "bytes_per_s": spread([recall.nbytes / taken for taken in seconds]),
+                "of_plain": ratios(times["plain"], seconds),
+                "arrives": recall.arrives(),
+            }
+        )
+
+
+def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Recall:
+    """Lay pages over the pool, and draw which of them each of several layers misses."""
+    slots = SlotLayout(
+        setting.page, setting.sink // setting.page, (setting.budget - 2 * setting.sink) // setting.page, 1
+    )
+    shape = (HEADS, 2, setting.page, D) if layout == "hnd" else (2, setting.page, HEADS, D)
+    pages = pool[: len(pool) // (HEADS * 2 * setting.page * D) * (HEADS * 2 * setting.page * D)].view(-1, *shape)
+    host = HostPages.of([[pages]], layout, setting.device)
+    generator = torch.Generator().manual_seed(0)
+    layers = 32 if not setting.smoke else 2
+    count = max(1, min(round(part * slots.selected), len(pages)))
+    misses = []
+    for _ in range(layers):
+        drawn = torch.rand(1, HEADS, len(pages), generator=generator).argsort(-1)[..., :count].int()
+        listed = MissList.empty(1, HEADS, slots.selected, setting.device)
+        for target, values in zip(listed[:2], (drawn, torch.arange(count).expand(1, HEADS, count)), strict=True):
+            target.fill_(-1)
+            target[..., :count] = values
+        listed.counts.fill_(count)
+        misses.append(listed)
+    kv = torch.empty(1, 2, HEADS, slots.total * setting.page, D, dtype=setting.dtype, device=setting.device)
+    lengths = torch.tensor([slots.total * setting.page], dtype=torch.int32, device=setting.device)
+    resident = torch.full((1, HEADS, slots.selected), -1, dtype=torch.int32, device=setting.device)
+    return Recall(host, Rows(kv[:, 0], kv[:, 1], lengths, slots, resident), misses)
+
+
+def shown(row: Row) -> Row:
+    """Print a rate, and pass it on."""
+    rate = {name: value / 1e9 for name, value in row["bytes_per_s"].items()}
+    line = f"  {row['what']:<40} {rate['median']:8.1f} GB/s ({rate['min']:.1f} to {rate['max']:.1f})"
+    if "programs" in row:
+        line += f", {row['programs']:>3} programs: {row['of_plain']['median']:.0%} of a plain copy"
+        line += "" if row["arrives"] else "; WRONG DATA"
+    print(line, flush=True)
+    return row

@@ -1,0 +1,69 @@
+"""Seconds of work on a device: events around a batch of calls, so that the host waits for nothing in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from common import spread
+
+Work = Callable[[], Any]
+
+
+def seconds_a_call(work: Work, calls: int, device: torch.device) -> float:
+    """Time `calls` of `work` together; by the host's clock on a CPU."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return (time.perf_counter() - started) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / calls
+
+
+def in_turn(works: Mapping[str, tuple[Work, int]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds a call, by name and repeat: in every round each work has its turn, of so many calls; a first is not kept.
+
+    What disturbs a round disturbs all in it, so that a ratio taken within a round hardly knows of it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, (work, calls) in works.items():
+            taken = seconds_a_call(work, calls, device)
+            if repeat:
+                times[name].append(taken)
+    return times
+
+
+def captured(work: Work, device: torch.device) -> Work:
+    """Make a CUDA graph of work that allocates nothing the caller keeps; on a CPU it is the work itself."""
+    if device.type != "cuda":
+        return work
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()  # kernels are compiled and loaded
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return spread([1000 * taken for taken in seconds])
+
+
+def ratios(above: list[float], below: list[float]) -> dict[str, float]:
+    """Spread of the ratios, each taken within one repeat."""
+    return spread([one / other for one, other in zip(above, below, strict=True)])

@@ -1,0 +1,123 @@
+"""Work in processes of its own, within a limit of time, its results kept as they come.
+
+What hangs, crashes or spoils its CUDA context takes nothing with it but what it had not found yet. Processes are
+forked, so that what was imported need not be imported again; the parent must not have touched a device before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_ROOT = Path(__file__).parents[2]
+_FORK = multiprocessing.get_context("fork")
+
+
+class NotHere(Exception):  # noqa: N818 - nothing went wrong
+    """This machine cannot do it; the message says why."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nothing more comes: because all is done, because it cannot be done here, or because of an `error`."""
+
+    error: str | None = None
+    not_here: bool = False
+
+
+class _Child:
+    """A process that sends the rows of `work`, then how it ended."""
+
+    def __init__(self, name: str, work: Callable[[], Iterable[Row]], limit: float):
+        self.name, self.limit = name, limit
+        self.deadline = time.monotonic() + limit
+        self.leads = multiprocessing.parent_process() is None  # a group of its own, with what it starts itself
+        self.receiver, sender = _FORK.Pipe(duplex=False)
+        self.process = _FORK.Process(target=_send, args=(work, sender, self.leads))
+        self.process.start()
+        sender.close()
+
+    def receive(self) -> Row | Ended:
+        """Take the next message; that there is one must be known."""
+        try:
+            message: Row | Ended = self.receiver.recv()
+        except EOFError:
+            self.process.join()
+            return Ended(f"the process died with exit code {self.process.exitcode}")
+        return message
+
+    def stop(self) -> None:
+        """End the process, whatever it does, and what it has started."""
+        if self.process.is_alive():
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL) if self.leads else self.process.kill()
+            except ProcessLookupError:  # it has no group yet
+                self.process.kill()
+        self.process.join()
+        self.receiver.close()
+
+
+def in_processes(
+    works: Mapping[str, Callable[[], Iterable[Row]]], limit: float, at_once: int = 1
+) -> Iterator[tuple[str, Row | Ended]]:
+    """Run every work for at most `limit` seconds, `at_once` of them side by side; yields their rows and ends."""
+    waiting = list(works.items())
+    running: dict[Connection, _Child] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                child = _Child(*waiting.pop(0), limit)
+                running[child.receiver] = child
+            patience = min(child.deadline for child in running.values()) - time.monotonic()
+            ready = wait(list(running), max(0.0, patience))
+            for receiver, child in list(running.items()):
+                if receiver in ready:
+                    message = child.receive()
+                elif time.monotonic() > child.deadline:
+                    message = Ended(f"stopped after {child.limit:.0f} s")
+                else:
+                    continue
+                if isinstance(message, Ended):
+                    child.process.join(1 if message.error is None else 0)
+                    child.stop()
+                    del running[receiver]
+                yield child.name, message
+    finally:
+        for child in running.values():
+            child.stop()
+
+
+def _send(work: Callable[[], Iterable[Row]], sender: Connection, leads: bool) -> None:
+    if leads:
+        os.setpgid(0, 0)
+    end = Ended()
+    try:
+        for row in work():
+            sender.send(row)
+    except NotHere as reason:
+        end = Ended(str(reason), not_here=True)
+    except Exception as error:
+        traceback.print_exc()
+        end = Ended(describe(error))
+    sys.stdout.flush()
+    sender.send(end)
+
+
+def describe(error: BaseException) -> str:
+    """One line: what was raised, and where in this repository."""
+    lines = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    inside = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(_ROOT)
+    ]
+    return f"{what} ({Path(inside[-1].filename).relative_to(_ROOT)}:{inside[-1].lineno})" if inside else what

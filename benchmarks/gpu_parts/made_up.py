@@ -1,0 +1,117 @@
+"""A model of the right shape with random weights, and sequences whose KV is made up, ready to decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_parts.ceilings import pinned
+from gpu_parts.setting import Setting
+from kvcli.engine import Engine, engine
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method
+from kvcli.model import Model, ModelSpec, load_model
+from kvcli.profile import Profile, resolve_profile
+from kvcli.profiling.sources import Noise
+from kvcli.sampling import Sampler, Sampling
+from kvcli.sequence import RunningSequence
+from kvcli.store.cache import Tiers
+from kvcli.text import TextStream
+
+_ALIGNED = 4096  # elements to which views of the shared pool begin
+
+
+@dataclass(frozen=True)
+class SharedHost(Tiers):
+    """Host memory that all who ask for some share: a pool of made-up numbers, in which each begins somewhere else."""
+
+    pool: Tensor | None = None
+    asked: list[int] = field(default_factory=list)
+
+    def soon_on_host(self, *shape: int) -> Future[Tensor]:
+        """See `Tiers.soon_on_host`; more than there is at once is memory of its own."""
+        assert self.pool is not None
+        size = math.prod(shape)
+        if size > len(self.pool):
+            return super().soon_on_host(*shape)
+        places = (len(self.pool) - size) // _ALIGNED + 1
+        start = sum(self.asked) // _ALIGNED % places * _ALIGNED
+        self.asked.append(-(-size // _ALIGNED) * _ALIGNED)
+        ready: Future[Tensor] = Future()
+        ready.set_result(self.pool[start : start + size].view(shape))
+        return ready
+
+
+def dummy_model(setting: Setting, shape: str) -> Model:
+    """Make the model up, on the device."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return load_model(ModelSpec(shape, device=setting.device.type, dtype=dtype, load_format="dummy"))
+
+
+class Workshop:
+    """An engine, and the KV and host memory that its sequences get."""
+
+    def __init__(self, setting: Setting, ready: Engine):
+        self.setting, self.engine = setting, ready
+        self.noise = Noise(0, setting.device, setting.dtype)
+        tiers = Tiers.for_device(setting.device, setting.dtype)
+        pool = pinned(setting, setting.pool // setting.dtype.itemsize)
+        self.tiers = SharedHost(tiers.device, tiers.host, tiers.dtype, tiers.pinned, pool)
+
+    def profile(self, method: str, **changed: Any) -> Profile:
+        """Give a method's profile with the budget of the targets, and `changed`."""
+        setting = self.setting
+        same: dict[str, Any] = {"budget": setting.budget}
+        if method == "freekv":
+            same |= {"sink": setting.sink, "window": setting.sink, "page_size": setting.page}
+        elif method == "streaming":
+            same["positions"] = "original"
+        elif method == "full":
+            same = {}
+        return resolve_profile(method, None, {**same, **changed})
+
+    @torch.inference_mode()
+    def sequences(self, profile: Profile, context: int, batch: int = 1) -> list[RunningSequence]:
+        """Make a batch whose caches hold `context` made-up tokens each."""
+        self.engine.rope.cover(context + self.setting.spare)
+        made = []
+        for row in range(batch):
+            known = self.engine.context(context, self.setting.spare)
+            known.tiers = self.tiers
+            method = self.engine.method(profile, known)
+            for layer in self.engine.layers:
+                k, v = self.noise.kv(layer, context)
+                method.prefill(layer.index, k, v, k[:, :0], Softmax(layer.head_dim**-0.5))
+            made.append(self._sequence(row, method, context))
+        return made
+
+    def _sequence(self, row: int, method: Method[Any, Any], context: int) -> RunningSequence:
+        return RunningSequence(
+            index=row,
+            source="made up",
+            sample=0,
+            prompt_tokens=context,
+            method=method,
+            counters=method.context.counters,
+            sampler=Sampler(Sampling(), row, self.setting.device),
+            stream=TextStream(self.engine.model.tokenizer),
+            eos=(),
+            max_tokens=self.setting.spare,
+            prefill_ms=0.0,
+            token_ids=[1],
+        )
+
+
+@contextmanager
+def workshop(setting: Setting, shape: str, contexts: Sequence[int]) -> Iterator[Workshop]:
+    """Make a model of a shape ready for contexts of these lengths."""
+    model = dummy_model(setting, shape)
+    with engine(model, [context + setting.spare for context in contexts]) as ready:
+        yield Workshop(setting, ready)

@@ -1,0 +1,96 @@
+"""transformers' own caches under its own `generate`, at a context that still fits: resident, offloaded, and static.
+
+kvcli's steps come first, the peers' after them on the same weights: they are as much slower as to leave no doubt, and a
+model cannot be both at once. `static` is a compiled step over a `StaticCache`, and is reported, not a target.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import StaticCache
+
+from gpu_parts.clock import milliseconds
+from gpu_parts.frame import NotHere, Row
+from gpu_parts.made_up import dummy_model, workshop
+from gpu_parts.setting import Setting
+from gpu_parts.steps import Case, compared
+from kvcli.profiling.candidates import Run
+from kvcli.profiling.peers import Clock, Transformers
+from kvcli.profiling.sources import Load, Noise
+from kvcli.timeline import Timeline
+
+
+def run(setting: Setting, found: Any) -> Iterator[Row]:
+    """Yield kvcli's rows, then the peers'."""
+    context = setting.middle
+    cases = [
+        Case("streaming", "streaming", context),
+        Case("full", "full", context),
+        *(Case.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
+    ]
+    with workshop(setting, setting.shape, [context]) as place:
+        model, noise = place.engine.model, place.noise
+        yield from compared(place, setting, cases, found)
+    del place
+    gc.collect()
+    load = Load(context, batch=1, warmup=2, steps=8 if not setting.smoke else 2)
+    yield _timed(Transformers(model, noise), load)
+    if setting.device.type == "cuda":
+        yield _timed(Transformers(model, noise, offloading=True), Load(context, batch=1, warmup=1, steps=3))
+
+
+def static(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield the row of the compiled static cache."""
+    if setting.device.type != "cuda":
+        raise NotHere("generate compiles nothing on a CPU")
+    model = dummy_model(setting, setting.shape)
+    load = Load(setting.middle, batch=1, warmup=8, steps=16)
+    yield _timed(Static(model, Noise(0, setting.device, setting.dtype)), load)
+
+
+@dataclass(frozen=True)
+class Static(Transformers):
+    """`generate` with a `StaticCache`, whose step it compiles."""
+
+    @property
+    def label(self) -> str:
+        """See `Candidate.label`."""
+        return "transformers static, compiled"
+
+    @torch.inference_mode()
+    def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
+        """See `Candidate.run`."""
+        cache, clock = StaticCache(config=self.model.module.config, max_cache_len=load.capacity), Clock()
+        places = {"cache_position": torch.arange(load.context, device=self.model.device)}
+        for layer in self.model.geometry.layers:
+            k, v = self.noise.kv(layer, load.context)
+            cache.update(k[None], v[None], layer.index, places)
+        ids = torch.ones(1, load.context + 1, dtype=torch.long, device=self.model.device)
+        generate: Any = self.model.module.generate
+        generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=load.max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
+        return Run(steps[len(steps) - load.steps :])
+
+
+def _timed(peer: Transformers, load: Load) -> Row:
+    steps = peer.run(load, Timeline()).steps_ms
+    step = milliseconds([taken / 1000 for taken in steps])
+    print(
+        f"  {peer.label:<34} {load.context:>9,} x 1: {step['median']:8.3f} ms ({step['min']:.3f} to {step['max']:.3f})"
+    )
+    return {"case": peer.label, "context": load.context, "batch": 1, "step_ms": step, "steps_ms": steps}

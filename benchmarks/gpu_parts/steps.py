@@ -1,0 +1,151 @@
+"""Decode steps of several methods, timed in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_parts.clock import Work, in_turn, milliseconds
+from gpu_parts.frame import Row
+from gpu_parts.made_up import Workshop
+from gpu_parts.setting import Setting
+from kvcli.device.forced import Rates
+from kvcli.device.stepper import SlotStepper
+from kvcli.floors import step_work
+from kvcli.sequence import RunningSequence
+from kvcli.stats import Count
+
+TURNOVER = 0.2
+"""Part of a head's pages that a step exchanges, as measured on reasoning (FreeKV, section 5)."""
+
+USUAL = 0.3
+"""Part of the heads that are corrected where nothing else is said: the most that the targets call usual."""
+
+MOVED_AT_BEST = ("projections", "attention", "mlp", "score")
+"""Phases whose bytes no step can do without: weights, budget KV and dense layers' KV, summaries."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decodes: a method, its settings where they are not the usual ones, and what is forced on it."""
+
+    name: str
+    method: str
+    context: int
+    batch: int = 1
+    corrected: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = False
+
+    @classmethod
+    def freekv(cls, name: str, context: int, batch: int = 1, corrected: float = USUAL, **settings: Any) -> Case:
+        """Speculative retrieval with forced rates."""
+        return cls(name, "freekv", context, batch, corrected, settings)
+
+
+class Running:
+    """A case while it is measured."""
+
+    def __init__(self, case: Case, place: Workshop):
+        self.case = case
+        self.sequences = place.sequences(place.profile(case.method, **case.settings), case.context, case.batch)
+        self.bytes_at_best = bytes_at_best(place, self.sequences)
+        self.notices: list[str] = []
+        rates = None if case.corrected is None else Rates(case.corrected, TURNOVER)
+        parts = place.engine.model.module, place.engine.hook, self.sequences, place.engine.rope
+        self.stepper = SlotStepper(*parts, self.notices.append, compiled=case.compiled, rates=rates)
+
+    @property
+    def work(self) -> Work:
+        """One step: of a graph its replay, else what launches the kernels."""
+        graph = self.stepper.graph
+        return self.step if graph is None else graph.replay
+
+    def step(self) -> None:
+        """Run one step as the decode loop does, which reads the tokens on the host."""
+        self.stepper.step(self.sequences)
+
+    def looped(self, steps: int) -> Row:
+        """Run steps with the host in the loop: their times, and what they recalled. Comes before all that is timed."""
+        times = []
+        for _ in range(steps):
+            for sequence in self.sequences:
+                sequence.counters.next_step()
+            started = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - started)
+        self.stepper.pipeline.count()
+        counted = [step for sequence in self.sequences for step in sequence.counters.counts[1:]]
+        return {  # the first step finds nothing there
+            "looped_ms": milliseconds(times[1:]),
+            "missed_pages": sum(layer[Count.MISSES] for step in counted for layer in step) / (steps - 1),
+        }
+
+
+def bytes_at_best(place: Workshop, sequences: Sequence[RunningSequence]) -> int:
+    """Bytes that a step of the batch has to read on the device; pages that cross the bus do so beside it."""
+    model = place.engine.model
+    held = [(sequence.method, sequence.length + 1) for sequence in sequences]
+    work = step_work(model.geometry, model.dtype.itemsize, held)
+    return sum(work[phase].read for phase in MOVED_AT_BEST)
+
+
+def compared(place: Workshop, setting: Setting, cases: Sequence[Case], found: Any) -> Iterator[Row]:
+    """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
+
+    Of what the host has to launch, a step is long enough to be timed alone.
+    """
+    running = [Running(case, place) for case in cases]
+    calls = [1 if one.stepper.graph is None else setting.calls for one in running]
+    extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
+    works = {one.case.name: (one.work, count) for one, count in zip(running, calls, strict=True)}
+    times = in_turn(works, setting.repeats, setting.device)
+    for one, more in zip(running, extra, strict=True):
+        yield shown(row_of(one, times[one.case.name], found) | more)
+
+
+def row_of(one: Running, seconds: list[float], found: Any) -> Row:
+    """Give what one case is and took; the floor is its bytes over the measured rate of a device copy."""
+    case, copy = one.case, rate_of(found, "device copy")
+    floor = None if copy is None else 1000 * one.bytes_at_best / copy
+    step = milliseconds(seconds)
+    return {
+        "case": case.name,
+        "method": case.method,
+        "context": case.context,
+        "batch": case.batch,
+        "corrected": case.corrected,
+        "turnover": None if case.corrected is None else TURNOVER,
+        "settings": case.settings,
+        "compiled": case.compiled,
+        "captured": one.stepper.graph is not None,
+        "notices": one.notices,
+        "rounds_ms": [1000 * taken for taken in seconds],
+        "step_ms": step,
+        "tokens_per_s": 1000 * case.batch / step["median"],
+        "bytes_at_best": one.bytes_at_best,
+        "floor_ms": floor,
+    }
+
+
+def rate_of(found: Any, what: str) -> float | None:
+    """Look a measured rate up, bytes a second; None where it was not measured."""
+    rows = found.get("ceilings", {}).get("rows", [])
+    rates = [row["bytes_per_s"]["median"] for row in rows if row["what"] == what]
+    return rates[0] if rates else None
+
+
+def shown(row: Row) -> Row:
+    """Print a step, and pass it on."""
+    step, floor = row["step_ms"], row["floor_ms"]
+    line = f"  {row['case']:<34} {row['context']:>9,} x {row['batch']}: {step['median']:8.3f} ms"
+    line += f" ({step['min']:.3f} to {step['max']:.3f})"
+    line += "" if floor is None else f", floor {floor:.3f}"
+    line += f", with the host {row['looped_ms']['median']:.3f}" if "looped_ms" in row else ""
+    line += "" if row["captured"] else ", not a graph"
+    print(line, flush=True)
+    for notice in row["notices"]:
+        print(f"    {notice}", flush=True)
+    return row
