@@ -1,6 +1,20 @@
 """What one layer of a batch does at a step, over slots.
 
 Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller uses the tensors again afterwards.
+
+Three lanes work on a layer that speculates, and on nothing at once, because
+
+    slots and page table   belong to a KV head, and a head is either corrected, all in one lane, or attends on the main
+                           lane and is recalled for after that (`attended`)
+    the newest token's row is written by its head's attention; the page that it fills is summarised and written out
+                           after both attentions (`attended`, `corrected`)
+    that page              is in the window: nobody scores or recalls it before the next step
+    q, k, v, out           are read last in the correction lane, which the layer waits for; the recall lane reads the
+                           queries' copy, which is written again at the next step
+    scores and selection   are each lane's own, layer after layer
+    the log                is read after the step has joined its lanes
+
+and the next step begins when all lanes of this one are done.
 """
 
 from __future__ import annotations
