@@ -10,6 +10,8 @@ import altair as alt
 from kvcli.calibrate.outcome import Calibration
 from kvcli.pages import Page, colour
 
+_ROW = 20  # pixels of a row of the map
+
 
 def page(found: Calibration) -> str:
     """Make the page's HTML: curve, choice, similarity or spectrum where the target looked at them, all tables."""
@@ -32,7 +34,7 @@ def page(found: Calibration) -> str:
     for title, table in found.tables():
         made.table(table, title)
     made.section("Where this comes from")
-    made.facts([(key.replace("_", " "), _fact(value)) for key, value in origin.items()])
+    made.facts([(key.replace("_", " "), value) for key, value in origin.items()])
     return made.render()
 
 
@@ -52,8 +54,8 @@ def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.F
     ]
     unit = f", {cost.unit}" if cost.unit else ""
     base = _chart(rows).encode(
-        x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=alt.Scale(zero=False)),
-        y=alt.Y("figure:Q", title=title),
+        x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=alt.Scale(zero=False), axis=alt.Axis(format="~s")),
+        y=alt.Y("figure:Q", title=title, scale=alt.Scale(zero=field == "added_bound")),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("figure:Q", format=".4g"), alt.Tooltip("cost:Q", format=",.0f")],
     )
     points = base.mark_point(size=70, color=colour(0)).encode(
@@ -75,11 +77,12 @@ def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
         _chart(rows)
         .mark_rect()
         .encode(
-            x=alt.X("head:O", title="KV head"),
+            x=alt.X("head:O", title="KV head", axis=alt.Axis(labelAngle=0)),
             y=alt.Y("layer:O", title="layer"),
             color=alt.Color("cosine:Q", title="cosine", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
             tooltip=["layer:O", "head:O", alt.Tooltip("cosine:Q", format=".3f")],
         )
+        .properties(height=_ROW * len(layers))
     )
     return squares
 
@@ -116,7 +119,3 @@ def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
 
 def _chart(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
     return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
-
-
-def _fact(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -14,6 +14,7 @@ from kvcli.eval.table import Table
 from kvcli.pages import Page, colour
 
 _ROW = 26  # pixels of a row of a heat map
+_LOG = alt.Scale(type="log", nice=False, padding=24)
 
 
 def page(table: Table) -> str:
@@ -30,9 +31,7 @@ def page(table: Table) -> str:
     for title, content in layout.tables(table):
         made.table(content, title)
     made.section("Where this comes from")
-    made.facts(
-        [(key.replace("_", " "), str(value)) for key, value in (table.configuration | table.environment).items()]
-    )
+    made.facts([(key.replace("_", " "), value) for key, value in (table.configuration | table.environment).items()])
     return made.render()
 
 
@@ -60,10 +59,10 @@ def _trade(table: Table) -> alt.Chart:
         _chart(rows)
         .mark_point(size=70, filled=True)
         .encode(
-            x=alt.X("attended:Q", title="tokens attended per KV head and step", scale=alt.Scale(type="log")),
+            x=alt.X("attended:Q", title="tokens attended per KV head and step", scale=_LOG),
             y=alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100])),
-            color=alt.Color("method:N", title=None, scale=alt.Scale(range=[colour(i) for i in range(10)])),
-            shape=alt.Shape("length:N", title="prompt tokens"),
+            color=alt.Color("method:N", sort=None, scale=alt.Scale(range=[colour(i) for i in range(10)])),
+            shape=alt.Shape("length:N", sort=None, title="prompt tokens"),
             tooltip=[
                 "variant:N",
                 "length:N",
@@ -88,11 +87,11 @@ def _heat(heat_map: HeatMap) -> alt.LayerChart:
         y=alt.Y("depth:O", title="depth", sort=None),
         tooltip=["depth:O", "length:O", alt.Tooltip("score:Q", format=".1f")],
     )
-    # Seen through to the page, one colour suits light and dark; the number tells those who do not see it.
-    opacity = alt.Opacity("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100], range=[0.06, 0.8]))
-    squares = base.mark_rect(color="var(--accent)").encode(opacity=opacity)
+    # Seen through to the page, one colour suits light and dark, and the numbers stay readable on it.
+    shade = alt.FillOpacity("score:Q", legend=None, scale=alt.Scale(domain=[0, 100], range=[0.05, 0.5]))
+    squares = base.mark_rect(fill="var(--accent)", stroke="var(--paper)", strokeWidth=2).encode(fillOpacity=shade)
     numbers = base.mark_text().encode(text=alt.Text("score:Q", format=".0f"))
-    layered: alt.LayerChart = (squares + numbers).properties(height=alt.Step(_ROW))
+    layered: alt.LayerChart = (squares + numbers).properties(height=_ROW * len(heat_map.rows))
     return layered
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -43,6 +43,8 @@ _CONFIG: dict[str, Any] = {
         "titleFontSize": 12,
         "orient": "top",
         "symbolType": "square",
+        "symbolBaseFillColor": "var(--muted)",
+        "symbolBaseStrokeColor": "var(--muted)",
     },
     "text": {"color": "var(--ink)", "fontSize": 12},
     "rule": {"color": "var(--ink)"},
@@ -114,9 +116,10 @@ class Page:
             f"<table>{label}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         )
 
-    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Add labels with their values."""
-        pairs = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in rows)
+    def facts(self, rows: Iterable[tuple[str, object]]) -> None:
+        """Add labels with their values: texts, numbers, lists and mappings of them; what has no value is left out."""
+        told = [(label, _told(value)) for label, value in rows]
+        pairs = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in told if value)
         self._parts.append(f"<dl>{pairs}</dl>")
 
     def render(self) -> str:
@@ -135,6 +138,15 @@ class Page:
 
 def _row(first: str, *cells: str) -> str:
     return f'<th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Mapping):
+        parts = ((str(key), _told(each)) for key, each in value.items())
+        return ", ".join(f"{key}: {part}" for key, part in parts if part)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_told, value))
+    return "" if value is None else str(value)
 
 
 @cache

@@ -53,7 +53,7 @@ def test_all_parts_stand_in_the_file_and_nothing_else_is_fetched(bundle):
     content.section("Step <time>", "in & out")
     content.chart(bars(), "bars of a step")
     content.table(Table(("method", "ms"), [("full", "1.5"), ("<quest>", "0.5")]), "steps")
-    content.facts([("device", "CPU")])
+    content.facts([("device", "CPU"), ("tasks", ["vt", "<qa>"]), ("limit", None), ("files", {}), ("raw", {"a": 1})])
     html = content.render()
     tags = parsed(html)
     assert not [attrs for _, attrs in tags if "src" in attrs or "href" in attrs]
@@ -61,6 +61,10 @@ def test_all_parts_stand_in_the_file_and_nothing_else_is_fetched(bundle):
     assert "@import" not in html
     for text in ("Step &lt;time&gt;", "in &amp; out", "&lt;quest&gt;", "<caption>steps</caption>", "<dd>CPU</dd>"):
         assert text in html
+    for text in ("<dd>vt, &lt;qa&gt;</dd>", "<dd>a: 1</dd>"):
+        assert text in html
+    assert "limit" not in html
+    assert "files" not in html
     assert len([tag for tag, _ in tags if tag == "tr"]) == 3
 
 
