@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
     python benchmarks/gpu.py --parts kernels,ceilings
-    python benchmarks/gpu.py --smoke              # what a CPU can do of it, with tiny shapes and references for kernels
+    python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
 It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`), and needs torch, triton,
-transformers, pydantic and psutil, nothing else; `kernels` and `ceilings` do without transformers and pydantic. Where
-no package index is in reach: `pip download pydantic -d DIR` elsewhere (for that machine's Python), then
+transformers, pydantic and psutil, nothing else; `kernels` and `ceilings` do without transformers and pydantic.
+Without a package index in reach: `pip download -d DIR pydantic` elsewhere, for that machine's Python, and there
 `pip install --no-index --find-links DIR pydantic`.
 
 Every part runs in a process of its own within a limit of time, and the file is written after each: a part that hangs
@@ -14,8 +14,8 @@ or fails leaves what it had found, and the others. What was not run is recorded 
 
 Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
 pages a step exchanges is therefore forced to given rates (`kvcli.device.forced`), after all the work of finding it out
-was done. Where the KV of long contexts would not fit in host memory, all layers share one pool far larger than the caches
-of the processor, which changes what is read, not how.
+was done. The KV of made-up contexts lies in one pool of host memory that all layers share, because that of the longest
+would not fit; it is far larger than the processor's caches, so that this changes what is read, not how fast.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from common import RESULTS, provenance, write
 from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting, full, smoke
 from gpu_parts.tables import show
+from gpu_parts.targets import judged
 
 
 class Part(NamedTuple):
@@ -88,10 +89,11 @@ def main() -> None:
         print(f"{part.name}: {part.about}", flush=True)
         results[part.name] = run(part, setting, results, min(part.limit, deadline - time.monotonic()))
         if output is not None:
-            write(output, {"smoke": setting.smoke, "parts": results}, origin)
+            table = judged(results, not setting.smoke)
+            write(output, {"smoke": setting.smoke, "targets": table, "parts": results}, origin)
         if part.name == "machine" and results["machine"]["error"]:
             sys.exit(f"no device to measure: {results['machine']['error']}\n--smoke runs it small on the CPU")
-    show(results)
+    show(results, judged(results, not setting.smoke))
     if output is not None:
         print(f"written to {output}")
 

@@ -133,6 +133,7 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
     return {
         "variant": "attention",
         "how": how,
+        "ran": setting.ran,
         "dtype": str(dtype).removeprefix("torch."),
         "settings": settings,
         "steps": bench.steps,
@@ -204,6 +205,7 @@ def texts(setting: Setting) -> Row:
     return {
         "variant": "texts",
         "how": "captured" if setting.device.type == "cuda" else "launched",
+        "ran": setting.ran,
         "dtype": "float32",
         "steps": steps,
         "same_tokens": same[0] == same[1],

@@ -54,5 +54,5 @@ def check(index: int, setting: Setting) -> Iterator[Row]:
         "error": worst,
         "checked": checked,
         "problem": "; ".join(problems),
-        "ran": "kernel" if setting.device.type == "cuda" else "reference",
+        "ran": setting.ran,
     }

@@ -67,10 +67,9 @@ class Static(Transformers):
     def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
         """See `Candidate.run`."""
         cache, clock = StaticCache(config=self.model.module.config, max_cache_len=load.capacity), Clock()
-        places = {"cache_position": torch.arange(load.context, device=self.model.device)}
         for layer in self.model.geometry.layers:
             k, v = self.noise.kv(layer, load.context)
-            cache.update(k[None], v[None], layer.index, places)
+            cache.update(k[None], v[None], layer.index)
         ids = torch.ones(1, load.context + 1, dtype=torch.long, device=self.model.device)
         generate: Any = self.model.module.generate
         generate(

@@ -30,6 +30,11 @@ class Setting:
     pool: int  # bytes of host memory that made-up pages lie in, far beyond the processor's caches
 
     @property
+    def ran(self) -> str:
+        """Say what does the work of kernels."""
+        return "kernels" if self.device.type == "cuda" else "references"
+
+    @property
     def spare(self) -> int:
         """Tokens of room after a context: all steps that are ever timed, tried out or traced."""
         return self.calls * (2 * self.repeats + 8)

@@ -1,0 +1,174 @@
+"""What is wanted of the device path, and whether what was measured meets it.
+
+A figure stands on rows of the parts (`gpu.py` keeps them). Of two cases that were timed in turn the ratio is taken
+round by round, and its median counts. What was not measured is not judged, nor is what was measured on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from gpu_parts.frame import Row
+
+Results = Mapping[str, Any]
+"""Of each part its state, its error and its rows."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure with its spread over the rounds, where it has one; None: `missing` says why there is none."""
+
+    measured: float | None
+    least: float | None = None
+    most: float | None = None
+    missing: str | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        """Summarise the rounds."""
+        return cls(median(values), min(values), max(values))
+
+
+class Missing(Exception):  # noqa: N818 - said in the table
+    """What a figure stands on was not measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure, the bound that is wanted for it, and on which side it has to lie; without a bound it is only told."""
+
+    what: str
+    figure: Callable[[Results], Figure]
+    bound: float | None
+    at_most: bool = True
+    unit: str = "x"
+
+    def judged(self, results: Results, judge: bool) -> Row:
+        """Work the figure out: one row of the table, `met` being None where nothing is judged."""
+        try:
+            figure = self.figure(results)
+        except Missing as reason:
+            figure = Figure(None, missing=str(reason))
+        met = None
+        if judge and figure.measured is not None and self.bound is not None:
+            met = figure.measured <= self.bound if self.at_most else figure.measured >= self.bound
+        wanted = None if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:g}"
+        return {"what": self.what, "wanted": wanted, "unit": self.unit, **asdict(figure), "met": met}
+
+
+def row(results: Results, part: str, **wanted: Any) -> Row:
+    """Find the first row of a part that has these values; raises Missing where there is none."""
+    found = results.get(part, {"state": "not run", "error": "not asked for", "rows": []})
+    for each in found["rows"]:
+        if all(each.get(key) == value for key, value in wanted.items()):
+            return each  # type: ignore[no-any-return]
+    raise Missing(f"{part}: {found['error'] or 'it found nothing of the kind'}")
+
+
+def ratio(part: str, above: str, below: str) -> Callable[[Results], Figure]:
+    """Step time of one case over another's, round by round."""
+
+    def figure(results: Results) -> Figure:
+        one, other = (row(results, part, case=name)["rounds_ms"] for name in (above, below))
+        return Figure.of([x / y for x, y in zip(one, other, strict=True)])
+
+    return figure
+
+
+def worst(figures: Sequence[Callable[[Results], Figure]]) -> Callable[[Results], Figure]:
+    """Take the largest of several."""
+    return lambda results: max((figure(results) for figure in figures), key=lambda figure: figure.measured or 0.0)
+
+
+def over_floor(part: str, case: str) -> Callable[[Results], Figure]:
+    """Step time of a case over the least that its bytes allow."""
+
+    def figure(results: Results) -> Figure:
+        found = row(results, part, case=case)
+        if found["floor_ms"] is None:
+            raise Missing("ceilings: the rate of a device copy was not measured")
+        return Figure.of([taken / found["floor_ms"] for taken in found["rounds_ms"]])
+
+    return figure
+
+
+def slower(peer: str, part: str = "peers") -> Callable[[Results], Figure]:
+    """Median step of a peer over each round of freekv."""
+
+    def figure(results: Results) -> Figure:
+        taken = row(results, part, case=peer)["step_ms"]["median"]
+        return Figure.of([taken / own for own in row(results, "peers", case="freekv 30%")["rounds_ms"]])
+
+    return figure
+
+
+def recall(results: Results) -> Figure:
+    """Rate of the recall kernel over that of plain copies, in per cent."""
+    found = row(results, "ceilings", layout="hnd", missing=1.0, default=True)["of_plain"]
+    return Figure(*(100 * found[key] for key in ("median", "min", "max")))
+
+
+def more_at_once(results: Results) -> Figure:
+    """Tokens a second of the large batch over those of one sequence."""
+    one, many = (row(results, "batch", case=name) for name in ("batch 1", "batch many"))
+    pairs = zip(one["rounds_ms"], many["rounds_ms"], strict=True)
+    return Figure.of([many["batch"] * x / y for x, y in pairs])
+
+
+def reading(results: Results) -> Figure:
+    """Time of kvcli's prefill over transformers', of rounds that both have."""
+    row(results, "reading", case="transformers")
+    times: dict[str, list[float]] = {"kvcli": [], "transformers": []}
+    for each in results["reading"]["rows"]:
+        times[each["case"]].append(each["seconds"])
+    return Figure.of([x / y for x, y in zip(times["kvcli"], times["transformers"], strict=False)])
+
+
+def reading_memory(results: Results) -> Figure:
+    """Device memory of kvcli's prefill above weights and hidden states, in GiB."""
+    above = row(results, "reading", case="kvcli")["above_bytes"]
+    if above is None:
+        raise Missing("reading: a CPU's allocator keeps no peak")
+    return Figure(above / GIB)
+
+
+TARGETS = (
+    Target(
+        "freekv, 0 to 30 % of heads corrected, against streaming",
+        worst([ratio("speed", f"freekv {part}", "streaming") for part in ("0%", "10%", "30%")]),
+        1.05,
+    ),
+    Target("freekv, all heads corrected, against streaming", ratio("speed", "freekv 100%", "streaming"), 1.25),
+    Target("freekv against the floor, short context", over_floor("speed", "freekv 30%"), 1.4),
+    Target("freekv against the floor, middle context", over_floor("peers", "freekv 30%"), 1.4),
+    Target("long context against short, first layer dense", ratio("length", "long, 1 dense", "short, 1 dense"), 1.6),
+    Target("long context against short, no dense layer", ratio("length", "long, 0 dense", "short, 0 dense"), 1.35),
+    Target("transformers, resident, against freekv", slower("transformers"), 4.0, at_most=False),
+    Target(
+        "transformers, static and compiled, against freekv", slower("transformers static, compiled", "static"), None
+    ),
+    Target("transformers, offloaded, against freekv", slower("transformers offloaded"), 60.0, at_most=False),
+    Target(
+        "blocking recall, page by page, NHD, against freekv",
+        ratio("batch", "page by page, nhd", "overlapped"),
+        5.0,
+        at_most=False,
+    ),
+    Target(
+        "blocking recall, page by page, HND, against freekv", ratio("batch", "page by page, hnd", "overlapped"), None
+    ),
+    Target("recall against plain copies", recall, 85.0, at_most=False, unit="%"),
+    Target("prefill against transformers", reading, 1.05),
+    Target("prefill, device memory above weights and hidden states", reading_memory, 1.5, unit="GiB"),
+    Target("tokens a second, large batch against one sequence", more_at_once, 5.0, at_most=False),
+)
+
+
+def judged(results: Results, judge: bool = True) -> list[Row]:
+    """Give the whole table."""
+    return [target.judged(results, judge) for target in TARGETS]
