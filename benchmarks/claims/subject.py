@@ -94,8 +94,9 @@ class Subject:
         return recall(self.first_answer(document, method, logits).stream.text, document.row.outputs)
 
     def first_answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> RunningSequence:
-        """Let a method that has read the document answer greedily."""
-        sequence = self.running(method, len(document.ids), Sampler(Sampling(), 0, self.model.device), MAX_TOKENS)
+        """Let a method that has read the document answer greedily, as long as there is room."""
+        prompt, sampler = len(document.ids), Sampler(Sampling(), 0, self.model.device)
+        sequence = self.running(method, prompt, sampler, min(MAX_TOKENS, method.context.capacity - prompt))
         sequence.accept(logits)
         return self.run(sequence)
 
