@@ -1,6 +1,6 @@
-"""The parts of recall switched off one by one, as the paper does: layout, double buffering, speculation.
+"""The parts of recall switched off one by one: those that the paper switches off (FreeKV, figure 9), and two more.
 
-(FreeKV, section 5.4.) Without speculation every head retrieves before it attends.
+Without speculation every head retrieves before it attends.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import USUAL, Case, compared
+from kvcli.methods.freekv import FreeKV
+
+OTHERS: dict[str, dict[str, Any]] = {"copies, all else on": {"recall": "copy"}, "nhd pages": {"host_layout": "nhd"}}
 
 
 def cases(context: int) -> list[Case]:
-    """Name every combination that differs; a gather has no buffers."""
-    made = []
-    for recall, buffers in (("gather", None), ("copy", True), ("copy", False)):
-        for layout in ("hnd", "nhd"):
-            for speculation in (True, False):
-                settings: dict[str, Any] = {"recall": recall, "host_layout": layout}
-                settings |= {} if buffers is None else {"double_buffer": buffers}
-                name = f"{recall} {layout}" + ({True: " two buffers", False: " one buffer"}.get(buffers) or "")
-                name += "" if speculation else " unspeculative"
-                made.append(Case.freekv(name, context, corrected=USUAL if speculation else 1.0, **settings))
-    return made
+    """Name the method with all its parts, and without some of them."""
+    switched = {"all parts": {}, **FreeKV.ablation, **OTHERS}
+    return [
+        Case.freekv(name, context, corrected=1.0 if settings.get("tau") == 1.0 else USUAL, **settings)
+        for name, settings in switched.items()
+    ]
 
 
 def run(setting: Setting, found: Any) -> Iterator[Row]:

@@ -90,6 +90,6 @@ def _timed(peer: Transformers, load: Load) -> Row:
     steps = peer.run(load, Timeline()).steps_ms
     step = milliseconds([taken / 1000 for taken in steps])
     print(
-        f"  {peer.label:<34} {load.context:>9,} x 1: {step['median']:8.3f} ms ({step['min']:.3f} to {step['max']:.3f})"
+        f"  {peer.label:<40} {load.context:>9,} x 1: {step['median']:8.3f} ms ({step['min']:.3f} to {step['max']:.3f})"
     )
     return {"case": peer.label, "context": load.context, "batch": 1, "step_ms": step, "steps_ms": steps}

@@ -140,7 +140,7 @@ def rate_of(found: Any, what: str) -> float | None:
 def shown(row: Row) -> Row:
     """Print a step, and pass it on."""
     step, floor = row["step_ms"], row["floor_ms"]
-    line = f"  {row['case']:<34} {row['context']:>9,} x {row['batch']}: {step['median']:8.3f} ms"
+    line = f"  {row['case']:<40} {row['context']:>9,} x {row['batch']}: {step['median']:8.3f} ms"
     line += f" ({step['min']:.3f} to {step['max']:.3f})"
     line += "" if floor is None else f", floor {floor:.3f}"
     line += f", with the host {row['looped_ms']['median']:.3f}" if "looped_ms" in row else ""
