@@ -180,7 +180,7 @@ def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any])
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
-            message = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+            message = f"{first['loc'][0]} = {first['input']!r}: {message[0].lower()}{message[1:]}"
         raise _usage(f"{method}: {message}", f"see kvcli methods {method}") from None
 
 

@@ -69,7 +69,8 @@ def heading(report: Report) -> str:
         parts.append(f"profile {profile['name']}")
     settings = profile.get("settings", {})
     parts += [f"{key} {settings[key]:,}" for key in ("budget", "sink", "window") if key in settings]
-    parts += [f"tau {settings['tau']:g}"] if "tau" in settings else []
+    tau = settings.get("tau")
+    parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
     return " · ".join(parts)
 
 

@@ -99,13 +99,15 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 
 def _setting(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    forms = schema.get("oneOf", [schema])  # several where a value can be one number or a list of them
+    bounds = forms[0]
     return {
         "name": key,
-        "type": schema.get("type", "any"),
+        "type": " or ".join(form.get("type", "any") for form in forms),
         "default": schema.get("default"),
         "unit": schema.get("unit", ""),
-        "minimum": schema.get("minimum", schema.get("exclusiveMinimum")),
-        "maximum": schema.get("maximum", schema.get("exclusiveMaximum")),
+        "minimum": bounds.get("minimum", bounds.get("exclusiveMinimum")),
+        "maximum": bounds.get("maximum", bounds.get("exclusiveMaximum")),
         "choices": schema.get("enum"),
         "description": schema.get("description", ""),
     }

@@ -68,6 +68,7 @@ class ForcedLayer(SpeculativeLayer):
         self,
         slots: BatchSlots,
         rule: SlotRule,
+        threshold: float,
         found: Found,
         lanes: Lanes,
         lane: str,
@@ -75,7 +76,7 @@ class ForcedLayer(SpeculativeLayer):
         forced: Forced,
         layer: int,
     ):
-        super().__init__(slots, rule, found, lanes, lane, scratch)
+        super().__init__(slots, rule, threshold, found, lanes, lane, scratch)
         self.forced = forced
         self.waiting, self.reusing = forced.now[layer], forced.later[layer]
 

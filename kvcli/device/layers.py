@@ -80,15 +80,21 @@ class SpeculativeLayer:
     """
 
     def __init__(
-        self, slots: BatchSlots, rule: SlotRule, found: Found, lanes: Lanes, lane: str, scratch: tuple[Scratch, Scratch]
+        self,
+        slots: BatchSlots,
+        rule: SlotRule,
+        threshold: float,
+        found: Found,
+        lanes: Lanes,
+        lane: str,
+        scratch: tuple[Scratch, Scratch],
     ):
         assert slots.bounds is not None
         assert slots.host is not None
-        assert rule.correct_below is not None
         self.rows, self.bounds, self.host = slots.rows, slots.bounds, slots.host
         self.rule, self.lanes, self.lane = rule, lanes, lane
         self.recall: Recall = recall_of(rule)
-        self.threshold = rule.correct_below
+        self.threshold = threshold  # query cosine
         b, num_kv_heads, k = found.turn.shape[0], found.turn.shape[1], slots.rows.layout.selected
         device = self.bounds.device
         flags = torch.zeros(3, b, num_kv_heads, dtype=torch.bool, device=device)

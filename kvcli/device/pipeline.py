@@ -47,7 +47,7 @@ class SlotPipeline:
         self.running = torch.zeros_like(self.first_lengths)
         slots = [BatchSlots.of(caches, self.lengths) for caches in zip(*(m.caches for m in methods), strict=True)]
         retrieving = [_retrieving(layer, each) for layer, each in enumerate(slots) if each.host is not None]
-        self.log = Log(retrieving if rule.correct_below is not None else [], lengths, device)
+        self.log = Log(retrieving if rule.correct_below else [], lengths, device)
         self.scratch: dict[tuple[Any, ...], Scratch] = {}
         self.forced: Forced | None = None
         self.layers = [self._layer(layer, each) for layer, each in enumerate(slots)]
@@ -94,7 +94,8 @@ class SlotPipeline:
             return PlainLayer(slots)
         lane = f"recall {layer % RECALL_LANES}"
         scratch = self._scratch("correction", slots), self._scratch(lane, slots)
-        parts = (slots, self.rule, self.log.found[layer], self.lanes, lane, scratch)
+        threshold = self.rule.correct_below[layer]
+        parts = (slots, self.rule, threshold, self.log.found[layer], self.lanes, lane, scratch)
         if self.rates is None:
             return SpeculativeLayer(*parts)
         if self.forced is None:

@@ -12,10 +12,12 @@ must select the same pages and give the same output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from pydantic import Discriminator, Field, Tag
 from torch import Tensor
 
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
@@ -29,11 +31,17 @@ from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
 from kvcli.store.slots import RecallBy, SlotRule
 
+Cosine = Annotated[float, Field(ge=0, le=1)]
+Tau = Annotated[
+    Annotated[Cosine, Tag("one")] | Annotated[tuple[Cosine, ...], Field(strict=False), Tag("by layer")],
+    Discriminator(lambda value: "by layer" if isinstance(value, list | tuple) else "one"),
+]
+
 
 class FreeKVConfig(PagedConfig):
     """Settings of FreeKV."""
 
-    tau: float = setting(0.9, "correct a KV head below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
+    tau: Tau = setting(0.9, "correct a KV head below this query cosine; 0 never, 1 always; or one a layer", "cosine")
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
     correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")
     score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
@@ -41,10 +49,17 @@ class FreeKVConfig(PagedConfig):
     recall: RecallBy = setting("gather", "how a GPU gets pages: gather by a kernel, copy one after another (ablation)")
     double_buffer: bool = setting(True, "copy into two staging buffers in turn, not one (ablation)")
 
-    @property
-    def correct_below(self) -> float:
-        """The cosine below which a head is corrected; the ends of the scale are exact whatever a cosine rounds to."""
-        return {0.0: -2.0, 1.0: 2.0}.get(self.tau, self.tau)
+    def correct_below(self, layers: int) -> tuple[float, ...]:
+        """The cosine below which a head is corrected, layer by layer.
+
+        The ends of the scale are exact whatever a cosine rounds to. Raises KvcliError (usage) for too few numbers;
+        there may be more than layers, for a plan tries a model's first layers alone.
+        """
+        taus = self.tau if isinstance(self.tau, tuple) else (self.tau,) * layers
+        if len(taus) < layers:
+            hint = "give one number for all layers, or one for each"
+            raise KvcliError(f"tau has {len(taus)} numbers for {layers} layers", hint, ExitCode.USAGE)
+        return tuple({0.0: -2.0, 1.0: 2.0}.get(tau, tau) for tau in taus)
 
 
 class Read(NamedTuple):
@@ -79,6 +94,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
 
     def __init__(self, config: FreeKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
+        self.correct_below = config.correct_below(len(layers))
         self.previous_query: dict[int, Tensor] = {}  # layer -> [H, d], present once the layer has retrieved
         self.reads: dict[int, Read] = {}  # layer -> what the last step's attention read
 
@@ -98,7 +114,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         """See `Method.slot_rule`."""
         config = self.config
         return SlotRule(
-            config.correct_below,
+            self.correct_below,
             config.pooling,
             config.correction_pooling,
             config.score_scale,
@@ -139,7 +155,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             self.count(layer, Count.FIRST_RETRIEVALS, num_kv_heads)
             return q.new_ones(num_kv_heads).bool()
         similarity = query_similarity(q, self.previous_query[layer], num_kv_heads, self.config.correction_pooling)
-        corrected = similarity < self.config.correct_below
+        corrected = similarity < self.correct_below[layer]
         self.count(layer, Count.HEADS_CHECKED, num_kv_heads)
         self.count(layer, Count.HEADS_CORRECTED, int(corrected.sum()))
         return corrected

@@ -18,11 +18,11 @@ RecallBy = Literal["gather", "copy"]
 class SlotRule:
     """What a method's own layers do at a step over slots: attend to all they hold, or FreeKV's speculative retrieval.
 
-    `correct_below` is the query cosine under which a KV head does not reuse the selection of the step before: above 1
-    none ever does; None: nothing is retrieved.
+    `correct_below` is, layer by layer, the query cosine under which a KV head does not reuse the selection of the step
+    before: above 1 none ever does. Empty: nothing is retrieved.
     """
 
-    correct_below: float | None = None
+    correct_below: tuple[float, ...] = ()
     pooling: Pooling = "mean_s"
     correction_pooling: Literal["mean", "max"] = "mean"
     score_scale: bool = True

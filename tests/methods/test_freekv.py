@@ -6,6 +6,7 @@ import pytest
 import torch
 from driver import HK, D, H, Stream
 
+from kvcli.errors import KvcliError
 from kvcli.store.offloaded import EMPTY
 
 P, SINK, WINDOW, SELECTED = 4, 2, 2, 3  # in pages of 4 tokens
@@ -125,6 +126,23 @@ def test_every_step_matches_the_oracle(prompt, tau):
         assert 0 < correction.heads_corrected < correction.heads_checked
     else:
         assert correction.heads_corrected == tau * correction.heads_checked
+
+
+def test_tau_by_layer_is_that_of_each_layer():
+    corrected = []
+    for tau in (0.8, (0.0, 0.8), [0.3, 0.8, 0.5], (0.8, 1.0), (0.8, 0.0)):  # the first layer is dense
+        method = [method for _, method, _ in Stream(75, steps=40).run("freekv", {**SETTINGS, "tau": tau})][-1]
+        correction = method.context.counters.correction()
+        corrected.append(correction.heads_corrected / correction.heads_checked)
+    one, same, longer, always, never = corrected
+    assert (always, never) == (1, 0)
+    assert 0 < one < 1
+    assert one == same == longer
+
+
+def test_too_few_taus_are_refused():
+    with pytest.raises(KvcliError, match="tau has 1 numbers for 2 layers"):
+        next(iter(Stream(75, steps=1).run("freekv", {**SETTINGS, "tau": [0.8]})))
 
 
 def test_no_speculation_selects_what_exact_retrieval_selects_at_every_step():
