@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from kvcli.fidelity import Fidelity, Measured
+from kvcli.calibrate.layerwise import LayerPoint
+from kvcli.fidelity import ATTENTION, Fidelity, Measured
+from kvcli.stats import Count
 
 NOTHING = 1e-6
 """Attention mass that counts as none."""
@@ -41,7 +43,12 @@ class Point:
     @property
     def label(self) -> str:
         """The settings in words: "rank 24, outliers 8"."""
-        return ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        return ", ".join(f"{key} {told(value)}" for key, value in self.settings.items())
+
+
+def told(value: Any) -> str:
+    """A setting's value in words; of one for each layer the numbers one after another."""
+    return " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Tally:
     bytes_exposed: int = 0
     bytes_to_device: int = 0
     device_kv_bytes: int = 0
+    exposed_by_layer: dict[int, int] = field(default_factory=dict)  # bytes
 
     def add(self, measured: Measured) -> None:
         """Add a passage."""
@@ -68,6 +76,16 @@ class Tally:
         self.bytes_exposed += cache.bytes_exposed
         self.bytes_to_device += cache.bytes_to_device
         self.device_kv_bytes += measured.method.footprint().device
+        for layer in measured.fidelity.layers:
+            exposed = sum(step[layer][Count.BYTES_EXPOSED] for step in counters.counts)
+            self.exposed_by_layer[layer] = self.exposed_by_layer.get(layer, 0) + exposed
+
+    def by_layer(self) -> dict[int, LayerPoint]:
+        """The same of each layer that chooses what to attend to: bytes that it waited for, error of its output."""
+        return {
+            layer: LayerPoint(self.exposed_by_layer[layer], float(sums.mean[ATTENTION.index("error")].mean()))
+            for layer, sums in self.fidelity.layers.items()
+        }
 
     def point(self, least: Sequence[float] | None = None) -> Point:
         """What they come to; at least one was added. `least` are losses of each passage that do not count."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from kvcli.calibrate.curve import Choice, Cost, Point
+from kvcli.calibrate.curve import Choice, Cost, Point, told
 from kvcli.calibrate.sweep import Sweep
 from kvcli.profile import Profile
 from kvcli.sizes import format_bytes
@@ -109,7 +109,7 @@ def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Tabl
     )
     rows = [
         (
-            *(f"{point.settings[key]}" for key in keys),
+            *(told(point.settings[key]) for key in keys),
             f"{point.loss:.3g}",
             f"{point.added:.3g}" if relative else "-",
             f"{point.added_bound:.3g}",

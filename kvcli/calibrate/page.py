@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 
+from kvcli.calibrate.curve import told
 from kvcli.calibrate.outcome import Calibration
 from kvcli.pages import Page, colour
 
@@ -46,7 +47,7 @@ def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.F
             "cost": cost.of(point),
             "figure": getattr(point, field),
             "setting": point.label,
-            "value": ", ".join(str(value) for value in point.settings.values()),
+            "value": ", ".join(told(value) for value in point.settings.values()),
             "chosen": point is found.choice.point,
         }
         for point in found.points

@@ -27,7 +27,8 @@ class Plan:
     """What to calibrate: a method by `profile`, on files or, without, on built-in text.
 
     `length` are tokens of a prompt, `steps` those fed after it, `samples` passages. Where values are tried, `values`
-    replace the target's own, as texts that --set would take, and `max_loss` is what they may add, in nats.
+    replace the target's own, as texts that --set would take, and `max_loss` is what they may add, in nats. `per_layer`
+    tries a value of its own for each layer beside them.
     """
 
     model: ModelSpec
@@ -39,6 +40,7 @@ class Plan:
     seed: int = 0
     max_loss: float = 0.01
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    per_layer: bool = False
 
 
 def prompt_length(plan: Plan, checkpoint: Checkpoint) -> int:

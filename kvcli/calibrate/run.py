@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from kvcli import memory
 from kvcli.calibrate.curve import Tally, choose
+from kvcli.calibrate.layerwise import layerwise
 from kvcli.calibrate.outcome import Calibration
 from kvcli.calibrate.plan import Plan, passages_of, prompt_length, provenance
-from kvcli.calibrate.sweep import Collector, Sweep
+from kvcli.calibrate.sweep import Collector, Nothing, Sweep
 from kvcli.engine import engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fidelity import Passage, measure, reference_profile
@@ -27,26 +30,29 @@ def calibrate(sweep: Sweep, plan: Plan, observer: Observer) -> Calibration:
     Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
 
     Raises:
-        KvcliError: the model or a text cannot be read, a setting is not the method's (usage), the caches of all
-            settings do not fit into memory together (exit code 3).
+        KvcliError: the model or a text cannot be read, a setting is not the method's or has no value for each layer
+            (usage), the caches of all settings do not fit into memory together (exit code 3).
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
     tried = sweep.profiles(plan.profile, checkpoint.geometry, prompt_length(plan, checkpoint), plan.values)
     passages = passages_of(plan, checkpoint)
     _check_fit(checkpoint, [profile for _, profile in tried], passages)
+    if plan.per_layer:
+        _check_per_layer(sweep, [settings for settings, _ in tried])
     model = checkpoint.load()
-    tallies = [Tally(settings) for settings, _ in tried]
     collector = sweep.collector(plan.profile.settings)
-    done = 0
-    try:
-        for done in _measure(model, passages, [profile for _, profile in tried], tallies, collector, observer):  # noqa: B007
-            pass
-    except KeyboardInterrupt:
-        if not done:
-            raise
-    observer.stage_done()
+    tallies, done = _through(model, passages, tried, collector, observer)
+    if not done:
+        raise KeyboardInterrupt
+    complete = done == len(passages)
     least = tallies[-1].losses if sweep.relative else None
+    if plan.per_layer and complete:
+        mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.setting: _by_layer(sweep, tallies, model)})
+        more, through = _through(model, passages, mixed, Nothing(), observer)
+        complete = through == len(passages)
+        if complete:
+            tried, tallies = [*mixed, *tried], [*more, *tallies]
     points = [tally.point(least) for tally in tallies]
     return Calibration(
         sweep=sweep,
@@ -59,8 +65,43 @@ def calibrate(sweep: Sweep, plan: Plan, observer: Observer) -> Calibration:
             "max_loss": plan.max_loss,
             "loss_counts_from": "the last setting" if sweep.relative else "full attention",
         },
-        complete=done == len(passages),
+        complete=complete,
     )
+
+
+def _through(
+    model: Model,
+    passages: Sequence[Passage],
+    tried: Sequence[tuple[dict[str, Any], Profile]],
+    collector: Collector,
+    observer: Observer,
+) -> tuple[list[Tally], int]:
+    """Measure all settings; returns their tallies, and how many passages are through: with Ctrl-C not all of them."""
+    if not tried:
+        return [], len(passages)
+    tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
+    done = 0
+    with suppress(KeyboardInterrupt):
+        for done in _measure(model, passages, profiles, tallies, collector, observer):  # noqa: B007
+            pass
+    observer.stage_done()
+    return tallies, done
+
+
+def _check_per_layer(sweep: Sweep, tried: Sequence[dict[str, Any]]) -> None:
+    if not sweep.by_layer:
+        raise KvcliError(f"{sweep.name} has no value of its own for a layer", "leave --per-layer out", ExitCode.USAGE)
+    if any(len(settings) > 1 for settings in tried):
+        others = ", ".join(key for key in tried[0] if key != sweep.setting)
+        raise KvcliError(f"--per-layer with several values of {others}", "calibrate one of them first", ExitCode.USAGE)
+
+
+def _by_layer(sweep: Sweep, tallies: Sequence[Tally], model: Model) -> list[tuple[float, ...]]:
+    """Combinations of the values that were measured, no more than these: what fitted into memory fits again."""
+    found = {float(tally.settings[sweep.setting]): tally.by_layer() for tally in tallies}
+    values = sorted(found)
+    curves = {layer: [found[value][layer] for value in values] for layer in found[values[0]]}
+    return layerwise(values, curves, len(model.geometry.layers), len(tallies))
 
 
 def _measure(

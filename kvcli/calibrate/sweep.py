@@ -60,9 +60,11 @@ class Sweep:
     collector: Callable[[MethodConfig], Collector] = lambda _: Nothing()
     relative: bool = False
     """Whether only that loss counts which a setting adds to the one of the grid's last setting."""
+    by_layer: bool = False
+    """Whether the setting takes a value for each layer as well; the grid's own have the cheapest first."""
 
     def profiles(
-        self, base: Profile, geometry: ModelGeometry, length: int, asked: Mapping[str, Sequence[str]]
+        self, base: Profile, geometry: ModelGeometry, length: int, asked: Mapping[str, Sequence[Any]]
     ) -> list[tuple[dict[str, Any], Profile]]:
         """Combine the grid's values, `asked` ones instead of the grid's own: settings, and the profile with them.
 

@@ -85,5 +85,6 @@ TARGET = Sweep(
     cost=Cost("bytes_exposed", "recall that attention waits for", "bytes"),
     grid=_grid,
     relative=True,
+    by_layer=True,
     collector=Similarity,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, each, number, option, positive_count, whole
+from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
 from kvcli.cli.output import check_writable, write_file
 from kvcli.errors import ExitCode, KvcliError
 
@@ -101,6 +101,10 @@ def calibrate(
             help="KL divergence that a setting may add, two standard errors included.",
         ),
     ] = 0.01,
+    per_layer: Annotated[
+        bool,
+        flag("--per-layer", panel=options.METHOD, env=False, help="Try a value of its own for each layer, too: tau."),
+    ] = False,
     output: Annotated[
         Path | None,
         option("--output", "-o", panel=options.OUTPUT, env=False, metavar="FILE.toml", help="Write the profile found."),
@@ -144,8 +148,9 @@ def calibrate(
     from kvcli.profile import resolve_profile
 
     asked = target_of(target)
-    if html is not None or values:
-        _only_for_values(asked, "--html" if html is not None else "--values")
+    for name, wanted in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", per_layer)):
+        if wanted:
+            _only_for_values(asked, name)
     named = method if method is not None or profile is not None else asked.method
     plan = Plan(
         model=ModelSpec(model, device, dtype, load_format, offline),
@@ -157,6 +162,7 @@ def calibrate(
         seed=seed,
         max_loss=max_loss,
         values={key: each(text, f"--values {key}", str) for key, text in assignments(values or [], "--values").items()},
+        per_layer=per_layer,
     )
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     if model is None:

@@ -181,6 +181,52 @@ def test_ctrl_c_leaves_what_was_measured(checkpoint, text):
         calibrate(*plan(checkpoint, text), Stages(interrupt_at=0.1))
 
 
+def test_each_layer_may_have_its_own_tau(checkpoint, text, tmp_path):
+    every = calibrate(*plan(checkpoint, text), Observer())
+    allowed = max(point.added_bound for point in every.points) / 2
+    found = calibrate(*plan(checkpoint, text, max_loss=allowed), Observer())
+    mixed = calibrate(*plan(checkpoint, text, max_loss=allowed, per_layer=True), Observer())
+    assert mixed.complete
+    assert [point.settings for point in mixed.points[-5:]] == [point.settings for point in every.points]
+    tried = [point.settings["tau"] for point in mixed.points[:-5]]
+    layers = len(open_checkpoint(checkpoint).geometry.layers)
+    assert tried
+    assert all(isinstance(tau, tuple) and len(tau) == layers for tau in tried)
+    assert mixed.choice.point.added_bound <= allowed
+    assert mixed.choice.point.bytes_exposed <= found.choice.point.bytes_exposed
+    path = tmp_path / "mine.toml"
+    path.write_text(mixed.to_toml())
+    assert resolve_profile(profile=str(path)).hash == mixed.chosen.hash
+    assert len(tomllib.loads(path.read_text())["provenance"]["curve"]) == len(mixed.points)
+    assert " ".join(f"{tau:g}" for tau in tried[0]) in mixed.tables()[0][1].rows[0][0]
+
+
+def test_ctrl_c_among_layers_leaves_what_was_measured_before(checkpoint, text):
+    class Second(Stages):
+        stages = 0
+
+        def stage(self, name, total=None):
+            super().stage(name, total)
+            self.stages += name == "calibrate"
+            self.done, self.interrupt_at = 0, 0.5 if self.stages == 2 else None
+
+    found = calibrate(*plan(checkpoint, text, per_layer=True), Second())
+    assert not found.complete
+    assert [point.settings["tau"] for point in found.points] == [0.0, 0.7, 0.8, 0.9, 1.0]
+    assert found.provenance["passages"] == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "method", "values"),
+    [("threshold", "refreekv", {}), ("tau", "freekv", {"tau": ["0.5"], "budget": ["48"]})],
+)
+def test_layers_have_no_values_of_their_own_elsewhere(checkpoint, text, target, method, values):
+    settings = SMALL if method == "freekv" else {}
+    with pytest.raises(KvcliError, match="layer") as refused:
+        calibrate(*plan(checkpoint, text, target, method, settings, values=values, per_layer=True), Observer())
+    assert refused.value.exit_code == ExitCode.USAGE
+
+
 def test_values_that_are_asked_for_take_the_place_of_the_targets_own(checkpoint, text):
     asked = {"tau": ["0.5", "1"], "budget": ["48", "56"]}
     found = calibrate(*plan(checkpoint, text, values=asked, samples=1), Observer())
@@ -222,24 +268,28 @@ def test_built_in_text_is_made_to_measure_and_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("target", "method", "settings", "values"),
+    ("target", "method", "settings", "values", "per_layer"),
     [
-        ("tau", "freekv", DEMO, {"tau": ["0.0", "1.0"]}),
+        ("tau", "freekv", DEMO, {"tau": ["0.0", "1.0"]}, False),
+        ("tau", "freekv", DEMO, {"tau": ["0.0", "1.0"]}, True),
         (
             "rank",
             "shadowkv",
             {"budget": 128, "outliers": 4, "local": 4},
             {"rank": ["8", "64"], "outliers": ["4"]},
+            False,
         ),
     ],
 )
-def test_a_chosen_value_keeps_its_promise_on_text_that_was_not_seen(target, method, settings, values):
+def test_a_chosen_value_keeps_its_promise_on_text_that_was_was_not_seen(target, method, settings, values, per_layer):
     profile = resolve_profile(method=method, overrides=settings)
-    asked = Plan(ModelSpec(), profile, length=600, steps=12, samples=3, max_loss=0.05, values=values)
+    asked = Plan(
+        ModelSpec(), profile, length=600, steps=12, samples=3, max_loss=0.05, values=values, per_layer=per_layer
+    )
     chosen = calibrate(SWEEPS[target], asked, Observer()).choice.point
     assert chosen is not None
     setting = next(iter(values))
-    other = {**values, setting: [str(chosen.settings[setting]), values[setting][-1]]}
+    other = {**values, setting: [json.dumps(chosen.settings[setting]), values[setting][-1]]}
     held_out = calibrate(
         SWEEPS[target], Plan(ModelSpec(), profile, length=600, steps=12, samples=3, seed=1000, values=other), Observer()
     )

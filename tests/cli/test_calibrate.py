@@ -74,6 +74,7 @@ def test_where_no_value_will_do_no_profile_is_written(warm, folder):
         (["tau", "fox.txt", "--max-loss", "-1"], ["--max-loss", "-1"]),
         (["tau", "fox.txt", "--values", "tau"], ["--values", "KEY=VALUE"]),
         (["tau", "fox.txt", "--values", "tau=2"], ["tau = 2"]),
+        (["pca", "fox.txt", "--method", "loki", "--per-layer"], ["--per-layer"]),
         (["tau", "fox.txt", "--method", "quest"], ["quest", "'tau'"]),
     ],
 )
