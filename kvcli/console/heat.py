@@ -9,7 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (110, 190, 110)
+# Red, yellow and green in terminals of 16 colours as well.
+_LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (80, 200, 80)
 
 
 @dataclass(frozen=True)
