@@ -57,6 +57,7 @@ class SlotPipeline:
         """Let the sequences take part. A step before that changes nothing: it can be tried out."""
         self.lengths.copy_(self.first_lengths)
         self.running.fill_(1)
+        self.log.start()
 
     def end(self, row: int) -> None:
         """Let a sequence take part no more."""
@@ -71,7 +72,8 @@ class SlotPipeline:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
-        return self.layers[layer](q[:, :, 0], NewToken(k[:, :, 0], v[:, :, 0]), softmax)[:, None]
+        new = NewToken(*(x[:, :, 0].contiguous() for x in (k, v)))  # parts of a fused projection have gaps
+        return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
     def settle(self) -> None:
         """End a step: everything in every lane is done, and what was found is kept."""

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from engine import SPARE, new_method, run
-from families import VOCAB, tiny_model
+from families import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
 from lanes import Late
 
 from kvcli.device.lanes import OneAfterAnother
 from kvcli.device.pipeline import SlotPipeline
+from kvcli.device.stepper import SlotStepper
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
@@ -31,7 +32,7 @@ def outcome(sequences):
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3", "phi3"])
 @pytest.mark.parametrize("method", ["full", "streaming", "freekv"])
 def test_every_family_and_method(family, method):
     model = tiny_model(family)
@@ -84,11 +85,51 @@ def test_a_sequence_that_ends_takes_part_no_more():
     assert [sequence.finish_reason for sequence in overlapped] == ["eos", "length", "length"]
 
 
+def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
+    """As they are where a step is captured."""
+    steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 20)
+    expected = outcome(run(*steps))
+    tried = []
+    original = SlotStepper._feed
+
+    def feed(self):  # the last thing that is done before the first step
+        if not tried:
+            self.pipeline.lengths.zero_()
+            self.pipeline.running.zero_()
+            for _ in range(3):
+                self._run()
+                tried.append(self.pipeline.lengths.tolist())
+            self.pipeline.start()
+        original(self)
+
+    monkeypatch.setattr(SlotStepper, "_feed", feed)
+    assert outcome(run(*steps, lanes=OneAfterAnother())) == expected
+    assert tried == [[0, 0, 0]] * 3
+
+
 def test_more_steps_than_the_log_holds(monkeypatch):
     monkeypatch.setattr("kvcli.device.log.STEPS", 8)
     monkeypatch.setattr("kvcli.device.pipeline.STEPS", 8)
     steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 27)
     assert outcome(run(*steps, lanes=OneAfterAnother())) == outcome(run(*steps))
+
+
+def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
+    original = SlotPipeline.start
+
+    def start(self):
+        for _ in range(3):
+            self.advance()
+            for layer in range(LAYERS):
+                q, k, v = (torch.randn(len(LENGTHS), heads, 1, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+                self(layer, q, k, v, Softmax(1.0))
+            self.settle()
+        original(self)
+
+    steps = (tiny_model("llama"), "freekv", SMALL | {"tau": 0.5}, prompts(), 20)
+    expected = outcome(run(*steps))
+    monkeypatch.setattr(SlotPipeline, "start", start)
+    assert outcome(run(*steps, lanes=OneAfterAnother())) == expected
 
 
 def test_the_caller_has_its_tensors_back():
