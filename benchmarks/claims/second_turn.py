@@ -5,6 +5,9 @@ fact of the same document, token by token through decode steps, and the method a
 the first question did not look at it is gone by then (arXiv 2410.21465, section 5 and figure 7; arXiv 2407.15891,
 figure 2). All methods read each document together, once; their answers are their own. Full attention is the ceiling.
 
+With `--begin-answer` the prompt ends with the first answer's words up to its value. The demo model fetches a value only
+there, so that what is cut by a prompt's last queries is cut for the first question only then (see `prompt-end`).
+
 `turn's cost` is the second answer's score less the first one's, paired over the documents: what a method loses by the
 turn, apart from what its budget loses anyway.
 """
@@ -18,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from claims.block_choice import up_to_the_value
 from claims.scores import Scores, difference
 from claims.subject import MAX_TOKENS, Document, Subject, table
 from kvcli.methods.base import Method
@@ -60,6 +64,7 @@ class SecondTurn:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what is compared."""
     parser.add_argument("--methods", nargs="+", default=[*RETRIEVING, *DROPPING, *OTHERS], help="beside full attention")
+    parser.add_argument("--begin-answer", action="store_true", help="put the first answer's words into the prompt")
     parser.add_argument("--turn-budgets", type=int, nargs="+", default=[512, 2048], help="tokens, for each method")
 
 
@@ -69,7 +74,8 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     subject.engine.rope.cover(_capacity(subject))
     turns: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
     behind: tuple[list[int], ...] = ([], [])
-    for document in subject.documents([TASK], args.rows):
+    for row in subject.documents([TASK], args.rows):
+        document = up_to_the_value(subject, row) if args.begin_answer else row
         name, value = other_fact(document)
         for turn, asked in zip(behind, (document.row.outputs[0], value), strict=True):
             turn.append(len(document.ids) - subject.count_tokens(document.row.document.partition(asked)[0]))
@@ -80,6 +86,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     first, second = turns
     return {
         "settings": SETTINGS,
+        "begin answer": args.begin_answer,
         "variants": {each.label: each.profile.as_dict()["settings"] for each in compared},
         "tokens_behind": {"first turn": behind[0], "second turn": behind[1]},
         "scores": {"first turn": first, "second turn": second},
