@@ -1,10 +1,10 @@
 """Why methods that cut a prompt by its last queries lose the very fact it asks for: nothing there looks at it yet.
 
-SnapKV, PyramidKV, CAKE and TOVA keep what the last queries of a prompt look at; the papers' models look for the answer
-while they read the question. The demo model repeats the question's words first ("The access code of Amber is") and
+SnapKV, PyramidKV and CAKE keep what the last queries of a prompt look at; the papers' models look for the answer while
+they read the question. The demo model repeats the question's words first ("The access code of Amber is") and
 fetches the value at the last of them. Each document is read twice: as it is, its end being the question, and with the
 answer's words up to the value behind it. Only the second lets the queries that cut see what is wanted. H2O, whose sums
-run over all queries, and streaming, which looks at nothing, stand beside them.
+run over all queries, TOVA, whose one row is a mean over all heads, and streaming, which looks at nothing, stand beside.
 """
 
 import argparse
