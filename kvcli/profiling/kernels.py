@@ -43,7 +43,7 @@ _PHASE_OF = {
 }
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
-_REDUCTION = re.compile(r"splitk", re.IGNORECASE)  # the second half of a product
+_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)  # the second half of a product that is split, "..._splitK"
 _CHOICE = re.compile(r"argmax", re.IGNORECASE)
 
 # A replay has at least so many kernels: what has fewer was launched by itself.

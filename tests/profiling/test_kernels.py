@@ -20,7 +20,7 @@ STEP = [
     kernel("cublasSplitKReduce_kernel", 22, 23),
     kernel("_gather_kernel", 22, 60, 8),
     kernel("gemv2T_kernel", 23, 30),  # o
-    kernel("nvjet_hsh_gemm", 32, 42),  # of the MLP
+    kernel("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", 32, 42),  # of the MLP
     kernel("nvjet_hsh_gemm", 42, 50),  # the head
     kernel("reduce_kernel<ArgMaxOps>", 50, 54),
 ]
