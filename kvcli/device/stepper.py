@@ -125,10 +125,12 @@ class SlotStepper:
             return  # asked for, so nothing to tell
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # On the same stream, which is none of the lanes'; left here, since a capture that fails does not leave it.
+            with torch.cuda.stream(beside), torch.cuda.graph(graph, stream=beside):
                 self._run()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            cause = error.__context__ or error  # ending what was broken off fails, too, and knows less
+            reason = str(cause).strip().splitlines()[0]
             notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {reason}")
         else:
             self.graph = graph

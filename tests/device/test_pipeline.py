@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine import SPARE, new_method, run
-from families import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
+from families import VOCAB, tiny_model
 from lanes import Late
 
 from kvcli.device.lanes import OneAfterAnother
@@ -112,24 +112,6 @@ def test_more_steps_than_the_log_holds(monkeypatch):
     monkeypatch.setattr("kvcli.device.pipeline.STEPS", 8)
     steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 27)
     assert outcome(run(*steps, lanes=OneAfterAnother())) == outcome(run(*steps))
-
-
-def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
-    original = SlotPipeline.start
-
-    def start(self):
-        for _ in range(3):
-            self.advance()
-            for layer in range(LAYERS):
-                q, k, v = (torch.randn(len(LENGTHS), heads, 1, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-                self(layer, q, k, v, Softmax(1.0))
-            self.settle()
-        original(self)
-
-    steps = (tiny_model("llama"), "freekv", SMALL | {"tau": 0.5}, prompts(), 20)
-    expected = outcome(run(*steps))
-    monkeypatch.setattr(SlotPipeline, "start", start)
-    assert outcome(run(*steps, lanes=OneAfterAnother())) == expected
 
 
 def test_the_caller_has_its_tensors_back():
