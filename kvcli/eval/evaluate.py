@@ -55,7 +55,8 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
-    cells = suite.cells(_request(plan, checkpoint.tokenizer))
+    most = min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None)
+    cells = suite.cells(_request(plan, checkpoint.tokenizer, most))
     _check_positions(cells, checkpoint)
     _check_fit(plan, cells, checkpoint)
     for variant in plan.variants:
@@ -74,7 +75,7 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
             predictions=predictions,
             observer=observer,
             max_tokens=plan.max_tokens,
-            max_length=min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None),
+            max_length=most,
         )
         complete = True
         try:
@@ -87,7 +88,7 @@ def evaluate(plan: Plan, observer: Observer) -> Table:
         return Table(environment, configuration, digest(configuration), plan.variants, found, complete)
 
 
-def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> suite.Request:
+def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase, most: int | None) -> suite.Request:
     # What the chat template puts around a message is part of a prompt's length.
     bare = len(tokenizer("x", add_special_tokens=False, verbose=False)["input_ids"])
     frame = len(encode(Prompt("frame", "x"), plan.template, tokenizer)) - bare
@@ -98,6 +99,7 @@ def _request(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> suite.Request:
         limit=plan.limit,
         seed=plan.sampling.seed,
         frame=frame,
+        most=most,
         max_tokens=plan.max_tokens,
         tokenizer=tokenizer,
     )

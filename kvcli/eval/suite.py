@@ -37,6 +37,9 @@ _NAMES = [*TASKS, GRID, PERPLEXITY]
 class Request:
     """What to ask. `lengths` are tokens of a prompt, `frame` those of them that the chat template adds.
 
+    A prompt and its answer have `most` tokens together, where that is said: longer prompts are made that much shorter,
+    for to cut them would be to cut what they ask for.
+
     `limit` is documents of each cell, `seed` chooses them, `depths` is the number of rows of the needle grid. Where
     `max_tokens` is None the task says how long an answer may be.
     """
@@ -47,8 +50,13 @@ class Request:
     limit: int
     seed: int
     frame: int
+    most: int | None
     max_tokens: int | None
     tokenizer: PreTrainedTokenizerBase
+
+    def beside(self, length: int, answer: int) -> int:
+        """Tokens of a prompt of `length` that leaves room for an answer of so many."""
+        return length if self.most is None else min(length, self.most - answer)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, special ones left out."""
@@ -98,19 +106,24 @@ def _cells_of(request: Request, task: str) -> Iterator[Cell]:
         raise _usage(f"unknown task {task!r}", hint)
 
 
-def _row(request: Request, task: str, length: int, depth: float | None, index: int) -> Row:
-    length -= request.frame
+def _row(request: Request, task: str, length: int, depth: float | None, index: int, answer: int) -> Row:
+    """Make a row whose prompt leaves room for `answer` tokens."""
+    length = request.beside(length, answer) - request.frame
     return make_row(task, length=length, seed=request.seed, index=index, depth=depth, count_tokens=request.count_tokens)
 
 
 def _asked(request: Request, task: str, length: int, depth: float | None, index: int) -> Example:
-    row = _row(request, task, length, depth, index)
+    row = _row(request, task, length, depth, index, request.max_tokens or MAX_TOKENS)
     return Example(row.document + SEPARATOR + row.question, row.question, row.outputs, "recall", MAX_TOKENS)
 
 
 def _fed_answer(request: Request, length: int, index: int) -> Example:
-    row = _row(request, "niah_multiquery", length, None, index)
-    return _fed(row.document + SEPARATOR + row.question, f" {row.answer}", row.question, False)
+    answer = 0
+    while True:  # how long the right answer is, is known when the row is made
+        row = _row(request, "niah_multiquery", length, None, index, answer)
+        if (needed := request.count_tokens(f" {row.answer}")) <= answer or request.most is None:
+            return _fed(row.document + SEPARATOR + row.question, f" {row.answer}", row.question, False)
+        answer = needed
 
 
 def _text_cells(request: Request, task: str, lengths: Sequence[int]) -> Iterator[Cell]:
@@ -122,14 +135,15 @@ def _text_cells(request: Request, task: str, lengths: Sequence[int]) -> Iterator
     starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
     fed = request.max_tokens or _FED_TOKENS
     for length in lengths:
-        size = min((len(starts) - 1) // (length + fed), request.limit)
+        read = request.beside(length, fed)
+        size = min((len(starts) - 1) // (read + fed), request.limit)
         if not size:
-            what = f"{task} has {len(starts) - 1:,} tokens, fewer than {length:,} to read and {fed:,} to feed"
+            what = f"{task} has {len(starts) - 1:,} tokens, fewer than {read:,} to read and {fed:,} to feed"
             raise _usage(what, "ask for a smaller --length")
 
-        def make(index: int, length: int = length) -> Example:
-            begin = index * (length + fed)
-            first, middle, last = (starts[at] for at in (begin, begin + length, begin + length + fed))
+        def make(index: int, read: int = read) -> Example:
+            begin = index * (read + fed)
+            first, middle, last = (starts[at] for at in (begin, begin + read, begin + read + fed))
             return _fed(text[first:middle], text[middle:last], "", True)
 
         yield Cell(task, length, None, PERPLEXITY, size, make)

@@ -57,6 +57,23 @@ def test_perplexity_of_a_text_is_that_of_the_model(folder, document):
     assert quest.cost.attended <= 80
 
 
+def test_prompts_that_fill_the_model_leave_room_for_the_answer_and_are_not_cut(folder, document, tmp_path):
+    """To cut them would take out of the middle what stands there, the needle perhaps."""
+    lines = tmp_path / "p.jsonl"
+    tasks = ["needle_grid", "niah_single", "ppl", f"ppl:{document}"]
+    most = 700
+    evaluate(
+        plan(folder, tasks, ["quest"], (80,), lengths=[most], max_length=most, depths=3, limit=1, predictions=lines),
+        Observer(),
+    )
+    rows = [json.loads(line) for line in lines.read_text().splitlines()[1:]]
+    assert len(rows) == 3 + 1 + 1 + 1
+    for row in rows:
+        assert row["cut_tokens"] == 0
+        assert row["length"] == most
+        assert most - 150 - 200 < row["prompt_tokens"] <= most - 70
+
+
 def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
     rows = [{"context": TEXT[:500], "question": f"Which {n}?", "answer": "x"} for n in range(3)]
     file = tmp_path / "mine.jsonl"
@@ -134,8 +151,8 @@ def test_what_cannot_be_asked_is_a_usage_error(folder, tasks, options, said):
 
 
 def test_a_text_too_short_for_one_stretch_is_refused(folder, document):
-    with pytest.raises(KvcliError, match="fewer than 4,000 to read"):
-        evaluate(plan(folder, [f"ppl:{document}"], lengths=[4000]), Observer())
+    with pytest.raises(KvcliError, match="fewer than 3,900 to read"):
+        evaluate(plan(folder, [f"ppl:{document}"], lengths=[3900]), Observer())
 
 
 def test_a_profile_calibrated_for_another_model_is_refused(folder, tmp_path):
