@@ -1,6 +1,5 @@
 """What holds for every command: help, version, usage errors, and how a process ends."""
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,19 +21,6 @@ def test_help(arguments):
     assert result.returncode == 0
     assert "Usage: kvcli" in result.stdout
     assert result.stderr == ""
-
-
-def test_help_is_quick():
-    def cpu_time():
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    def took():
-        before = cpu_time()
-        kvcli("generate", "--help")
-        return cpu_time() - before
-
-    assert min(took() for _ in range(3)) < 0.5
 
 
 def test_help_loads_no_heavy_library():
