@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from kvcli.attention import Hook, attached
@@ -156,5 +157,11 @@ def engine(
 
     `notice` is told in one line what takes time that nobody asked for.
     """
-    with attached(model.module) as hook, onednn_linears(model.module), installed(model.module, capacities) as rope:
+    here = torch.cuda.device(model.device if model.device.type == "cuda" else -1)  # -1: none; Triton launches on it
+    with (
+        here,
+        attached(model.module) as hook,
+        onednn_linears(model.module),
+        installed(model.module, capacities) as rope,
+    ):
         yield Engine(model, hook, rope, notice)
