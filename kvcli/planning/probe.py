@@ -43,6 +43,7 @@ WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
 _FEW = 6
 PROMPT = 256  # tokens of the prefill that is timed
+_FREED_BYTES = 24 << 20  # less than the 32 MiB from which glibc always asks the system
 _HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
 
 
@@ -92,21 +93,31 @@ def probe(
     capacity = length + WARMUP + STEPS + 1
     model = random_model(config, dtype, device).requires_grad_(False).train(False)
     with attached(model) as hook, onednn_linears(model), installed(model, [capacity, PROMPT]) as rope:
+        clock = _Clock(device)
+        rope.use([PROMPT])
+        clock.begin()
+        prefill(model, hook, [1] * PROMPT, _Nobody(), geometry.layers, lambda _: None)
+        taken = clock.stop() / len(geometry.layers)
         sequences = [
             _sequence(index, profile, geometry, rope.rotary(capacity), dtype, device, length) for index in range(batch)
         ]
         k, v = _fill([sequence.method for sequence in sequences], geometry, length, dtype, device)
-        clock = _Clock(device)
+        _settle_allocator(device)
         with _clocked(model, clock):
             layers, rest = _decode(model, hook, rope, sequences, clock)
-        rope.use([PROMPT])
-        clock.start()
-        prefill(model, hook, [1] * PROMPT, _Nobody(), geometry.layers, lambda _: None)
-        taken = clock.stop() / len(geometry.layers)
     caches = [sequence.counters.cache() for sequence in sequences]
     requested = sum(cache.pages_requested for cache in caches)
     missed = sum(cache.misses for cache in caches) / requested if requested else None
     return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(k, v, geometry, device))
+
+
+def _settle_allocator(device: torch.device) -> None:
+    """Free what a prompt's intermediates take, as a run has done when it decodes.
+
+    The C library gives blocks back to the system until one of their size was freed once; before that, every step would
+    pay for faulting them in anew.
+    """
+    torch.empty(_FREED_BYTES, dtype=torch.uint8, device=device).fill_(0)
 
 
 def _decode(
@@ -203,10 +214,14 @@ class _Clock:
     def start(self) -> None:
         """A step begins."""
         self.steps.append([])
+        self.begin()
+
+    def begin(self) -> None:
+        """Something begins."""
         self._step = self._now()
 
     def stop(self) -> float:
-        """A step has ended: its seconds."""
+        """It has ended: its seconds."""
         return self._now() - self._step
 
     def enter(self, *_: Any) -> None:
