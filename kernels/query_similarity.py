@@ -30,12 +30,14 @@ class Turn(IntEnum):
 
 
 class Decision(NamedTuple):
-    """What the KV heads [b, Hk] of a batch do: which wait, which select later (bool), and why (`Turn`, int32).
+    """What the KV heads [b, Hk] of a batch do: which wait (`now`), which do not, which of these select later (bool),
+    and why (`Turn`, int32).
 
     `retrieved` (int32) is state: zero until a head's first retrieval.
     """
 
     now: Tensor
+    others: Tensor
     later: Tensor
     turn: Tensor
     retrieved: Tensor
@@ -61,10 +63,11 @@ def correct_heads_ref(
 ) -> None:
     """Decide sequence by sequence."""
     for b, retrieves in enumerate(active(lengths, layout).tolist()):
-        now, later, turn, retrieved = (part[b] for part in decision)
+        now, others, later, turn, retrieved = (part[b] for part in decision)
         turned = query_similarity(q[b], previous[b], len(now), pooling) < threshold
         first = retrieved == 0
         now.copy_((first | turned) & retrieves)
+        others.copy_(~now)
         later.copy_(~(first | turned) & retrieves)
         turn.copy_(torch.where(first, Turn.FIRST, torch.where(turned, Turn.CORRECTED, Turn.REUSED)) * retrieves)
         if retrieves:
@@ -78,6 +81,7 @@ def _correct_kernel(
     previous: tl.tensor,
     lengths: tl.tensor,
     now: tl.tensor,
+    others: tl.tensor,
     later: tl.tensor,
     turn: tl.tensor,
     retrieved: tl.tensor,
@@ -97,6 +101,7 @@ def _correct_kernel(
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     if tl.cdiv(tl.load(lengths + b), SIZE) <= TOTAL:
         tl.store(now + pair, False)
+        tl.store(others + pair, True)
         tl.store(later + pair, False)
         tl.store(turn + pair, 0)
         return
@@ -115,6 +120,7 @@ def _correct_kernel(
     waits = first | (similarity < threshold)
     tl.debug_barrier()  # all warps have read the state before one changes it
     tl.store(now + pair, waits)
+    tl.store(others + pair, waits == 0)
     tl.store(later + pair, waits == 0)
     tl.store(turn + pair, tl.where(first, 3, tl.where(waits, 2, 1)))
     tl.store(retrieved + pair, 1)
@@ -143,9 +149,7 @@ def correct_heads(
     require("q", q, q.shape)
     require_whole("previous", previous, q.shape, q.dtype)
     require_whole("lengths", lengths, (b,), torch.int32)
-    for name, x, dtype in zip(
-        Decision._fields, decision, (torch.bool, torch.bool, torch.int32, torch.int32), strict=True
-    ):
+    for name, x, dtype in zip(Decision._fields, decision, (*[torch.bool] * 3, torch.int32, torch.int32), strict=True):
         require_whole(name, x, (b, num_kv_heads), dtype)
     if not takes(q):
         return correct_heads_ref(q, previous, lengths, layout, threshold, pooling, decision)

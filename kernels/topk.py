@@ -83,10 +83,12 @@ def _topk_kernel(
     out = selected + pair.to(tl.int64) * K
     one = tl.full([], 1, tl.int32)
     threshold = one << 31  # the least integer
+    first = low + tl.arange(0, BLOCK_N)
+    keys = _ordered(tl.load(row + first, mask=first < high, other=0.0))  # read once: they are all, where all fit
     for bit in range(32):
         trial = threshold ^ (one << (31 - bit))
-        reached = tl.zeros([BLOCK_N], tl.int32)
-        for start in range(low, high, BLOCK_N):
+        reached = ((keys >= trial) & (first < high)).to(tl.int32)
+        for start in range(low + BLOCK_N, high, BLOCK_N):
             page = start + tl.arange(0, BLOCK_N)
             key = _ordered(tl.load(row + page, mask=page < high, other=0.0))
             reached += ((key >= trial) & (page < high)).to(tl.int32)

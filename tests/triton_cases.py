@@ -286,8 +286,8 @@ def _(draw: Draw, s: Sizes, pooling: str) -> Call:
     previous = q + draw(*q.shape) * torch.arange(0, 2, 2 / s.g, device=draw.device)[: s.g].repeat(s.hk)[:, None]
     previous = previous.to(q.dtype).contiguous()
     retrieved = draw.ints(torch.arange(s.b)[:, None].repeat(1, s.hk) != s.b - 1)
-    now, later = (draw.ints(torch.ones(s.b, s.hk), torch.bool) for _ in range(2))
-    decision = similarity.Decision(now, later, draw.ints(torch.full((s.b, s.hk), -7)), retrieved)
+    flags = (draw.ints(torch.ones(s.b, s.hk), torch.bool) for _ in range(3))
+    decision = similarity.Decision(*flags, draw.ints(torch.full((s.b, s.hk), -7)), retrieved)
     previous[-1] = NAN
     args = (q, previous, draw.ints(s.lengths), s.layout, 0.8, pooling, decision)
     return Call(args, [previous, *decision])

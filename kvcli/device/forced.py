@@ -43,10 +43,12 @@ class Forced:
         draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
         self.patterns = (draw < rates.corrected).to(device)
         self.sink, self.shift = layout.sink, round(rates.turnover * layout.selected)
-        self.candidates = (page_count(lengths, layout) - layout.sink - layout.window).clamp_min(1)[:, None]
+        self.candidates = (page_count(lengths, layout) - layout.sink - layout.window)[:, None]
+        if int(self.candidates.min()) <= layout.selected:
+            raise ValueError("rates are for sequences that have outgrown their slots")
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.now = torch.zeros(num_layers, b, num_kv_heads, dtype=torch.bool, device=device)
-        self.later = torch.zeros_like(self.now)
+        self.others, self.later = torch.zeros_like(self.now), torch.zeros_like(self.now)
         self.selected = torch.zeros(b, num_kv_heads, layout.selected, dtype=torch.int32, device=device)
         self.order = torch.arange(layout.selected, device=device)
 
@@ -55,6 +57,7 @@ class Forced:
         taking_part = (lengths > 0)[:, None]
         wait = self.patterns.index_select(0, self.step % PATTERNS)[0]
         torch.logical_and(wait, taking_part, out=self.now)
+        torch.logical_not(self.now, out=self.others)
         torch.logical_and(~wait, taking_part, out=self.later)
         pages = self.sink + (self.step * self.shift + self.order) % self.candidates  # [b, k]
         self.selected.copy_(pages[:, None])
@@ -78,7 +81,7 @@ class ForcedLayer(SpeculativeLayer):
     ):
         super().__init__(slots, rule, threshold, found, lanes, lane, scratch)
         self.forced = forced
-        self.waiting, self.reusing = forced.now[layer], forced.later[layer]
+        self.waiting, self.others, self.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 
     def select(self, heads: Tensor, scratch: Scratch, softmax: Softmax) -> Tensor:
         """Do the work, and take the pages that were told."""

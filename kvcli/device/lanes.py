@@ -17,6 +17,9 @@ Point = Any
 
 Work = Callable[[], None]
 
+PRIORITIES = {"correction": -1}
+"""Lanes that the main one waits for go before those that it does not; a lower number is more urgent."""
+
 
 class Lanes(ABC):
     """The lanes of one step after another."""
@@ -73,7 +76,7 @@ class Streams(Lanes):
     def submit(self, lane: str, work: Work, after: Sequence[Point]) -> Point:
         """See `Lanes.submit`; work that names no point begins with the main lane's."""
         if lane not in self.streams:
-            self.streams[lane] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.streams[lane] = torch.cuda.Stream(self.device, priority=PRIORITIES.get(lane, 0))  # type: ignore[no-untyped-call]
         stream = self.streams[lane]
         for point in after or [self.mark()]:
             stream.wait_event(point)

@@ -98,9 +98,8 @@ class SpeculativeLayer:
         b, num_kv_heads, k = found.turn.shape[0], found.turn.shape[1], slots.rows.layout.selected
         device = self.bounds.device
         flags = torch.zeros(3, b, num_kv_heads, dtype=torch.bool, device=device)
-        self.decision = Decision(flags[0], flags[1], found.turn, torch.zeros_like(found.turn))
-        self.waiting, self.reusing = self.decision.now, self.decision.later
-        self.others = flags[2]  # that do not wait, whether they retrieve or not
+        self.waiting, self.others, self.reusing = flags  # what the lanes go by
+        self.decision = Decision(self.waiting, self.others, self.reusing, found.turn, torch.zeros_like(found.turn))
         self.query = torch.empty(0)  # [b, H, d] of the last step that retrieved
         pages, into = torch.empty(2, 2, b, num_kv_heads, k, dtype=torch.int32, device=device)
         self.now = MissList(pages[0], into[0], found.missed_now)
@@ -136,7 +135,6 @@ class SpeculativeLayer:
         """Say which heads wait, and keep the queries: `q` is the caller's again before all lanes have read it."""
         pooling = self.rule.correction_pooling
         correct_heads(q, self.query, self.rows.lengths, self.rows.layout, self.threshold, pooling, self.decision)
-        torch.logical_not(self.waiting, out=self.others)
 
     def bring(self, heads: Tensor, misses: MissList, scratch: Scratch, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""

@@ -6,6 +6,7 @@ and the log. Between two replays the host reads the tokens that were chosen, to 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -123,6 +124,7 @@ class SlotStepper:
         torch.cuda.current_stream(device).wait_stream(beside)
         if any(isinstance(layer, SpeculativeLayer) and layer.recall.waits_for_device for layer in self.pipeline.layers):
             return  # asked for, so nothing to tell
+        gc.collect()  # memory that is freed while a graph is captured may break it off
         graph = torch.cuda.CUDAGraph()
         try:
             # On the same stream, which is none of the lanes'; left here, since a capture that fails does not leave it.
