@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.store.pages import PageBudget
 from kvcli.store.tokens import TokenBudget
 
@@ -17,6 +18,26 @@ def _power_of_two(value: int) -> int:
 
 
 PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+Cosine = Annotated[float, Field(ge=0, le=1)]
+CosineByLayer = Annotated[
+    Annotated[Cosine, Tag("one")] | Annotated[tuple[Cosine, ...], Field(strict=False), Tag("by layer")],
+    Discriminator(lambda value: "by layer" if isinstance(value, list | tuple) else "one"),
+]
+"""One number for all layers, or one for each; see `by_layer`."""
+
+
+def by_layer(name: str, value: float | tuple[float, ...], layers: int) -> tuple[float, ...]:
+    """Give the number of every layer.
+
+    Raises KvcliError (usage) for too few; there may be more than layers, for a plan tries a model's first layers alone.
+    """
+    values = value if isinstance(value, tuple) else (value,) * layers
+    if len(values) < layers:
+        hint = "give one number for all layers, or one for each"
+        raise KvcliError(f"{name} has {len(values)} numbers for {layers} layers", hint, ExitCode.USAGE)
+    return values
 
 
 def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:

@@ -12,12 +12,10 @@ must select the same pages and give the same output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
 from torch import Tensor
 
-from kvcli.errors import ExitCode, KvcliError
 from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
@@ -26,22 +24,18 @@ from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
 from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
 from kvcli.store.slots import RecallBy, SlotRule
-
-Cosine = Annotated[float, Field(ge=0, le=1)]
-Tau = Annotated[
-    Annotated[Cosine, Tag("one")] | Annotated[tuple[Cosine, ...], Field(strict=False), Tag("by layer")],
-    Discriminator(lambda value: "by layer" if isinstance(value, list | tuple) else "one"),
-]
 
 
 class FreeKVConfig(PagedConfig):
     """Settings of FreeKV."""
 
-    tau: Tau = setting(0.9, "correct a KV head below this query cosine; 0 never, 1 always; or one a layer", "cosine")
+    tau: CosineByLayer = setting(
+        0.9, "correct a head below this query cosine; 0 never, 1 always; or one a layer", "cosine"
+    )
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
     correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")
     score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
@@ -50,16 +44,11 @@ class FreeKVConfig(PagedConfig):
     double_buffer: bool = setting(True, "copy into two staging buffers in turn, not one (ablation)")
 
     def correct_below(self, layers: int) -> tuple[float, ...]:
-        """The cosine below which a head is corrected, layer by layer.
+        """The cosine below which a head is corrected, layer by layer; raises KvcliError (usage) for too few numbers.
 
-        The ends of the scale are exact whatever a cosine rounds to. Raises KvcliError (usage) for too few numbers;
-        there may be more than layers, for a plan tries a model's first layers alone.
+        The ends of the scale are exact whatever a cosine rounds to.
         """
-        taus = self.tau if isinstance(self.tau, tuple) else (self.tau,) * layers
-        if len(taus) < layers:
-            hint = "give one number for all layers, or one for each"
-            raise KvcliError(f"tau has {len(taus)} numbers for {layers} layers", hint, ExitCode.USAGE)
-        return tuple({0.0: -2.0, 1.0: 2.0}.get(tau, tau) for tau in taus)
+        return tuple({0.0: -2.0, 1.0: 2.0}.get(tau, tau) for tau in by_layer("tau", self.tau, layers))
 
 
 class Read(NamedTuple):
@@ -81,14 +70,9 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
     group_consistent = True
     device_memory = "O(B + L/p)"
     ablation: ClassVar[dict[str, dict[str, Any]]] = {  # figure 9
-        "nhd pages, one buffer, no speculation": {
-            "host_layout": "nhd",
-            "recall": "copy",
-            "double_buffer": False,
-            "tau": 1.0,
-        },
-        "hnd pages, one buffer, no speculation": {"recall": "copy", "double_buffer": False, "tau": 1.0},
-        "hnd pages, two buffers, no speculation": {"recall": "copy", "tau": 1.0},
+        "nhd, one buffer, no speculation": {"host_layout": "nhd", "recall": "copy", "double_buffer": False, "tau": 1.0},
+        "hnd, one buffer, no speculation": {"recall": "copy", "double_buffer": False, "tau": 1.0},
+        "hnd, two buffers, no speculation": {"recall": "copy", "tau": 1.0},
         "no speculation": {"tau": 1.0},
     }
 
@@ -100,27 +84,15 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
         """Keep everything in host memory and a budget of pages on the device."""
-        return OffloadedCache(
-            layer.num_kv_heads,
-            layer.head_dim,
-            self.context.capacity,
-            self.config.pages,
-            self.context.tiers,
-            layout=self.config.host_layout,
-        )
+        shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
+        return OffloadedCache(*shape, pages, self.context.tiers, layout=self.config.host_layout)
 
     @property
     def slot_rule(self) -> SlotRule:
         """See `Method.slot_rule`."""
-        config = self.config
-        return SlotRule(
-            self.correct_below,
-            config.pooling,
-            config.correction_pooling,
-            config.score_scale,
-            config.recall,
-            config.double_buffer,
-        )
+        c = self.config
+        pooling = (c.pooling, c.correction_pooling, c.score_scale)
+        return SlotRule(self.correct_below, *pooling, c.recall, c.double_buffer)
 
     def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to the last step's selection, corrected where the query turned; then prepare the next step."""
