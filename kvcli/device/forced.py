@@ -11,13 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.device.lanes import Lanes
 from kvcli.device.layers import Scratch, SpeculativeLayer
-from kvcli.device.log import Found
-from kvcli.device.slots import BatchSlots
 from kvcli.kernels.slots import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.slots import SlotRule
 
 PATTERNS = 64
 """Steps after which the same heads are corrected again."""
@@ -67,19 +63,8 @@ class Forced:
 class ForcedLayer(SpeculativeLayer):
     """A layer that compares, scores and selects, and then does as it is told; the log has what it found itself."""
 
-    def __init__(
-        self,
-        slots: BatchSlots,
-        rule: SlotRule,
-        threshold: float,
-        found: Found,
-        lanes: Lanes,
-        lane: str,
-        scratch: tuple[Scratch, Scratch],
-        forced: Forced,
-        layer: int,
-    ):
-        super().__init__(slots, rule, threshold, found, lanes, lane, scratch)
+    def follow(self, forced: Forced, layer: int) -> None:
+        """Take what to do from `forced`, as layer `layer`."""
         self.forced = forced
         self.waiting, self.others, self.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 

@@ -103,7 +103,9 @@ class SlotPipeline:
         if self.forced is None:
             num_layers, num_kv_heads = len(self.methods[0].caches), slots.rows.k.shape[1]
             self.forced = Forced(self.rates, num_layers, num_kv_heads, slots.rows.layout, self.first_lengths)
-        return ForcedLayer(*parts, self.forced, layer)
+        told = ForcedLayer(*parts)
+        told.follow(self.forced, layer)
+        return told
 
     def _scratch(self, lane: str, slots: BatchSlots) -> Scratch:
         assert slots.bounds is not None
