@@ -11,8 +11,10 @@ from torch import Tensor
 from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 
-# Weights held at once (256 MiB in fp32), which bounds the queries handled together.
-WEIGHTS_AT_ONCE = 1 << 26
+# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
+# GPU what keeps it busy (256 MiB).
+WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 32
 
 
 def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
@@ -20,7 +22,7 @@ def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     (num_heads, n, _), (num_kv_heads, m, _) = q.shape, k.shape
     groups = num_heads // num_kv_heads
     sums = q.new_zeros(num_kv_heads, groups, m, dtype=torch.promote_types(q.dtype, torch.float32))
-    rows = max(1, WEIGHTS_AT_ONCE // (groups * m))
+    rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (groups * m))
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         seen = m - n + stop

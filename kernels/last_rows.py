@@ -23,13 +23,13 @@ def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     (num_heads, rows, _), length = q.shape, k.shape[1]
     heads = q.reshape(k.shape[0], -1, q.shape[-1])  # [Hk, G * r, d]
     parts = [attention_scores(heads, some, softmax) for some in torch.split(k, KEYS_AT_ONCE, 1)]
-    scores = torch.cat(parts, -1).view(num_heads, rows, length)
-    unseen = ~torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
-    scores = scores.masked_fill_(unseen, float("-inf"))
-    norm = scores.logsumexp(-1)  # [H, r]
-    if softmax.sinks is not None:
-        norm = torch.logaddexp(norm, softmax.sinks[:, None])
-    return scores.sub_(norm[..., None]).exp_()
+    scores = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(num_heads, rows, length)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    scores[..., length - rows :].masked_fill_(later, float("-inf"))  # a query sees nothing that came after it
+    weights = scores.softmax(-1)
+    if softmax.sinks is not None:  # of the norm, what is not the sink's
+        weights *= torch.sigmoid(scores.logsumexp(-1) - softmax.sinks[:, None])[..., None]
+    return weights
 
 
 def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Tensor]:

@@ -55,7 +55,8 @@ def neighbours(values, at, kernel):
 @pytest.mark.parametrize(("rows", "length"), [(13, 13), (5, 13), (1, 1)])
 @pytest.mark.parametrize("at_once", [1, 80, 1 << 20])
 def test_column_sums(rows, length, softmax, at_once, monkeypatch):
-    monkeypatch.setattr(column_sums_module, "WEIGHTS_AT_ONCE", at_once)
+    monkeypatch.setitem(column_sums_module.WEIGHTS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setattr(column_sums_module, "LEAST_ROWS", 2)
     q, k = random(HK * G, rows, D, seed=1), random(HK, length, D, seed=2)
     expected = [[sum(column) for column in zip(*head, strict=True)] for head in weights(q, k, softmax)]
     found = column_sums(q, k, softmax)
