@@ -14,7 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from claims import actqkv_probe, block_choice, fier_recall, orders, prompt_end, refreekv, second_turn, shadowkv, subject
+from claims import (
+    actqkv_probe,
+    block_choice,
+    fier_recall,
+    orders,
+    parts,
+    prompt_end,
+    refreekv,
+    second_turn,
+    shadowkv,
+    subject,
+)
 from common import add_output, save
 
 STUDIES: dict[str, Any] = {
@@ -25,6 +36,7 @@ STUDIES: dict[str, Any] = {
     "refreekv": refreekv,
     "second-turn": second_turn,
     "prompt-end": prompt_end,
+    "parts": parts,
 }
 COMPARISONS: dict[str, Any] = {"orders": orders}  # of what studies and `kvcli eval` found: no part of `all`
 

@@ -94,8 +94,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     found, mass, represented = defaultdict(list), defaultdict(list), defaultdict(list)
     for document in subject.documents(["niah_single"], args.rows):
         asked = up_to_the_value(subject, document)
-        value = subject.model.tokenizer.encode(document.row.outputs[0], add_special_tokens=False)
-        needle = next(i for i in range(len(asked.ids)) if asked.ids[i : i + len(value)] == value)
+        needle = value_tokens(subject, document).start
         if len(asked.ids) - needle < args.choice_local:  # it lies in the local window: nothing has to be found
             continue
         watch = Watch(subject.context(asked).rotary, needle, args)
@@ -126,3 +125,10 @@ def up_to_the_value(subject: Subject, document: Document) -> Document:
     row, tokenizer = document.row, subject.model.tokenizer
     fact = row.document[: row.document.find(row.outputs[0])].rpartition(" the ")[2]  # "access code of <name> is "
     return replace(document, ids=document.ids + tokenizer.encode(f" The {fact}", add_special_tokens=False))
+
+
+def value_tokens(subject: Subject, document: Document) -> range:
+    """Positions of the value that is asked for, in the prompt."""
+    value = subject.model.tokenizer.encode(document.row.outputs[0], add_special_tokens=False)
+    start = next(i for i in range(len(document.ids)) if document.ids[i : i + len(value)] == value)
+    return range(start, start + len(value))

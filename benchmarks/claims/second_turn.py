@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Measure and print."""
     compared = chosen_variants(args.methods, args.turn_budgets)
-    subject.engine.rope.cover(_capacity(subject))
+    subject.engine.rope.cover(capacity(subject))
     turns: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
     behind: tuple[list[int], ...] = ([], [])
     for row in subject.documents([TASK], args.rows):
@@ -79,7 +79,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         name, value = other_fact(document)
         for turn, asked in zip(behind, (document.row.outputs[0], value), strict=True):
             turn.append(len(document.ids) - subject.count_tokens(document.row.document.partition(asked)[0]))
-        for label, scores in _answers(subject, document, compared, name, value):
+        for label, scores in answers(subject, document, compared, name, value):
             for turn, score in zip(turns, scores, strict=True):
                 turn[label].append(score)
     print_table(turns, args.rows)
@@ -95,9 +95,13 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 def chosen_variants(methods: Sequence[str], budgets: Sequence[int]) -> list[Variant]:
     """Full attention, and every method with every budget; settings go to the methods that have them."""
+    return variants(["full", *methods], [], budgets, shared_settings(methods))
+
+
+def shared_settings(methods: Sequence[str]) -> dict[str, str]:
+    """Those of `SETTINGS` that some of the methods have."""
     known = {key for method in methods for key in variants([method], [], [], {})[0].profile.settings.model_dump()}
-    settings = {key: value for key, value in SETTINGS.items() if key in known}
-    return variants(["full", *methods], [], budgets, settings)
+    return {key: value for key, value in SETTINGS.items() if key in known}
 
 
 def other_fact(document: Document) -> tuple[str, str]:
@@ -137,11 +141,12 @@ def print_table(turns: Sequence[dict[str, list[float]]], rows: int) -> None:
     table(f"second-turn: a fact asked first, and another one asked then ({rows} documents)", lines)
 
 
-def _capacity(subject: Subject) -> int:
+def capacity(subject: Subject) -> int:
+    """Tokens of a document, two answers and a turn, at most."""
     return subject.length + 2 * MAX_TOKENS + TURN
 
 
-def _answers(
+def answers(
     subject: Subject, document: Document, compared: Sequence[Variant], name: str, value: str
 ) -> Iterator[tuple[str, tuple[float, float]]]:
     """Score of both answers of each variant; its memory is given back once it has answered."""
@@ -151,7 +156,7 @@ def _answers(
     prompt = len(document.ids)
     methods: list[Method[Any, Any]] = [
         subject.engine.method(
-            each.profile, subject.engine.context(prompt, _capacity(subject) - prompt, document.question)
+            each.profile, subject.engine.context(prompt, capacity(subject) - prompt, document.question)
         )
         for each in compared
     ]
