@@ -7,8 +7,9 @@ recalls. With random weights and the tokens that they give, queries turn complet
 nearly every page recalled, freekv's worst case ("turning"). Fed the same token at every step they hardly turn
 ("steady"). Trained models lie between: 4 to 52 % of heads corrected (arXiv 2505.13109, appendix E).
 
-kvcli's own loop with full attention stands beside them, so that what retrieval gains can be told from what the loop
-gains. All are run in turn, repeat after repeat; a ratio is taken within each repeat.
+Both are run as they are by default and with `--pipeline compiled`. kvcli's own loop with full attention stands beside
+them, so that what retrieval gains can be told from what the loop gains. All are run in turn, repeat after repeat; a
+ratio is taken within each repeat.
 
     python benchmarks/cpu_decode.py
 """
@@ -16,7 +17,9 @@ gains. All are run in turn, repeat after repeat; a ratio is taken within each re
 import argparse
 import statistics
 import time
+from contextlib import ExitStack
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from common import add_output, save, spread
@@ -24,7 +27,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from kvcli.attention import attached
-from kvcli.decode import forward_step
+from kvcli.compiled import CompiledStepper
+from kvcli.decode import BlockingStepper
 from kvcli.geometry import geometry_of
 from kvcli.kernels.softmax import Softmax
 from kvcli.linear import onednn_linears
@@ -51,7 +55,24 @@ CONFIG = LlamaConfig(
     max_position_embeddings=131_072,
 )
 SETTINGS = FreeKVConfig(budget=1024, sink=128, window=128)
-RUNS = {"full": ("full", FullConfig()), "turning": ("freekv", SETTINGS), "steady": ("freekv", SETTINGS)}
+
+
+class Run(NamedTuple):
+    """What is timed beside transformers."""
+
+    method: str
+    settings: MethodConfig
+    steady: bool = False
+    compiled: bool = False
+
+
+RUNS = {
+    "full": Run("full", FullConfig()),
+    "turning": Run("freekv", SETTINGS),
+    "turning, compiled": Run("freekv", SETTINGS, compiled=True),
+    "steady": Run("freekv", SETTINGS, steady=True),
+    "steady, compiled": Run("freekv", SETTINGS, steady=True, compiled=True),
+}
 WARMUP = 2
 SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
 
@@ -103,16 +124,16 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
 
 
 @torch.inference_mode()
-def kvcli_steps(
-    name: str, settings: MethodConfig, model: LlamaForCausalLM, kv: list, context: int, steps: int, steady: bool
-) -> tuple[list[float], Counters]:
+def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
     """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
     layers, total = geometry_of(CONFIG, torch.float32).layers, steps + WARMUP
-    with attached(model) as hook, onednn_linears(model), installed(model, [context + total + 1]) as rope:
+    with ExitStack() as ready:
+        hook, rope = ready.enter_context(attached(model)), ready.enter_context(installed(model, [context + total + 1]))
+        ready.enter_context(onednn_linears(model))
         counters = Counters(len(layers))
         tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
         context_of = SequenceContext(context + total + 1, tiers, counters, Timeline(), rope.rotary(context + total + 1))
-        method = get_method(name)(settings, layers, context_of)
+        method = get_method(run.method)(run.settings, layers, context_of)
         for layer, (k, v) in enumerate(kv):
             method.prefill(layer, k, v, k[:, :0], SOFTMAX)
         sampler = Sampler(Sampling(), 0, torch.device("cpu"))
@@ -120,12 +141,14 @@ def kvcli_steps(
             0, "made up", 0, context, method, counters, sampler, TextStream(None), (), total + 1, 0.0
         )
         sequence.token_ids.append(1)
+        stepper = (CompiledStepper if run.compiled else BlockingStepper)(model, hook, None)
+        ready.callback(stepper.finish)
         times = []
         for _ in range(total):
             started = time.perf_counter()
             counters.next_step()
-            token = sampler(forward_step(model, hook, [sequence])[0])
-            sequence.token_ids.append(1 if steady else token)
+            token = sampler(stepper.step([sequence])[0][0])
+            sequence.token_ids.append(1 if run.steady else token)
             times.append(1000 * (time.perf_counter() - started))
     return times[WARMUP:], counters
 
@@ -137,15 +160,15 @@ def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> 
     counters = {}
     for _ in range(repeats):
         times["transformers"].append(statistics.median(transformers_steps(model, kv, context, steps)))
-        for name, (method, settings) in RUNS.items():
-            taken, counters[name] = kvcli_steps(method, settings, model, kv, context, steps, name == "steady")
+        for name, run in RUNS.items():
+            taken, counters[name] = kvcli_steps(run, model, kv, context, steps)
             times[name].append(statistics.median(taken))
     row: dict = {"context": context, **{f"{name}_ms": spread(values) for name, values in times.items()}}
     print(f"{context:>7,} tokens: transformers {row['transformers_ms']['median']:.1f} ms a step")
     for name in RUNS:
         speedup = spread([a / b for a, b in zip(times["transformers"], times[name], strict=True)])
         row[f"{name}_speedup"] = speedup
-        line = f"  {name:<8} {row[f'{name}_ms']['median']:6.1f} ms, "
+        line = f"  {name:<17} {row[f'{name}_ms']['median']:6.1f} ms, "
         line += f"{speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f})"
         correction, cache = counters[name].correction(), counters[name].cache()
         if correction.heads_checked:
@@ -169,11 +192,9 @@ def main() -> None:
     model = LlamaForCausalLM(CONFIG).eval()
     rows = [measure(model, context, args.steps, args.repeats) for context in args.contexts]
     first, last = rows[0], rows[-1]
-    growth = {name: last[f"{name}_ms"]["median"] / first[f"{name}_ms"]["median"] for name in ("turning", "steady")}
-    print(
-        f"freekv's step at {last['context']:,} tokens takes {growth['turning']:.2f}x (turning) and "
-        f"{growth['steady']:.2f}x (steady) of that at {first['context']:,}"
-    )
+    growth = {name: last[f"{name}_ms"]["median"] / first[f"{name}_ms"]["median"] for name in RUNS if name != "full"}
+    found = ", ".join(f"{ratio:.2f}x ({name})" for name, ratio in growth.items())
+    print(f"freekv's step at {last['context']:,} tokens takes of that at {first['context']:,}: {found}")
     settings = SETTINGS.model_dump()
     save(args.output, {"model": CONFIG.to_diff_dict(), "settings": settings, "rows": rows, "growth": growth})
 

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from kvcli.ceilings import measure_ceilings
 from kvcli.checkpoint import bundled_model, check_config, check_files
+from kvcli.compiled import cpp_compiler
 from kvcli.errors import KvcliError
 from kvcli.kernels import onednn
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
@@ -172,6 +173,13 @@ def _graphs() -> Finding:
     return State.OK, "a step can be captured and replayed"
 
 
+def _compiler() -> Finding:
+    if path := cpp_compiler():
+        return State.OK, f"{path}: --pipeline compiled can be used on a CPU"
+    found = "neither $CXX nor g++ is there: no --pipeline compiled on a CPU"
+    return (State.OK, found) if torch.cuda.is_available() else (State.NOTE, found, "install g++, or set CXX")
+
+
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     quota = _cpu_quota()
@@ -241,6 +249,7 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "pinned memory": _pinned,
     "triton": _triton,
     "CUDA graphs": _graphs,
+    "C++ compiler": _compiler,
     "threads": _threads,
     "demo model": _demo,
     "disk": _disk,

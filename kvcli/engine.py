@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention import Hook, attached
+from kvcli.compiled import CompiledStepper
 from kvcli.decode import BlockingStepper, Row, Stepper, decode, forward_step
 from kvcli.device.stepper import SlotStepper
 from kvcli.geometry import LayerGeometry
@@ -35,7 +36,8 @@ from kvcli.windowed import extend, read_prompt
 
 Pipeline = Literal["blocking", "overlapped", "compiled"]
 """How a step runs: phase after phase; over slots (`kvcli.device`), for methods that have a `slot_rule` and that nobody
-watches or times phase by phase; so, with what lies between attention compiled."""
+watches or times phase by phase; with what lies between attention compiled, over slots on a GPU, phase after phase on a
+CPU."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
 
@@ -142,10 +144,14 @@ class Engine:
         pipeline: Pipeline = "blocking",
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
         """Continue sequences together until each has ended; see `decode.decode`."""
-        stepper: Stepper = BlockingStepper(self.model.module, self.hook, self.rope)
-        if pipeline != "blocking":
-            compiled = pipeline == "compiled"
-            stepper = SlotStepper(self.model.module, self.hook, sequences, self.rope, self.notice, compiled)
+        stepper: Stepper
+        model, compiled = self.model.module, pipeline == "compiled"
+        if pipeline == "blocking":
+            stepper = BlockingStepper(model, self.hook, self.rope)
+        elif compiled and self.model.device.type == "cpu":
+            stepper = CompiledStepper(model, self.hook, self.rope)
+        else:
+            stepper = SlotStepper(model, self.hook, sequences, self.rope, self.notice, compiled)
         return decode(stepper, sequences, timeline or Timeline())
 
 

@@ -15,6 +15,7 @@ import torch
 
 from kvcli import memory, report
 from kvcli.audit import Audit, conclude, prepare
+from kvcli.compiled import cpp_compiler
 from kvcli.engine import Pipeline, engine
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fingerprint import foreign
@@ -109,19 +110,27 @@ def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:
     Raises:
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
-    reason = None
-    if request.audit is not None or request.trace is not None:
-        reason = f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
-    elif memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype).slot_rule is None:
-        reason = f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
-    elif request.pipeline == "compiled" and checkpoint.device.type != "cuda":
-        reason = f"layers are compiled for a GPU alone, and this runs on {checkpoint.device}"
+    obstacle = _obstacle(request, checkpoint)
     if request.pipeline == "auto":
-        return "overlapped" if reason is None and checkpoint.device.type == "cuda" else "blocking"
-    if request.pipeline != "blocking" and reason is not None:
+        return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
+    if request.pipeline != "blocking" and obstacle is not None:
         hint = "leave --pipeline out, or take --pipeline blocking"
-        raise KvcliError(f"--pipeline {request.pipeline}: {reason}", hint, ExitCode.USAGE)
+        raise KvcliError(f"--pipeline {request.pipeline}: {obstacle}", hint, ExitCode.USAGE)
     return request.pipeline
+
+
+def _obstacle(request: Request, checkpoint: Checkpoint) -> str | None:
+    """Why steps can be nothing but blocking, if so."""
+    if request.audit is not None or request.trace is not None:
+        return f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
+    method = memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype)
+    if request.pipeline == "compiled" and checkpoint.device.type == "cpu":
+        if method.wants_next_query:
+            return f"method {request.profile.method!r} listens between the layers"
+        return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
+    if method.slot_rule is None:
+        return f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
+    return None
 
 
 def _flush(sequences: Sequence[RunningSequence], observer: Observer) -> None:

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kvcli.kernels import onednn
+
+Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
 @contextmanager
 def onednn_linears(model: nn.Module) -> Iterator[None]:
     """Run the linear layers of a model through oneDNN where that is possible; elsewhere change nothing."""
-    linears = [module for module in model.modules() if type(module) is nn.Linear and onednn.suits(module.weight)]
-    for module in linears:
-        module.forward = _forward_of(module)  # type: ignore[method-assign, assignment]
+    with _run_by(_onednn, (module for module in _linears(model) if onednn.suits(module.weight))):
+        yield
+
+
+@contextmanager
+def fused_rows(model: nn.Module) -> Iterator[None]:
+    """Write the product of a weight and a single row out, as a compiler wants it that makes one loop of it.
+
+    Such a loop reads the weights at the rate of a sum over them, oneDNN at about half of that for small matrices; not
+    compiled it would be slow. Several rows are left to torch.
+    """
+    with _run_by(_one_row, _linears(model)):
+        yield
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if type(module) is nn.Linear]
+
+
+@contextmanager
+def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
+    """Put a function in the place of the layers' forward; what was there before comes back."""
+    before = [(module, vars(module).get("forward")) for module in linears]
+    for module, _ in before:
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for module in linears:
+        for module, replaced in before:
             del module.forward  # back to the method of the class
+            if replaced is not None:
+                module.forward = replaced  # type: ignore[method-assign]
 
 
-def _forward_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return onednn.linear(x, module.weight, module.bias)
+def _onednn(module: nn.Linear, x: Tensor) -> Tensor:
+    return onednn.linear(x, module.weight, module.bias)
 
-    return forward
+
+def _one_row(module: nn.Linear, x: Tensor) -> Tensor:
+    """x [..., in] -> [..., out]; sums are made in at least fp32."""
+    if x.numel() != x.shape[-1]:
+        return functional.linear(x, module.weight, module.bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = (module.weight.to(wide) * x.reshape(-1).to(wide)).sum(-1)
+    if module.bias is not None:
+        out = out + module.bias.to(wide)
+    return out.to(x.dtype).view(*x.shape[:-1], -1)

@@ -133,8 +133,9 @@ def generate(
         option(
             "--pipeline",
             panel=options.METHOD,
-            help="How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, that with the"
-            " layers compiled. auto overlaps on a GPU, where the method can and nothing looks into its phases.",
+            help="How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
+            " layers compiled (pays for long outputs), on a GPU in that graph. auto overlaps on a GPU, where the method"
+            " can and nothing looks into its phases.",
         ),
     ] = "auto",
     timeline: Annotated[

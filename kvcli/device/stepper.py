@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcli.attention import Handler, Hook
-from kvcli.device.compiled import compiled_layers, opaque
+from kvcli.attention import Hook
+from kvcli.device.compiled import compiled_layers
 from kvcli.device.forced import Rates
 from kvcli.device.lanes import Lanes, lanes_of
 from kvcli.device.layers import SpeculativeLayer
@@ -53,10 +53,8 @@ class SlotStepper:
         methods = [sequence.method for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
         self.pipeline = SlotPipeline(methods, lengths, lanes or lanes_of(model.device), rates)
-        self.handler: Handler = self.pipeline
         self.left = ExitStack()  # what is to be undone at the end
         if compiled:
-            self.handler = opaque(self.pipeline)
             self.left.enter_context(compiled_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
@@ -96,7 +94,7 @@ class SlotStepper:
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
-        self.hook.handler = self.handler
+        self.hook.handler = self.pipeline
         out = self.model(input_ids=self.tokens, position_ids=self.positions, use_cache=False, logits_to_keep=1)
         self.logits = out.logits[:, -1]
         if self.greedy:
