@@ -7,7 +7,7 @@ changed; the last two columns are paired over the documents and turns.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +28,13 @@ PARTS: dict[str, list[dict[str, str]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say how much is attended to."""
-    parser.add_argument("--parts-budget", type=int, default=512, help="tokens")
+    parser.add_argument("--parts-budgets", type=int, nargs="+", default=[256, 512], help="tokens")
 
 
 def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Measure and print."""
     subject.engine.rope.cover(capacity(subject))
-    compared = list(_compared(args.parts_budget))
+    compared = list(_compared(args.parts_budgets))
     scores: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
     for document in subject.documents([TASK], args.rows):
         for label, turns in answers(subject, document, compared, *other_fact(document)):
@@ -43,12 +43,14 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for each in compared:
         method, _, changed = each.name.partition(" ")
-        found, published = _of(scores[each.label]), _of(scores[f"{method} {args.parts_budget}"] or scores[method])
-        gain, error = difference([found], [published])
-        first, second = (found.among({key for key in scores[each.label] if key[1] == turn}) for turn in (0, 1))
+        published = scores[replace(each, name=method).label]
+        found = Scores.of(scores[each.label])
+        gain, error = difference([found], [Scores.of(published)])
+        first, second = (found.among({key for key in published if key[1] == turn}) for turn in (0, 1))
         rows.append(
             {
                 "method": method,
+                "budget": each.budget,
                 "changed": changed or "-",
                 "first turn %": first.mean,
                 "second turn %": second.mean,
@@ -56,18 +58,15 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
                 "error": error,
             }
         )
-    table(f"parts: facts found with one part changed, {args.parts_budget} tokens ({args.rows} documents)", rows)
+    table(f"parts: facts found with one part changed ({args.rows} documents)", rows)
     return {"rows": rows}
 
 
-def _compared(budget: int) -> Iterator[Variant]:
+def _compared(budgets: Sequence[int]) -> Iterator[Variant]:
     for method, changes in PARTS.items():
         for changed in ({}, *changes):
             name = " ".join([method, *(f"{key}={value}" for key, value in changed.items())])
-            budgets = [] if method == "full" else [budget]
-            [variant] = variants([method], [], budgets, shared_settings([method]) | changed)
-            yield replace(variant, name=name)
-
-
-def _of(scores: Mapping[tuple[int, int], float]) -> Scores:
-    return Scores.of(dict(scores))
+            for each in variants(
+                [method], [], budgets if method != "full" else [], shared_settings([method]) | changed
+            ):
+                yield replace(each, name=name)
