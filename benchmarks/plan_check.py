@@ -1,16 +1,20 @@
 """`kvcli plan` against reality: memory and step time of ten combinations, planned from the config and then run.
 
-Each plan and each run is a process of its own, in turn, repeat after repeat; figures are medians over the repeats.
+Every repeat is a process of its own, which does what `generate` does, plans half way through the decode steps as if it
+knew nothing of them, and goes on: a machine that others share changes its pace within seconds, and this way both see
+the same pace. Figures are medians over the repeats, ratios too.
 
 - Memory: what plan adds up without its allowance for the runtime (weights, KV of both tiers, workspace), against how
   far the resident set of a run grows at its peak, from before the model is made to the last step. A short run comes
   before, for what the libraries load when they are first used is the runtime's. The moment at which random weights are
   drawn is left out: a checkpoint's are read instead.
-- Step: the time that plan expects, against the median decode step of the run.
+- Step: the time that plan expects, against the median decode step, as many taken before it as after.
 - Prefill stands beside them; nothing is claimed of it.
 
     OMP_NUM_THREADS=2 python benchmarks/plan_check.py
 """
+
+from __future__ import annotations
 
 import argparse
 import ctypes
@@ -22,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ from transformers import LlamaConfig
 from kvcli import memory
 from kvcli.ceilings import measure_ceilings
 from kvcli.dummy import random_model
-from kvcli.engine import engine
+from kvcli.engine import Engine, engine
 from kvcli.geometry import geometry_of
 from kvcli.model import Model
 from kvcli.planning.estimate import Machine, Subject
@@ -41,7 +46,8 @@ from kvcli.profile import resolve_profile
 from kvcli.sampling import Sampler, Sampling
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
-STEPS, WARMUP = 24, 4
+HALF, WARMUP = 36, 4  # steps on either side of the plan, and how many of each do not count
+STEPS = 2 * HALF + 1  # the first token is the prompt's
 SHAPES = {
     "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "heads": (4, 2)},
     "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
@@ -91,15 +97,17 @@ def planned(shape: str, method: str, context: int, batch: int) -> dict[str, floa
     }
 
 
-def run(shape: str, method: str, context: int, batch: int) -> dict[str, float]:
-    """What really happens, by the moves of `kvcli generate`; once in little before, so that all libraries are there."""
+def run(shape: str, method: str, context: int, batch: int) -> dict[str, Any]:
+    """What really happens, by the moves of `kvcli generate`, and the plan; once in little before, for the libraries."""
     little = config_of("small")
     little.num_hidden_layers, little.vocab_size = 4, 1000
-    _run(little, method, 3000, 1)
-    return _run(config_of(shape), method, context, batch)
+    _run(little, method, 3000, 1, dict)
+    return _run(config_of(shape), method, context, batch, lambda: planned(shape, method, context, batch))
 
 
-def _run(config: LlamaConfig, method: str, context: int, batch: int) -> dict[str, float]:
+def _run(
+    config: LlamaConfig, method: str, context: int, batch: int, between: Callable[[], dict[str, float]]
+) -> dict[str, Any]:
     profile, geometry = resolve_profile(method), geometry_of(config, DTYPE)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is not taken for free
@@ -116,19 +124,25 @@ def _run(config: LlamaConfig, method: str, context: int, batch: int) -> dict[str
             (logits,) = ready.read(ids, [made])
             rows.append(_Row(made, context, int(logits.argmax())))
         prefill = time.perf_counter() - started
-        sampler, times = Sampler(Sampling(), 0, CPU), []
-        for _ in range(STEPS - 1):
-            started = time.perf_counter()
-            for row in rows:
-                row.method.context.counters.next_step()
-            for row, logits in zip(rows, ready.step(rows), strict=True):  # type: ignore[arg-type]
-                row.token_ids.append(sampler(logits))
-            times.append(time.perf_counter() - started)
-    return {
-        "bytes": _status("VmHWM") - before,
-        "step_ms": 1000 * statistics.median(times[WARMUP:]),
-        "prefill_ms": 1000 * prefill,
-    }
+        times = _decode(ready, rows)
+        taken = _status("VmHWM") - before
+        said = between()
+        times += _decode(ready, rows)
+    was = {"bytes": taken, "step_ms": 1000 * statistics.median(times), "prefill_ms": 1000 * prefill}
+    return {"planned": said, "taken": was}
+
+
+def _decode(ready: Engine, rows: list[_Row]) -> list[float]:
+    """Decode half of the steps: seconds of those that count."""
+    sampler, times = Sampler(Sampling(), 0, CPU), []
+    for _ in range(HALF):
+        started = time.perf_counter()
+        for row in rows:
+            row.method.context.counters.next_step()
+        for row, logits in zip(rows, ready.step(rows), strict=True):
+            row.token_ids.append(sampler(logits))
+        times.append(time.perf_counter() - started)
+    return times[WARMUP:]
 
 
 class _Row:
@@ -149,41 +163,42 @@ def _status(field: str) -> int:
     return int(found[1]) << 10
 
 
-def _apart(what: str, combination: tuple[Any, ...]) -> dict[str, float]:
-    """Do it in a process of its own."""
-    command = [sys.executable, __file__, what, *map(str, combination)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
-
-
 def check(combination: tuple[str, str, int, int], repeats: int) -> dict[str, Any]:
-    """Plan and run one combination, print and return both."""
-    plans, runs = [], []
+    """Run one combination with its plan, print and return both; every ratio is of one process."""
+    command = [sys.executable, __file__, "run", *map(str, combination)]
+    found = []
     for _ in range(repeats):
-        plans.append(_apart("plan", combination))
-        runs.append(_apart("run", combination))
-    said, was = ({key: statistics.median(each[key] for each in found) for key in found[0]} for found in (plans, runs))
-    ratios = {key: said[key] / was[key] for key in was}
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found.append(json.loads(out.splitlines()[-1]))
+    said, was = (
+        {key: statistics.median(each[of][key] for each in found) for key in found[0][of]} for of in ("planned", "taken")
+    )
+    ratios = {key: _spread([each["planned"][key] / each["taken"][key] for each in found]) for key in was}
     shape, method, context, batch = combination
+    step = ratios["step_ms"]
     print(
         f"{shape:<6}{method:<10}{context:>7,} x{batch}  memory {said['bytes'] / 2**20:7.0f} MiB planned,"
-        f" {was['bytes'] / 2**20:7.0f} taken ({ratios['bytes']:.3f})  step {said['step_ms']:7.1f} ms planned,"
-        f" {was['step_ms']:7.1f} taken ({ratios['step_ms']:.2f}), {said['floor_ms']:.1f} at least"
-        f"  prefill {ratios['prefill_ms']:.2f}",
+        f" {was['bytes'] / 2**20:7.0f} taken ({ratios['bytes']['median']:.3f})  step {said['step_ms']:7.1f} ms planned,"
+        f" {was['step_ms']:7.1f} taken ({step['median']:.2f}, {step['least']:.2f}-{step['most']:.2f}),"
+        f" {said['floor_ms']:.1f} at least  prefill {ratios['prefill_ms']['median']:.2f}",
         flush=True,
     )
     names = ("shape", "method", "context", "batch")
     return {**dict(zip(names, combination, strict=True)), "planned": said, "taken": was, "planned_by_taken": ratios}
 
 
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"least": min(values), "median": statistics.median(values), "most": max(values)}
+
+
 def main() -> None:
     """Check all combinations, print, keep."""
-    if len(sys.argv) > 1 and sys.argv[1] in ("plan", "run"):
+    if len(sys.argv) > 1 and sys.argv[1] == "run":
         shape, method, context, batch = sys.argv[2:]
-        print(json.dumps({"plan": planned, "run": run}[sys.argv[1]](shape, method, int(context), int(batch))))
+        print(json.dumps(run(shape, method, int(context), int(batch))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="plans and runs of each combination, in turn")
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each combination")
     parser.add_argument("--only", type=int, nargs="+", help="combinations by their place, from 0")
     add_output(parser, "plan_check")
     args = parser.parse_args()
@@ -191,7 +206,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = [check(combination, args.repeats) for combination in chosen]
     worst = {
-        what: max(abs(row["planned_by_taken"][key] - 1) for row in rows)
+        what: max(abs(row["planned_by_taken"][key]["median"] - 1) for row in rows)
         for what, key in (("memory", "bytes"), ("step", "step_ms"))
     }
     print(f"furthest off: memory {worst['memory']:.1%}, step {worst['step']:.1%}; load average {load:.1f} before")
