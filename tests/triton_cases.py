@@ -18,6 +18,7 @@ from kvcli.kernels import one_bit_keys as one_bit
 from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_summary as summary
+from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import rebuild_keys as rebuild
 from kvcli.kernels import resolve_pages as resolve
@@ -337,6 +338,15 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
 def _(draw: Draw, s: Sizes, n: int) -> Call:
     k = draw(n, s.hk, s.d).transpose(0, 1)
     return Call((draw(s.hk * s.g, s.d), k, draw(s.hk, n, s.d), Softmax(s.d**-0.5)))
+
+
+@case(prefill.prefill_attention, prefill.prefill_attention_ref, ["plain", "softcap", "sinks"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """No kernel of ours, but fused ones that are the device's own."""
+    m, n, hk = (7, 33, s.hk) if s is ODD else (1024, 4096, 2)
+    sinks = draw.fp32(torch.randn(hk * s.g, generator=draw.generator)) if variant == "sinks" else None
+    kv = draw(2, hk, n + 5, s.d)[:, :, :n]  # room for what is still to come
+    return Call((draw(hk * s.g, m, s.d), *kv, Softmax(s.d**-0.5, 2.5 if variant == "softcap" else None, sinks)))
 
 
 @case(rebuild.rebuild_missing_keys, rebuild.rebuild_missing_keys_ref, ["none", "part", "pairs", "halves"])

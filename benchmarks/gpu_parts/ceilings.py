@@ -7,6 +7,7 @@ are timed beside it in every round, and the ratio is taken within the round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,10 +22,13 @@ from kvcli.kernels.gather_pages import PROGRAMS, gather_pages, gather_pages_ref
 from kvcli.kernels.host_pages import HostLayout, HostPages
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slots import Rows, SlotLayout
+from kvcli.store.host import PIECE_BYTES
+from kvcli.store.pinned import pinned_memory
 
 HEADS, D = 8, 128
 CALLS = 4
 DRAWN = 1 << 26  # numbers drawn at once
+PIECES = 8  # of host pools
 
 
 class Recall(NamedTuple):
@@ -58,6 +62,8 @@ class Recall(NamedTuple):
 def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     """Yield a row for each rate, bytes a second."""
     yield from plain_copies(setting)
+    if setting.device.type == "cuda":
+        yield shown(pinning(setting))
     pool = pinned(setting, setting.pool // setting.dtype.itemsize)
     for layout in ("hnd", "nhd"):
         for part in (1.0, 0.2):
@@ -86,6 +92,20 @@ def plain_copies(setting: Setting) -> Iterator[Row]:
     for name, seconds in times.items():
         moved = (2 if name == "device copy" else 1) * source.nbytes
         yield shown({"what": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
+
+
+def pinning(setting: Setting) -> Row:
+    """Pin memory as the host pools of a prompt do, one piece after another, never used before."""
+    memory, kept, seconds = pinned_memory(setting.device), [], []
+    for _ in range(PIECES):
+        started = time.perf_counter()
+        kept.append(memory.ask((PIECE_BYTES,), torch.uint8).result())
+        seconds.append(time.perf_counter() - started)
+    return {
+        "what": "pinning",
+        "bytes": PIECES * PIECE_BYTES,
+        "bytes_per_s": spread([PIECE_BYTES / taken for taken in seconds]),
+    }
 
 
 def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Iterator[Row]:

@@ -24,6 +24,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
             "multiprocessors": of.multi_processor_count,
             "capability": f"{of.major}.{of.minor}",
             "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
         }
     else:
         row["device"] = "CPU: references, no kernels"

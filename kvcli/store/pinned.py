@@ -111,6 +111,8 @@ class PinnedMemory:
         try:
             # Mappings share no page of the system: two registrations must not meet in one.
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(AttributeError, OSError):  # not every system has huge pages, which are pinned faster
+                mapping.madvise(mmap.MADV_HUGEPAGE)
             memory = memoryview(mapping)  # held by the tensor and all views of it, and by nobody else
             tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
             address = tensor.data_ptr()

@@ -1,8 +1,13 @@
 """Attention kernels against a float64 softmax over an explicit mask."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
+from kvcli.kernels import block_attention as block
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
 from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref
@@ -94,10 +99,67 @@ def test_rows_at_once_change_nothing(monkeypatch):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_merged_blocks_are_attention_over_their_union():
+@pytest.mark.parametrize("cuts", [(0, 40), (0, 11, 40), (0, 11, 12, 31, 40)])
+def test_merged_blocks_are_attention_over_their_union(cuts):
     q, k, v, softmax = inputs(2, 2, 5, 40, 16)
-    halves = [block_attention_ref(q, k[:, part], v[:, part], softmax) for part in (slice(0, 11), slice(11, 40))]
-    out, lse = merge_blocks(*halves)
+    parts = [slice(*ends) for ends in pairwise(cuts)]
+    out, lse = merge_blocks(*(block_attention_ref(q, k[:, part], v[:, part], softmax) for part in parts))
     expected, expected_lse = block_attention_ref(q.double(), k, v, softmax)
     assert relative_rms(out, expected) < 1e-5
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
+
+
+def test_powers_of_two_cover_everything_once():
+    for n in (1, 2, 37, 1024, 127 * 1024):
+        parts = block.powers_of_two(n)
+        sizes = [part.stop - part.start for part in parts]
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert all(size.bit_count() == 1 for size in sizes)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_is_given_few_shapes(monkeypatch, causal):
+    q, k, v, softmax = inputs(2, 2, 37, 37, 16)
+    lengths = []
+
+    def cudnn(q, k, v, bias, stats, dropout, causal, debug, *, scale):
+        """What torch's operator returns, lse with a dimension more."""
+        assert stats
+        lengths.append(k.shape[2])
+        out, lse = block_attention_ref(q[0], k[0], v[0], softmax, causal=causal)
+        return out[None], lse[None, ..., None], None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+    out, lse = block._cudnn(q, k, v, softmax.scale, causal)
+    expected, expected_lse = block_attention_ref(q.double(), k, v, softmax, causal=causal)
+    assert relative_rms(out, expected) < 1e-5
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
+    assert lengths == ([37] if causal else [32, 4, 1])
+
+
+@pytest.mark.parametrize(
+    ("preferred", "m", "n", "d", "taken"),
+    [
+        ("CUDNN_ATTENTION", 4096, 3072, 128, "CUDNN_ATTENTION"),
+        ("CUDNN_ATTENTION", 1000, 3072, 128, "FLASH_ATTENTION"),  # the last, shorter chunk of a prompt
+        ("CUDNN_ATTENTION", 4, 3072, 128, "FLASH_ATTENTION"),  # a decode step
+        ("CUDNN_ATTENTION", 4096, 3000, 128, "FLASH_ATTENTION"),
+        ("FLASH_ATTENTION", 4096, 3072, 128, "FLASH_ATTENTION"),
+        ("FLASH_ATTENTION", 4096, 3072, 20, "MATH"),
+        ("MATH", 4096, 3072, 128, "MATH"),
+    ],
+)
+def test_torch_chooses_who_attends_on_a_gpu(monkeypatch, preferred, m, n, d, taken):
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.__members__[preferred].value)
+    q, k = (torch.empty(2, t, d, dtype=torch.bfloat16) for t in (m, n))
+    assert block._backend(q, k, k, 0.1, False) == SDPBackend.__members__[taken]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_by_its_own_rules_on_arguments_and_results(causal):
+    with FakeTensorMode():  # no device computes
+        q, k = (torch.empty(2, t, 128, dtype=torch.bfloat16) for t in (4096, 4096 if causal else 7168))
+        out, lse = block._cudnn(q, k, k, 0.1, causal)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)

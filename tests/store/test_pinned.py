@@ -1,10 +1,12 @@
 """Pinned memory with a registrar that only takes notes, and pools whose pages lie in several pieces of it."""
 
 import copy
+import re
 import threading
 import weakref
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +74,19 @@ def test_exactly_what_is_asked_for_is_pinned_at_whole_pages(shape, dtype, notes,
     assert tensor.data_ptr() % 4096 == 0
     tensor.fill_(3)
     assert (tensor == 3).all()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+def test_huge_pages_are_asked_for(pinned):
+    tensor = pinned.ask((4 << 20,), torch.uint8).result(10)
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    holding = [mapping for mapping in mappings if tensor.data_ptr() in addresses(mapping)]
+    assert [" hg" in re.search("VmFlags:.*", mapping)[0] for mapping in holding] == [True]
+
+
+def addresses(mapping):
+    start, stop = mapping.split()[0].split("-")
+    return range(int(start, 16), int(stop, 16))
 
 
 def test_memory_is_let_go_with_the_last_view_of_it(notes, pinned):
