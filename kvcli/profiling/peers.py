@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,6 +20,9 @@ from kvcli.model import Model
 from kvcli.profiling.candidates import Run
 from kvcli.profiling.sources import Load, Noise
 from kvcli.timeline import Timeline
+
+# cuDNN, which torch prefers on some GPUs, plans every length anew: tens of milliseconds a step of a growing cache.
+AT_THEIR_BEST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Clock(BaseStreamer):
@@ -60,16 +64,17 @@ class Transformers:
             cache.update(*(x[None].expand(load.batch, -1, -1, -1) for x in (k, v)), layer.index)
         ids = torch.ones(load.batch, load.context + 1, dtype=torch.long, device=self.model.device)
         generate: Any = self.model.module.generate
-        generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=load.max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            streamer=clock,
-        )
+        with sdpa_kernel(AT_THEIR_BEST):
+            generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=load.max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=clock,
+            )
         steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
         return Run(steps[len(steps) - load.steps :])
 
