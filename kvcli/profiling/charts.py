@@ -14,6 +14,7 @@ from kvcli.profiling.report import Case
 from kvcli.timeline import Span
 
 _ROW = 24  # pixels
+_MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, meets the one before it
 _COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
 
 
@@ -36,7 +37,7 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
         _chart(rows)
         .mark_bar(height={"band": 0.75})
         .encode(
-            x=alt.X("ms:Q", title="milliseconds a step"),
+            x=alt.X("ms:Q", title="milliseconds a step", axis=_MILLISECONDS),
             y=across,
             color=alt.Color("phase:N", title=None, scale=_COLOURS, sort=None),
             order="order:Q",
@@ -99,7 +100,7 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
         _chart(rows)
         .mark_bar(height={"band": 0.8})
         .encode(
-            x=alt.X("start:Q", title="milliseconds since the step began"),
+            x=alt.X("start:Q", title="milliseconds since the step began", axis=_MILLISECONDS),
             x2="end:Q",
             y=alt.Y("track:N", title=None, sort=None),
             color=alt.Color("phase:N", title=None, scale=_COLOURS, sort=None),
