@@ -9,7 +9,6 @@ Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] or [Hk, m, n] (Tru
 from __future__ import annotations
 
 from functools import reduce
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from kvcli.kernels.softmax import Softmax
 # Elements of a score matrix held at once where no fused kernel applies (256 MiB in fp32).
 SCORES_AT_ONCE = 1 << 26
 
-# Rows and keys that come in multiples of this are cuDNN's: whole chunks of a prompt.
-WHOLE = 1024
+# What cuDNN is worth a plan for, which takes it tens to hundreds of milliseconds: whole chunks of a prompt as rows, and
+# keys by powers of two that are as long as this at least.
+PLANNED_ROWS, PLANNED_KEYS = 1024, 1 << 14
 
 
 def block_attention_ref(
@@ -59,15 +59,10 @@ def block_attention(
             q[None], k[None], v[None], 0.0, causal, attn_mask=bias, scale=softmax.scale
         )
         return out[0], lse[0]
-    if softmax.softcap is None and mask is None and q.device.type == "cuda":
-        backend = _backend(q, k, v, softmax.scale, causal)
-        if backend == SDPBackend.CUDNN_ATTENTION:
-            return _cudnn(q, k, v, softmax.scale, causal)
-        if backend == SDPBackend.FLASH_ATTENTION:
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                q[None], k[None], v[None], 0.0, causal, False, scale=softmax.scale
-            )
-            return out[0], lse[0]
+    if softmax.softcap is None and mask is None and q.device.type == "cuda" and q.shape[-1] % 8 == 0:
+        backend = torch._fused_sdp_choice(q[None], k[None], v[None], None, 0.0, causal, scale=softmax.scale)
+        if backend in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):
+            return _fused(q, k, v, softmax.scale, causal, backend == SDPBackend.CUDNN_ATTENTION.value)
     if causal:
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     rows = max(1, SCORES_AT_ONCE // (k.shape[0] * k.shape[1]))
@@ -78,37 +73,32 @@ def block_attention(
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
-def _backend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> SDPBackend:
-    """What torch prefers on this device, which is cuDNN on an H100, where it is up to twice as fast as flash attention.
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, with_cudnn: bool) -> tuple[Tensor, Tensor]:
+    """Attend by flash attention, and to long stretches of keys by cuDNN, up to twice as fast on an H100.
 
-    Blocks that are not of whole chunks are few, or small, and not worth a plan of cuDNN's.
+    cuDNN plans every shape anew: a prompt whose chunks see ever more keys would spend more time on that than on
+    attention. Powers of two are few.
     """
-    if q.shape[-1] % 8:
-        return SDPBackend.MATH  # the fused kernels want rows of whole 16 bytes
-    backend = SDPBackend(torch._fused_sdp_choice(q[None], k[None], v[None], None, 0.0, causal, scale=scale))
-    whole = q.shape[1] % WHOLE == 0 and k.shape[1] % WHOLE == 0
-    return SDPBackend.FLASH_ATTENTION if backend == SDPBackend.CUDNN_ATTENTION and not whole else backend
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN, to a power of two of keys at a time.
-
-    It plans every shape anew, which takes tens of milliseconds: a prompt whose chunks see ever more keys would spend
-    more time on that than on attention. Powers of two are few.
-    """
-    blocks = []
-    for part in [slice(None)] if causal else powers_of_two(k.shape[1]):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q[None], k[None, :, part], v[None, :, part], None, True, 0.0, causal, False, scale=scale
+    start, blocks = 0, []
+    if with_cudnn and not causal and q.shape[1] % PLANNED_ROWS == 0:
+        for size in powers_of_two(k.shape[1] // PLANNED_KEYS * PLANNED_KEYS):
+            part = slice(start, start + size)
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q[None], k[None, :, part], v[None, :, part], None, True, 0.0, False, False, scale=scale
+            )
+            blocks.append((out[0], lse[0, ..., 0]))
+            start += size
+    if start < k.shape[1]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q[None], k[None, :, start:], v[None, :, start:], 0.0, causal, False, scale=scale
         )
-        blocks.append((out[0], lse[0, ..., 0]))
+        blocks.append((out[0], lse[0]))
     return merge_blocks(*blocks)
 
 
-def powers_of_two(n: int) -> list[slice]:
-    """Cut n >= 1 into powers of two, each once, the largest first."""
-    sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
-    return [slice(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+def powers_of_two(n: int) -> list[int]:
+    """Write n as a sum of powers of two, each once, the largest first."""
+    return [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
 
 
 def merge_blocks(*blocks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

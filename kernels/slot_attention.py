@@ -247,6 +247,8 @@ def slot_attention(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         warps=warps,
+        # Two tiles on their way at once. With a page table, whose entries are loads too, the compiler makes it one.
+        stages=2 if rows.resident is not None else 3,
     )
     merge_parts(parts, norms, softmax.sinks, heads, out)
     return None

@@ -3,11 +3,14 @@
 Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, in no particular order; `topk_pages_device` has the batch in
 front, and lengths [b] that say which pages are candidates.
 
-On the device one program serves a head. Scores are read as integers of the same order; the largest threshold that k
-of them reach is found bit by bit, and then everything above it is taken, and of what equals it the lowest pages.
+On the device one program serves a head, or as many of its pages as it can hold; then another one chooses from what
+these chose. Scores are read as integers of the same order; the largest threshold that k of them reach is found bit by
+bit, and then everything above it is taken, and of what equals it the lowest pages.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.slots import SlotLayout, candidates
 
-BLOCK = 4096  # scores that a program looks at together
+BLOCK = 4096  # scores that a program holds; more of them it would have to read for every bit anew
 
 
 def topk_pages_ref(scores: Tensor, k: int) -> Tensor:
@@ -57,61 +60,82 @@ def _ordered(scores: tl.tensor) -> tl.tensor:
 
 
 @jit
+def _entries(row: tl.tensor, names: tl.tensor, entry: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Read scores as ordered integers, and say which of these entries are any."""
+    there = entry < high
+    if names is not None:
+        there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
+    return _ordered(tl.load(row + entry, mask=there, other=0.0)), there
+
+
+@jit
 def _topk_kernel(
     scores: tl.tensor,
+    names: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
     selected: tl.tensor,
-    num_pages: tl.tensor,
+    best: tl.tensor,
+    num_entries: tl.tensor,
     sink: tl.tensor,
     window: tl.tensor,
     HK: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    pair = tl.program_id(0)  # a KV head of a sequence
+    """Choose among the entries of one part: pages, or what `names` calls them, where it calls them anything.
+
+    Writes what was chosen to `selected`, and its scores to `best` where there is one.
+    """
+    pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some of its entries
     if heads is not None:
         if tl.load(heads + pair) == 0:
             return
-    low, high = 0, num_pages
+    low, high = 0, num_entries
     if lengths is not None:
         low = sink
-        high = tl.minimum(num_pages, tl.cdiv(tl.load(lengths + pair // HK), SIZE) - window)
-    row = scores + pair.to(tl.int64) * num_pages
-    out = selected + pair.to(tl.int64) * K
+        high = tl.minimum(num_entries, tl.cdiv(tl.load(lengths + pair // HK), SIZE) - window)
+    low, high = tl.maximum(low, part * PART), tl.minimum(high, (part + 1) * PART)
+    row = scores + pair.to(tl.int64) * num_entries
+    if names is not None:
+        names += pair.to(tl.int64) * num_entries
+    out = (pair.to(tl.int64) * tl.num_programs(1) + part) * K
     one = tl.full([], 1, tl.int32)
     threshold = one << 31  # the least integer
-    first = low + tl.arange(0, BLOCK_N)
-    keys = _ordered(tl.load(row + first, mask=first < high, other=0.0))  # read once: they are all, where all fit
+    keys, there = _entries(row, names, low + tl.arange(0, BLOCK_N), high)  # read once: they are all, where all fit
     for bit in range(32):
         trial = threshold ^ (one << (31 - bit))
-        reached = ((keys >= trial) & (first < high)).to(tl.int32)
+        reached = ((keys >= trial) & there).to(tl.int32)
         for start in range(low + BLOCK_N, high, BLOCK_N):
-            page = start + tl.arange(0, BLOCK_N)
-            key = _ordered(tl.load(row + page, mask=page < high, other=0.0))
-            reached += ((key >= trial) & (page < high)).to(tl.int32)
+            key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
+            reached += ((key >= trial) & inside).to(tl.int32)
         threshold = tl.where(tl.sum(reached, axis=0) >= K, trial, threshold)
     above = tl.zeros([BLOCK_N], tl.int32)
     for start in range(low, high, BLOCK_N):
-        page = start + tl.arange(0, BLOCK_N)
-        key = _ordered(tl.load(row + page, mask=page < high, other=0.0))
-        above += ((key > threshold) & (page < high)).to(tl.int32)
-    room = K - tl.sum(above, axis=0)  # for pages that equal the threshold
+        key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
+        above += ((key > threshold) & inside).to(tl.int32)
+    room = K - tl.sum(above, axis=0)  # for entries that equal the threshold
     taken, equal = 0, 0
     for start in range(low, high, BLOCK_N):
-        page = start + tl.arange(0, BLOCK_N)
-        key = _ordered(tl.load(row + page, mask=page < high, other=0.0))
-        tie = ((key == threshold) & (page < high)).to(tl.int32)
+        entry = start + tl.arange(0, BLOCK_N)
+        key, inside = _entries(row, names, entry, high)
+        tie = ((key == threshold) & inside).to(tl.int32)
         fits = (tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room)
-        chosen = (((key > threshold) & (page < high)) | fits).to(tl.int32)
-        place = taken + tl.cumsum(chosen, axis=0) - 1
-        tl.store(out + place, page.to(selected.dtype.element_ty), mask=chosen == 1)
-        taken += tl.sum(chosen, axis=0)
+        chosen = ((key > threshold) & inside) | fits
+        place = out + taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        page = entry
+        if names is not None:
+            page = tl.load(names + entry, mask=chosen, other=-1)
+        tl.store(selected + place, page.to(selected.dtype.element_ty), mask=chosen)
+        if best is not None:
+            tl.store(best + place, tl.load(row + entry, mask=chosen, other=0.0), mask=chosen)
+        taken += tl.sum(chosen.to(tl.int32), axis=0)
         equal += tl.sum(tie, axis=0)
     rest = tl.arange(0, BLOCK_K)
-    tl.store(out + rest, -1, mask=(rest >= taken) & (rest < K))
+    tl.store(selected + out + rest, -1, mask=(rest >= taken) & (rest < K))
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
@@ -144,16 +168,22 @@ def topk_pages_device(
 
 
 def _select(scores: Tensor, lengths: Tensor | None, layout: SlotLayout, selected: Tensor, heads: Tensor | None) -> None:
+    """Launch, in two stages where a head has more pages than a program holds; ties go to the lower page in both."""
     (b, num_kv_heads, num_pages), k = scores.shape, selected.shape[2]
-    block_n = min(BLOCK, power_of_two(num_pages))
-    launch(
-        _topk_kernel,
-        (b * num_kv_heads,),
-        *(scores, lengths, heads, selected, num_pages, layout.sink, layout.window),
-        HK=num_kv_heads,
-        K=k,
-        SIZE=layout.size,
-        BLOCK_K=power_of_two(k),
-        BLOCK_N=block_n,
-        warps=4 if block_n <= 1024 else 8,
-    )
+    pairs, parts = b * num_kv_heads, -(-num_pages // BLOCK)
+    rule = {"HK": num_kv_heads, "K": k, "SIZE": layout.size, "BLOCK_K": power_of_two(k)}
+    candidate = num_pages, layout.sink, layout.window
+    if parts == 1:
+        _launch((pairs, 1), num_pages, scores, None, lengths, heads, selected, None, *candidate, **rule)
+        return
+    best = torch.empty(pairs, parts * k, dtype=torch.float32, device=scores.device)
+    pages = torch.empty(pairs, parts * k, dtype=torch.int32, device=scores.device)
+    _launch((pairs, parts), BLOCK, scores, None, lengths, heads, pages, best, *candidate, **rule)
+    _launch((pairs, 1), parts * k, best, pages, None, heads, selected, None, parts * k, 0, 0, **rule)
+
+
+def _launch(grid: tuple[int, int], part: int, *args: Any, **constants: int) -> None:
+    part = power_of_two(part)
+    block_n = min(BLOCK, part)
+    warps = 4 if block_n <= 1024 else 8
+    launch(_topk_kernel, grid, *args, PART=part, BLOCK_N=block_n, warps=warps, **constants)

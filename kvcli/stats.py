@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+from operator import add
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ class Counters:
             self.counts[step][layer][count] += amount
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
+
+    def add_all(self, layer: int, amounts: Sequence[int], step: int) -> None:
+        """Count everything of a layer and step at once, in the order of `Count`."""
+        self.counts[step][layer] = list(map(add, self.counts[step][layer], amounts))
 
     def correction(self) -> report.Correction:
         """Total what speculation did."""

@@ -254,11 +254,16 @@ def _(draw: Draw, s: Sizes) -> Call:
     return Call((draw.fp32(_tied(draw, s.hk, n)), k))
 
 
-@case(topk.topk_pages_device, topk.topk_pages_device_ref, exact=True)
-def _(draw: Draw, s: Sizes) -> Call:
+@case(topk.topk_pages_device, topk.topk_pages_device_ref, ["short", "long"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Long: the pages of a head are several programs', and the sequences end in different ones."""
+    pages, lengths = s.pages, list(s.lengths)
+    if variant == "long":
+        pages = 9000 if s is ODD else 32768
+        lengths[-2:] = [4101 * s.layout.size, (pages - 1) * s.layout.size]
     out = draw.ints(torch.full((s.b, s.hk, s.layout.selected), -7))
-    found = draw.fp32(_tied(draw, s.b, s.hk, s.pages))
-    return Call((found, draw.ints(s.lengths), s.layout, out, draw.mask(s.b, s.hk)), [out])
+    found = draw.fp32(_tied(draw, s.b, s.hk, pages))
+    return Call((found, draw.ints(lengths), s.layout, out, draw.mask(s.b, s.hk)), [out])
 
 
 def _tied(draw: Draw, *shape: int) -> Tensor:
@@ -340,10 +345,10 @@ def _(draw: Draw, s: Sizes, n: int) -> Call:
     return Call((draw(s.hk * s.g, s.d), k, draw(s.hk, n, s.d), Softmax(s.d**-0.5)))
 
 
-@case(prefill.prefill_attention, prefill.prefill_attention_ref, ["plain", "softcap", "sinks"])
+@case(prefill.prefill_attention, prefill.prefill_attention_ref, ["long", "plain", "softcap", "sinks"])
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     """No kernel of ours, but fused ones that are the device's own."""
-    m, n, hk = (7, 33, s.hk) if s is ODD else (1024, 4096, 2)
+    m, n, hk = (7, 33, s.hk) if s is ODD else (1024, 60_000, 1) if variant == "long" else (1024, 4096, 2)
     sinks = draw.fp32(torch.randn(hk * s.g, generator=draw.generator)) if variant == "sinks" else None
     kv = draw(2, hk, n + 5, s.d)[:, :, :n]  # room for what is still to come
     return Call((draw(hk * s.g, m, s.d), *kv, Softmax(s.d**-0.5, 2.5 if variant == "softcap" else None, sinks)))

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+import torch._dynamo
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvcli.attention import uncompiled
+
+BATCH_SIZES = 64
+"""For so many a layer is compiled anew; torch's own limit is met soon, and it then goes on uncompiled."""
 
 
 @contextmanager
@@ -22,7 +27,7 @@ def compiled_layers(
 ) -> Iterator[None]:
     """Compile the decoder layers of a model, and other parts, for one token a sequence; leaves them as they were."""
     parts: list[nn.Module] = [*model.get_decoder().layers, *besides]  # type: ignore[no-untyped-call]
-    with uncompiled():
+    with uncompiled(), torch._dynamo.config.patch(recompile_limit=BATCH_SIZES):
         for part in parts:
             part.compile(dynamic=False, backend=backend)
         try:

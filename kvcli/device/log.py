@@ -61,27 +61,28 @@ class Log:
     def count(self, counters: Sequence[Counters], steps: range) -> None:
         """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts no more of them."""
         rows = self.steps[[step % STEPS for step in steps]].cpu()
+        lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
         for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
             found = part.view(len(steps), 3, len(self.lengths), layer.num_kv_heads)
-            for row, own in enumerate(counters):
-                for step, heads in zip(steps, found[:, :, row], strict=True):
+            amounts = _amounts(layer, Found(*found.unbind(1)), lengths).tolist()
+            for step, of_step in zip(steps, amounts, strict=True):
+                for own, counts in zip(counters, of_step, strict=True):
                     if step < len(own.counts):
-                        _count(own, step, layer, Found(*heads), self.lengths[row] + step + 1)
+                        own.add_all(layer.layer, counts, step)
 
 
-def _count(counters: Counters, step: int, layer: Retrieving, found: Found, length: int) -> None:
-    """Count one step of a layer of one sequence, which then has `length` tokens; found: [Hk] each."""
-    turns = found.turn.tolist()
-    now, later = int(found.missed_now.sum()), int(found.missed_later.sum())
+def _amounts(layer: Retrieving, found: Found, lengths: Tensor) -> Tensor:
+    """What a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
+    corrected, first = ((found.turn == turn).sum(-1) for turn in (Turn.CORRECTED, Turn.FIRST))
+    now, later = found.missed_now.sum(-1), found.missed_later.sum(-1)
     amounts = {
-        Count.HEADS_CHECKED: turns.count(Turn.REUSED) + turns.count(Turn.CORRECTED),
-        Count.HEADS_CORRECTED: turns.count(Turn.CORRECTED),
-        Count.FIRST_RETRIEVALS: turns.count(Turn.FIRST),
-        Count.PAGES_REQUESTED: layer.selected * sum(turn != Turn.IDLE for turn in turns),
+        Count.HEADS_CHECKED: (found.turn == Turn.REUSED).sum(-1) + corrected,
+        Count.HEADS_CORRECTED: corrected,
+        Count.FIRST_RETRIEVALS: first,
+        Count.PAGES_REQUESTED: layer.selected * (found.turn != Turn.IDLE).sum(-1),
         Count.MISSES: now + later,
         Count.BYTES_TO_DEVICE: (now + later) * layer.block_bytes,
+        Count.BYTES_TO_HOST: (lengths % layer.page_size == 0) * (layer.num_kv_heads * layer.block_bytes),
         Count.BYTES_EXPOSED: now * layer.block_bytes,
-        Count.BYTES_TO_HOST: layer.num_kv_heads * layer.block_bytes if length % layer.page_size == 0 else 0,
     }
-    for count, amount in amounts.items():
-        counters.add(layer.layer, count, amount, step)
+    return torch.stack([amounts[count] for count in Count], -1)

@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
 
 from kvcli.kernels import block_attention as block
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
@@ -109,57 +108,60 @@ def test_merged_blocks_are_attention_over_their_union(cuts):
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
 
 
-def test_powers_of_two_cover_everything_once():
-    for n in (1, 2, 37, 1024, 127 * 1024):
-        parts = block.powers_of_two(n)
-        sizes = [part.stop - part.start for part in parts]
-        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
-        assert sizes == sorted(set(sizes), reverse=True)
-        assert all(size.bit_count() == 1 for size in sizes)
+def test_powers_of_two():
+    assert [block.powers_of_two(n) for n in (0, 1, 12, 37)] == [[], [1], [8, 4], [32, 4, 1]]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_cudnn_is_given_few_shapes(monkeypatch, causal):
-    q, k, v, softmax = inputs(2, 2, 37, 37, 16)
-    lengths = []
+class Operators:
+    """What torch's operators return, lse of cuDNN's with a dimension more; `calls` names who attended to how much."""
 
-    def cudnn(q, k, v, bias, stats, dropout, causal, debug, *, scale):
-        """What torch's operator returns, lse with a dimension more."""
+    def __init__(self, softmax):
+        self.softmax, self.calls = softmax, []
+
+    def cudnn(self, q, k, v, bias, stats, dropout, causal, debug, *, scale):
         assert stats
-        lengths.append(k.shape[2])
-        out, lse = block_attention_ref(q[0], k[0], v[0], softmax, causal=causal)
+        out, lse = self.attend("cudnn", q, k, v, causal, scale)
         return out[None], lse[None, ..., None], None
 
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
-    out, lse = block._cudnn(q, k, v, softmax.scale, causal)
-    expected, expected_lse = block_attention_ref(q.double(), k, v, softmax, causal=causal)
-    assert relative_rms(out, expected) < 1e-5
-    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
-    assert lengths == ([37] if causal else [32, 4, 1])
+    def flash(self, q, k, v, dropout, causal, debug, *, scale):
+        out, lse = self.attend("flash", q, k, v, causal, scale)
+        return out[None], lse[None], None
+
+    def attend(self, name, q, k, v, causal, scale):
+        assert scale == self.softmax.scale
+        self.calls.append((name, k.shape[2]))
+        return block_attention_ref(q[0], k[0], v[0], self.softmax, causal=causal)
 
 
 @pytest.mark.parametrize(
-    ("preferred", "m", "n", "d", "taken"),
+    ("m", "n", "causal", "with_cudnn", "calls"),
     [
-        ("CUDNN_ATTENTION", 4096, 3072, 128, "CUDNN_ATTENTION"),
-        ("CUDNN_ATTENTION", 1000, 3072, 128, "FLASH_ATTENTION"),  # the last, shorter chunk of a prompt
-        ("CUDNN_ATTENTION", 4, 3072, 128, "FLASH_ATTENTION"),  # a decode step
-        ("CUDNN_ATTENTION", 4096, 3000, 128, "FLASH_ATTENTION"),
-        ("FLASH_ATTENTION", 4096, 3072, 128, "FLASH_ATTENTION"),
-        ("FLASH_ATTENTION", 4096, 3072, 20, "MATH"),
-        ("MATH", 4096, 3072, 128, "MATH"),
+        (8, 46, False, True, [("cudnn", 32), ("cudnn", 8), ("flash", 6)]),
+        (8, 40, False, True, [("cudnn", 32), ("cudnn", 8)]),
+        (8, 7, False, True, [("flash", 7)]),
+        (7, 46, False, True, [("flash", 46)]),  # the last, shorter chunk of a prompt
+        (8, 46, False, False, [("flash", 46)]),
+        (24, 24, True, True, [("flash", 24)]),
     ],
 )
-def test_torch_chooses_who_attends_on_a_gpu(monkeypatch, preferred, m, n, d, taken):
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.__members__[preferred].value)
-    q, k = (torch.empty(2, t, d, dtype=torch.bfloat16) for t in (m, n))
-    assert block._backend(q, k, k, 0.1, False) == SDPBackend.__members__[taken]
+def test_fused_attention_plans_few_shapes(monkeypatch, m, n, causal, with_cudnn, calls):
+    q, k, v, softmax = inputs(2, 2, m, n, 16)
+    operators = Operators(softmax)
+    monkeypatch.setattr(block, "PLANNED_ROWS", 8)
+    monkeypatch.setattr(block, "PLANNED_KEYS", 8)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", operators.cudnn)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operators.flash)
+    out, lse = block._fused(q, k, v, softmax.scale, causal, with_cudnn)
+    expected, expected_lse = block_attention_ref(q.double(), k, v, softmax, causal=causal)
+    assert relative_rms(out, expected) < 1e-5
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
+    assert operators.calls == calls
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_cudnn_by_its_own_rules_on_arguments_and_results(causal):
-    with FakeTensorMode():  # no device computes
-        q, k = (torch.empty(2, t, 128, dtype=torch.bfloat16) for t in (4096, 4096 if causal else 7168))
-        out, lse = block._cudnn(q, k, k, 0.1, causal)
+def test_fused_operators_by_their_own_rules(causal):
+    with FakeTensorMode():  # on arguments and results: nothing is computed
+        q, k = (torch.empty(2, t, 128, dtype=torch.bfloat16) for t in (4096, 4096 if causal else 60_000))
+        out, lse = block._fused(q, k, k, 0.1, causal, with_cudnn=True)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
