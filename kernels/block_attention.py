@@ -23,6 +23,8 @@ SCORES_AT_ONCE = 1 << 26
 # keys by powers of two that are as long as this at least.
 PLANNED_ROWS, PLANNED_KEYS = 1024, 1 << 14
 
+FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
 
 def block_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
@@ -59,10 +61,9 @@ def block_attention(
             q[None], k[None], v[None], 0.0, causal, attn_mask=bias, scale=softmax.scale
         )
         return out[0], lse[0]
-    if softmax.softcap is None and mask is None and q.device.type == "cuda" and q.shape[-1] % 8 == 0:
-        backend = torch._fused_sdp_choice(q[None], k[None], v[None], None, 0.0, causal, scale=softmax.scale)
-        if backend in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):
-            return _fused(q, k, v, softmax.scale, causal, backend == SDPBackend.CUDNN_ATTENTION.value)
+    backend = None if mask is not None else _backend(q, k, v, softmax, causal)
+    if backend in FUSED:
+        return _fused(q, k, v, softmax.scale, causal, backend == SDPBackend.CUDNN_ATTENTION)
     if causal:
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     rows = max(1, SCORES_AT_ONCE // (k.shape[0] * k.shape[1]))
@@ -71,6 +72,35 @@ def block_attention(
         some = slice(start, start + rows)
         parts.append(block_attention_ref(q[:, some], k, v, softmax, None if mask is None else mask[..., some, :]))
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def sliding_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> tuple[Tensor, Tensor] | None:
+    """Causal attention to the last `window` keys, fused: None where the device has no kernel for it.
+
+    Shapes: q [H, m, d], k and v [Hk, n, d], whose last ones belong together -> out [H, m, d], lse [H, m].
+    """
+    if _backend(q, k, v, softmax, causal=False) not in FUSED:
+        return None
+    by_token = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *by_token,
+        *(None, None, q.shape[1], k.shape[1], 0.0, True, False),
+        scale=softmax.scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _backend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, causal: bool) -> SDPBackend | None:
+    """What torch prefers for such tensors on a GPU."""
+    if q.device.type != "cuda" or softmax.softcap is not None or q.shape[-1] % 8:
+        return None
+    grouped = q.shape[0] != k.shape[0]
+    choice = torch._fused_sdp_choice(
+        q[None], k[None], v[None], None, 0.0, causal, scale=softmax.scale, enable_gqa=grouped
+    )
+    return SDPBackend(choice)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, with_cudnn: bool) -> tuple[Tensor, Tensor]:

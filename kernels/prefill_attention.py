@@ -10,7 +10,13 @@ parts are merged by their log-sum-exp.
 import torch
 from torch import Tensor
 
-from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref, merge_blocks
+from kvcli.kernels.block_attention import (
+    add_sinks,
+    block_attention,
+    block_attention_ref,
+    merge_blocks,
+    sliding_attention,
+)
 from kvcli.kernels.softmax import Softmax
 
 # Queries of a sliding-window layer handled together: bounds its mask to ROWS * (ROWS + window).
@@ -29,6 +35,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window:
     """Attend in blocks; memory grows with m and with n, never with m*n."""
     m, n = q.shape[1], k.shape[1]
     if window is not None and n > window:
+        first = max(0, n - m - window + 1)
+        fused = sliding_attention(q, k[:, first:], v[:, first:], softmax, window)
+        if fused is not None:
+            return _finish(q, *fused, softmax)
         parts = []
         for start in range(0, m, SLIDING_ROWS):
             stop = min(start + SLIDING_ROWS, m)

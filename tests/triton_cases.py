@@ -345,13 +345,14 @@ def _(draw: Draw, s: Sizes, n: int) -> Call:
     return Call((draw(s.hk * s.g, s.d), k, draw(s.hk, n, s.d), Softmax(s.d**-0.5)))
 
 
-@case(prefill.prefill_attention, prefill.prefill_attention_ref, ["long", "plain", "softcap", "sinks"])
+@case(prefill.prefill_attention, prefill.prefill_attention_ref, ["long", "window", "plain", "softcap", "sinks"])
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     """No kernel of ours, but fused ones that are the device's own."""
     m, n, hk = (7, 33, s.hk) if s is ODD else (1024, 60_000, 1) if variant == "long" else (1024, 4096, 2)
     sinks = draw.fp32(torch.randn(hk * s.g, generator=draw.generator)) if variant == "sinks" else None
     kv = draw(2, hk, n + 5, s.d)[:, :, :n]  # room for what is still to come
-    return Call((draw(hk * s.g, m, s.d), *kv, Softmax(s.d**-0.5, 2.5 if variant == "softcap" else None, sinks)))
+    softmax = Softmax(s.d**-0.5, 2.5 if variant == "softcap" else None, sinks)
+    return Call((draw(hk * s.g, m, s.d), *kv, softmax, n // 3 if variant == "window" else None))
 
 
 @case(rebuild.rebuild_missing_keys, rebuild.rebuild_missing_keys_ref, ["none", "part", "pairs", "halves"])

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from kvcli.kernels import block_attention as block
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
@@ -156,6 +157,36 @@ def test_fused_attention_plans_few_shapes(monkeypatch, m, n, causal, with_cudnn,
     assert relative_rms(out, expected) < 1e-5
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5)
     assert operators.calls == calls
+
+
+@pytest.mark.parametrize("variant", ["plain", "sinks"])
+@pytest.mark.parametrize(("m", "n", "window"), [(1, 40, 7), (33, 90, 13), (33, 33, 20), (50, 90, 80)])
+def test_windows_of_a_prompt_on_a_gpu(monkeypatch, m, n, window, variant):
+    q, k, v, softmax = inputs(6, 2, m, n, 16, variant=variant)
+
+    def flash(q, k, v, cum_q, cum_k, rows, keys, dropout, causal, debug, *, scale, window_size_left, window_size_right):
+        """Aligned at the last row and key, as torch's operator is; [1, tokens, heads, d]."""
+        assert (rows, keys, causal, window_size_right) == (q.shape[1], k.shape[1], True, 0)
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).triu(keys - rows - window_size_left)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        out, lse = block_attention_ref(q, k, v, Softmax(scale), mask)
+        return out.transpose(0, 1)[None], lse[None], None, None, None
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    monkeypatch.setattr(block, "_backend", lambda *_, **__: SDPBackend.FLASH_ATTENTION)
+    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
+    expected = explicit(q, k, v, softmax, mask)
+    assert relative_rms(prefill_attention(q, k, v, softmax, window), expected) < 1e-5
+
+
+def test_windows_by_the_operators_own_rules(monkeypatch):
+    monkeypatch.setattr(block, "_backend", lambda *_, **__: SDPBackend.CUDNN_ATTENTION)
+    with FakeTensorMode():
+        q, k = (torch.empty(heads, t, 128, dtype=torch.bfloat16) for heads, t in ((8, 1024), (2, 5119)))
+        out, lse = block.sliding_attention(q, k, k, Softmax(0.1), 4096)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
 
 
 @pytest.mark.parametrize("causal", [False, True])
