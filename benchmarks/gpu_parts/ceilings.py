@@ -88,7 +88,9 @@ def plain_copies(setting: Setting) -> Iterator[Row]:
         "host to device": lambda: target.copy_(host, non_blocking=True),
         "device to host": lambda: host.copy_(source, non_blocking=True),
     }
-    times = in_turn({name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device)
+    times = in_turn(
+        {name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device, setting.deadline
+    )
     for name, seconds in times.items():
         moved = (2 if name == "device copy" else 1) * source.nbytes
         yield shown({"what": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
@@ -116,7 +118,9 @@ def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> 
     works: dict[str, Any] = {"plain": captured(lambda: target.copy_(same, non_blocking=True), setting.device)}
     for programs in sorted({PROGRAMS, *((8, 16, 32, 64, 128) if not setting.smoke else ())}):
         works[str(programs)] = captured(lambda programs=programs: recall.run(programs), setting.device)
-    times = in_turn({name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device)
+    times = in_turn(
+        {name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device, setting.deadline
+    )
     for name, seconds in times.items():
         if name == "plain":
             continue

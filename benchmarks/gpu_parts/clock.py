@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from common import spread
 
 Work = Callable[[], Any]
+
+FEWEST = 2
+"""Rounds that are kept however late it is."""
 
 
 def seconds_a_call(work: Work, calls: int, device: torch.device) -> float:
@@ -29,13 +33,18 @@ def seconds_a_call(work: Work, calls: int, device: torch.device) -> float:
     return start.elapsed_time(end) / 1000 / calls
 
 
-def in_turn(works: Mapping[str, tuple[Work, int]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def in_turn(
+    works: Mapping[str, tuple[Work, int]], repeats: int, device: torch.device, deadline: float = math.inf
+) -> dict[str, list[float]]:
     """Seconds a call, by name and repeat: in every round each work has its turn, of so many calls; a first is not kept.
 
-    What disturbs a round disturbs all in it, so that a ratio taken within a round hardly knows of it.
+    What disturbs a round disturbs all in it, so that a ratio taken within a round hardly knows of it. After `deadline`
+    (`time.monotonic`) there are `FEWEST` rounds, or as many as there were.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
+        if repeat > FEWEST and time.monotonic() > deadline:
+            break
         for name, (work, calls) in works.items():
             taken = seconds_a_call(work, calls, device)
             if repeat:

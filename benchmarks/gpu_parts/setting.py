@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Setting:
     repeats: int
     buffer: int  # bytes of plain copies
     pool: int  # bytes of host memory that made-up pages lie in, far beyond the processor's caches
+    deadline: float = math.inf  # by time.monotonic, after which no further round begins
 
     @property
     def ran(self) -> str:

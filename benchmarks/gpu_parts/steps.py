@@ -92,16 +92,18 @@ def bytes_at_best(place: Workshop, sequences: Sequence[RunningSequence]) -> int:
     return sum(work[phase].read for phase in MOVED_AT_BEST)
 
 
-def compared(place: Workshop, setting: Setting, cases: Sequence[Case], found: Any) -> Iterator[Row]:
+def compared(
+    place: Workshop, setting: Setting, cases: Sequence[Case], found: Any, repeats: int | None = None
+) -> Iterator[Row]:
     """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
 
-    Of what the host has to launch, a step is long enough to be timed alone.
+    Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual.
     """
     running = [Running(case, place) for case in cases]
     calls = [1 if one.stepper.graph is None else setting.calls for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
     works = {one.case.name: (one.work, count) for one, count in zip(running, calls, strict=True)}
-    times = in_turn(works, setting.repeats, setting.device)
+    times = in_turn(works, repeats or setting.repeats, setting.device, setting.deadline)
     for one, more in zip(running, extra, strict=True):
         yield shown(row_of(one, times[one.case.name], found) | more)
 

@@ -21,6 +21,9 @@ from kvcli.store.cache import Tiers
 PIECE_BYTES = 256 << 20
 """About as much is pinned at once: small enough that the first layer need not wait for long."""
 
+STAGED_BYTES = 32 << 20
+"""As much of a prompt's KV is on its way to the host in another layout at once: enough for the bus's full rate."""
+
 
 class HostPool:
     """Full pages of one layer of one sequence.
@@ -99,12 +102,15 @@ class HostPool:
 
     def _fill(self, target: Tensor, k: Tensor, v: Tensor) -> None:
         """Put pages k, v [Hk, n, p, d] into their place."""
-        if k.is_cuda:  # change the layout on the device, so that one contiguous copy crosses the bus
-            staged = torch.empty_like(target, device=k.device)
-            self._fill_blocks(staged, k, v)
-            target.copy_(staged, non_blocking=True)
-        else:
+        if not k.is_cuda:
             self._fill_blocks(target, k, v)
+            return
+        # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
+        at_once = max(1, STAGED_BYTES // self.page_bytes)
+        for part in map(slice, range(0, len(target), at_once), range(at_once, len(target) + at_once, at_once)):
+            staged = torch.empty_like(target[part], device=k.device)
+            self._fill_blocks(staged, k[:, part], v[:, part])
+            target[part].copy_(staged, non_blocking=True)
 
     def _fill_blocks(self, target: Tensor, k: Tensor, v: Tensor) -> None:
         blocks = self._blocks(target)
