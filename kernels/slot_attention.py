@@ -247,8 +247,9 @@ def slot_attention(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         warps=warps,
-        # Two tiles on their way at once. With a page table, whose entries are loads too, the compiler makes it one.
-        stages=2 if rows.resident is not None else 3,
+        # Two tiles on their way at once; with a page table, whose entries are loads too, the compiler makes it one,
+        # and fp32 has no registers to spare.
+        stages=3 if rows.resident is None and q.element_size() == 2 else 2,
     )
     merge_parts(parts, norms, softmax.sinks, heads, out)
     return None
