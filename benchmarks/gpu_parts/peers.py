@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import torch
-from transformers import StaticCache
+from transformers import Cache, StaticCache
 
 from gpu_parts.clock import milliseconds
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Case, compared
-from kvcli.profiling.candidates import Run
-from kvcli.profiling.peers import Clock, Transformers
+from kvcli.profiling.peers import Transformers
 from kvcli.profiling.sources import Load, Noise
 from kvcli.timeline import Timeline
 
@@ -65,27 +63,13 @@ class Static(Transformers):
         """See `Candidate.label`."""
         return "transformers static, compiled"
 
-    @torch.inference_mode()
-    def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
-        """See `Candidate.run`."""
-        cache, clock = StaticCache(config=self.model.module.config, max_cache_len=load.capacity), Clock()
-        for layer in self.model.geometry.layers:
-            k, v = self.noise.kv(layer, load.context)
-            cache.update(k[None], v[None], layer.index)
-        ids = torch.ones(1, load.context + 1, dtype=torch.long, device=self.model.device)
-        generate: Any = self.model.module.generate
-        generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=load.max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            streamer=clock,
-        )
-        steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
-        return Run(steps[len(steps) - load.steps :])
+    def cache(self, load: Load) -> Cache:
+        """See `Transformers.cache`."""
+        return StaticCache(config=self.model.module.config, max_cache_len=load.capacity)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Let torch choose: no length is new."""
+        return nullcontext()
 
 
 def _timed(peer: Transformers, load: Load) -> Row:

@@ -6,6 +6,7 @@ releases (0.5.5) need transformers below 5.3, and one environment has one transf
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -13,16 +14,13 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvcli.model import Model
 from kvcli.profiling.candidates import Run
 from kvcli.profiling.sources import Load, Noise
 from kvcli.timeline import Timeline
-
-# cuDNN, which torch prefers on some GPUs, plans every length anew: tens of milliseconds a step of a growing cache.
-AT_THEIR_BEST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Clock(BaseStreamer):
@@ -57,14 +55,13 @@ class Transformers:
     @torch.inference_mode()
     def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
         """See `Candidate.run`; its step is not taken apart."""
-        clock = Clock()
-        cache = DynamicCache(config=self.model.module.config, offloading=self.offloading)
+        clock, cache = Clock(), self.cache(load)
         for layer in self.model.geometry.layers:
             k, v = self.noise.kv(layer, load.context)
             cache.update(*(x[None].expand(load.batch, -1, -1, -1) for x in (k, v)), layer.index)
         ids = torch.ones(load.batch, load.context + 1, dtype=torch.long, device=self.model.device)
         generate: Any = self.model.module.generate
-        with sdpa_kernel(AT_THEIR_BEST):
+        with self.attention():
             generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -77,6 +74,17 @@ class Transformers:
             )
         steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
         return Run(steps[len(steps) - load.steps :])
+
+    def cache(self, load: Load) -> Cache:  # noqa: ARG002
+        """Make the empty cache."""
+        return DynamicCache(config=self.model.module.config, offloading=self.offloading)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Choose the kernels of attention.
+
+        Without cuDNN, which torch prefers on some GPUs: it plans every length anew, tens of milliseconds a step.
+        """
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def transformers_peers(model: Model, noise: Noise) -> list[Transformers]:
