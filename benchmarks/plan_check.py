@@ -1,14 +1,18 @@
 """`kvcli plan` against reality: memory and step time of ten combinations, planned from the config and then run.
 
-Every repeat is a process of its own, which does what `generate` does, plans half way through the decode steps as if it
-knew nothing of them, and goes on: a machine that others share changes its pace within seconds, and this way both see
-the same pace. Figures are medians over the repeats, ratios too.
+Every repeat is two processes, one that counts and one that is timed; each does what `generate` does and plans half way
+through the decode steps as if it knew nothing of them. Figures are medians over the repeats, ratios too.
 
 - Memory: what plan adds up without its allowance for the runtime (weights, KV of both tiers, workspace), against how
-  far the resident set of a run grows at its peak, from before the model is made to the last step. A short run comes
-  before, for what the libraries load when they are first used is the runtime's. The moment at which random weights are
-  drawn is left out: a checkpoint's are read instead.
-- Step: the time that plan expects, against the median decode step, as many taken before it as after.
+  far the resident set of a run grows at its peak, from before the model is made to the middle of decoding. A short run
+  comes before, for what the libraries load when they are first used is the runtime's. The moment at which random
+  weights are drawn is left out: a checkpoint's are read instead. So that the resident set is what is allocated, the
+  caches are filled when they are made, and the allocator gives back what is freed (`MALLOC_*`).
+- Resident: the same in the timed process, where nothing is filled and the allocator does as it likes. Slots that no
+  token has reached when the prefill takes its most are missing there, and what the allocator keeps is there too much;
+  that is what plan's allowance is for.
+- Step: the time that plan expects, against the median decode step, as many taken before it as after: a machine that
+  others share changes its pace within seconds, and this way both see the same pace.
 - Prefill stands beside them; nothing is claimed of it.
 
     OMP_NUM_THREADS=2 python benchmarks/plan_check.py
@@ -26,12 +30,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_output, save
+from common import add_output, save, spread
 from transformers import LlamaConfig
 
 from kvcli import memory
@@ -53,6 +58,7 @@ SHAPES = {
     "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
     "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "heads": (16, 4)},
 }
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}  # glibc's, in bytes
 COMBINATIONS = [  # shape, method, context, batch
     ("small", "streaming", 8192, 1),
     ("small", "fier", 8192, 1),
@@ -97,16 +103,19 @@ def planned(shape: str, method: str, context: int, batch: int) -> dict[str, floa
     }
 
 
-def run(shape: str, method: str, context: int, batch: int) -> dict[str, Any]:
-    """What really happens, by the moves of `kvcli generate`, and the plan; once in little before, for the libraries."""
+def run(shape: str, method: str, context: int, batch: int, fill: bool) -> dict[str, Any]:
+    """What really happens, by the moves of `kvcli generate`, and the plan; once in little before, for the libraries.
+
+    `fill`: write the caches when they are made, so that what is allocated is resident.
+    """
     little = config_of("small")
     little.num_hidden_layers, little.vocab_size = 4, 1000
-    _run(little, method, 3000, 1, dict)
-    return _run(config_of(shape), method, context, batch, lambda: planned(shape, method, context, batch))
+    _run(little, method, 3000, 1, fill, dict)
+    return _run(config_of(shape), method, context, batch, fill, lambda: planned(shape, method, context, batch))
 
 
 def _run(
-    config: LlamaConfig, method: str, context: int, batch: int, between: Callable[[], dict[str, float]]
+    config: LlamaConfig, method: str, context: int, batch: int, fill: bool, between: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
     profile, geometry = resolve_profile(method), geometry_of(config, DTYPE)
     gc.collect()
@@ -120,7 +129,8 @@ def _run(
         started, rows = time.perf_counter(), []
         for _ in range(batch):
             ids = torch.randint(config.vocab_size, (context,), generator=generator).tolist()
-            made = ready.method(profile, ready.context(context, STEPS))
+            with _filled() if fill else nullcontext():
+                made = ready.method(profile, ready.context(context, STEPS))
             (logits,) = ready.read(ids, [made])
             rows.append(_Row(made, context, int(logits.argmax())))
         prefill = time.perf_counter() - started
@@ -130,6 +140,16 @@ def _run(
         times += _decode(ready, rows)
     was = {"bytes": taken, "step_ms": 1000 * statistics.median(times), "prefill_ms": 1000 * prefill}
     return {"planned": said, "taken": was}
+
+
+@contextmanager
+def _filled() -> Iterator[None]:
+    """Have torch write what is allocated here (with NaN, so that a step that read it would be found out)."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _decode(ready: Engine, rows: list[_Row]) -> list[float]:
@@ -168,40 +188,51 @@ def _status(field: str) -> int:
 
 def check(combination: tuple[str, str, int, int], repeats: int) -> dict[str, Any]:
     """Run one combination with its plan, print and return both; every ratio is of one process."""
-    command = [sys.executable, __file__, "run", *map(str, combination)]
-    found = []
-    for _ in range(repeats):
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append(json.loads(out.splitlines()[-1]))
+    found = [_repeat(combination) for _ in range(repeats)]
     said, was = (
         {key: statistics.median(each[of][key] for each in found) for key in found[0][of]} for of in ("planned", "taken")
     )
-    ratios = {key: _spread([each["planned"][key] / each["taken"][key] for each in found]) for key in was}
+    pairs = {"bytes": "bytes", "resident": "bytes", "step_ms": "step_ms", "prefill_ms": "prefill_ms"}
+    ratios = {
+        key: spread([each["planned"][plan] / each["taken"][key] for each in found]) for key, plan in pairs.items()
+    }
     shape, method, context, batch = combination
     step = ratios["step_ms"]
     print(
         f"{shape:<6}{method:<10}{context:>7,} x{batch}  memory {said['bytes'] / 2**20:7.0f} MiB planned,"
-        f" {was['bytes'] / 2**20:7.0f} taken ({ratios['bytes']['median']:.3f})  step {said['step_ms']:7.1f} ms planned,"
-        f" {was['step_ms']:7.1f} taken ({step['median']:.2f}, {step['least']:.2f}-{step['most']:.2f}),"
-        f" {said['floor_ms']:.1f} at least  prefill {ratios['prefill_ms']['median']:.2f}",
+        f" {was['bytes'] / 2**20:7.0f} taken ({ratios['bytes']['median']:.3f}),"
+        f" {was['resident'] / 2**20:7.0f} resident ({ratios['resident']['median']:.3f})"
+        f"  step {said['step_ms']:7.1f} ms planned, {was['step_ms']:7.1f} taken"
+        f" ({step['median']:.2f}, {step['min']:.2f}-{step['max']:.2f}), {said['floor_ms']:.1f} at least"
+        f"  prefill {ratios['prefill_ms']['median']:.2f}",
         flush=True,
     )
     names = ("shape", "method", "context", "batch")
     return {**dict(zip(names, combination, strict=True)), "planned": said, "taken": was, "planned_by_taken": ratios}
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"least": min(values), "median": statistics.median(values), "most": max(values)}
+def _repeat(combination: tuple[str, str, int, int]) -> dict[str, Any]:
+    """The plan and what the timed process took, with the bytes of the other one beside it."""
+    command = [sys.executable, __file__, "run", *map(str, combination)]
+
+    def one(kind: str, settings: dict[str, str]) -> dict[str, Any]:
+        environment = {**os.environ, **settings}
+        out = subprocess.run([*command, kind], capture_output=True, text=True, check=True, env=environment).stdout
+        return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
+
+    counted, timed = one("counted", GIVEN_BACK), one("timed", {})
+    timed["taken"] |= {"bytes": counted["taken"]["bytes"], "resident": timed["taken"]["bytes"]}
+    return timed
 
 
 def main() -> None:
     """Check all combinations, print, keep."""
     if len(sys.argv) > 1 and sys.argv[1] == "run":
-        shape, method, context, batch = sys.argv[2:]
-        print(json.dumps(run(shape, method, int(context), int(batch))))
+        shape, method, context, batch, kind = sys.argv[2:]
+        print(json.dumps(run(shape, method, int(context), int(batch), fill=kind == "counted")))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="processes of each combination")
+    parser.add_argument("--repeats", type=int, default=5, help="of each combination")
     parser.add_argument("--only", type=int, nargs="+", help="combinations by their place, from 0")
     add_output(parser, "plan_check")
     args = parser.parse_args()
@@ -210,9 +241,10 @@ def main() -> None:
     rows = [check(combination, args.repeats) for combination in chosen]
     worst = {
         what: max(abs(row["planned_by_taken"][key]["median"] - 1) for row in rows)
-        for what, key in (("memory", "bytes"), ("step", "step_ms"))
+        for what, key in (("memory", "bytes"), ("resident", "resident"), ("step", "step_ms"))
     }
-    print(f"furthest off: memory {worst['memory']:.1%}, step {worst['step']:.1%}; load average {load:.1f} before")
+    off = ", ".join(f"{what} {share:.1%}" for what, share in worst.items())
+    print(f"furthest off: {off}; load average {load:.1f} before")
     save(args.output, {"shapes": SHAPES, "load_average": load, "rows": rows, "furthest_off": worst})
 
 
