@@ -27,6 +27,10 @@ class Misses(NamedTuple):
     slots: Tensor
     pages: Tensor
 
+    def by_head(self, num_kv_heads: int) -> list[int]:
+        """How many there are of each KV head: [Hk]."""
+        return self.heads.bincount(minlength=num_kv_heads).tolist()
+
 
 class MissList(NamedTuple):
     """The first `counts` [b, Hk] entries of `pages` and `slots` [b, Hk, k] of every head; -1 behind them. int32."""

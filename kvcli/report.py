@@ -57,8 +57,18 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class HeadCounts:
+    """The same counts of a layer's KV heads, one after another: [Hk] each."""
+
+    pages_requested: list[int]
+    misses: list[int]
+    heads_checked: list[int]
+    heads_corrected: list[int]
+
+
+@dataclass(frozen=True)
 class LayerCache:
-    """What one layer asked for and moved over the whole decode."""
+    """What one layer asked for and moved over the whole decode; `by_head` is None where it asked for nothing."""
 
     layer: int
     pages_requested: int
@@ -67,6 +77,7 @@ class LayerCache:
     heads_checked: int
     heads_corrected: int
     bytes_to_device: int
+    by_head: HeadCounts | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Counters of a sequence: exact counts per step and layer, read once at the end."""
+"""Counters of a sequence: exact counts by step and layer, and by KV head, read once at the end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ class Count(IntEnum):
 
 
 class Counters:
-    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept."""
+    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept.
+
+    What heads do alike or apart is summed up by KV head as well, over all steps but the first `warmup`.
+    """
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
+        self.warmup = 0
         self.counts: list[list[list[int]]] = []  # [steps][layers][Count]
+        self.heads: list[dict[Count, list[int]]] = [{} for _ in range(num_layers)]  # [layers][Count][Hk]
         self.prefill_bytes_to_host = 0
 
     def next_step(self) -> None:
@@ -43,6 +48,17 @@ class Counters:
             self.counts[step][layer][count] += amount
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
+
+    def add_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
+        """Count in the current step, head by head: `amounts` [Hk]."""
+        self.add(layer, count, sum(amounts))
+        if len(self.counts) > self.warmup:
+            self.sum_heads(layer, count, amounts)
+
+    def sum_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
+        """Add `amounts` [Hk] to the sums by head alone: their steps are counted otherwise."""
+        sums = self.heads[layer].get(count, [0] * len(amounts))
+        self.heads[layer][count] = list(map(add, sums, amounts))
 
     def add_all(self, layer: int, amounts: Sequence[int], step: int) -> None:
         """Count everything of a layer and step at once, in the order of `Count`."""
@@ -71,7 +87,20 @@ class Counters:
             bytes_exposed=_total(counts, Count.BYTES_EXPOSED),
             bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
             prefill_bytes_to_host=self.prefill_bytes_to_host,
-            layers=[_layer(index, row) for index, row in enumerate(counts.sum(0).tolist())],
+            layers=[_layer(index, row, self.by_head(index)) for index, row in enumerate(counts.sum(0).tolist())],
+        )
+
+    def by_head(self, layer: int) -> report.HeadCounts | None:
+        """What each KV head of a layer asked for, missed and corrected; None where no pages were asked for."""
+        sums = self.heads[layer]
+        if not any(sums.get(Count.PAGES_REQUESTED, ())):
+            return None
+        none = [0] * len(sums[Count.PAGES_REQUESTED])
+        return report.HeadCounts(
+            pages_requested=sums[Count.PAGES_REQUESTED],
+            misses=sums.get(Count.MISSES, none),
+            heads_checked=sums.get(Count.HEADS_CHECKED, none),
+            heads_corrected=sums.get(Count.HEADS_CORRECTED, none),
         )
 
     def steps(self, times_ms: list[float]) -> list[report.Step]:
@@ -100,7 +129,7 @@ def _total(counts: Tensor, count: Count) -> int:
     return int(counts[..., count].sum())
 
 
-def _layer(index: int, row: list[int]) -> report.LayerCache:
+def _layer(index: int, row: list[int], by_head: report.HeadCounts | None) -> report.LayerCache:
     return report.LayerCache(
         layer=index,
         pages_requested=row[Count.PAGES_REQUESTED],
@@ -109,4 +138,5 @@ def _layer(index: int, row: list[int]) -> report.LayerCache:
         heads_checked=row[Count.HEADS_CHECKED],
         heads_corrected=row[Count.HEADS_CORRECTED],
         bytes_to_device=row[Count.BYTES_TO_DEVICE],
+        by_head=by_head,
     )

@@ -63,25 +63,38 @@ class Log:
         rows = self.steps[[step % STEPS for step in steps]].cpu()
         lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
         for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
-            found = part.view(len(steps), 3, len(self.lengths), layer.num_kv_heads)
-            amounts = _amounts(layer, Found(*found.unbind(1)), lengths).tolist()
+            found = Found(*part.view(len(steps), 3, len(self.lengths), layer.num_kv_heads).unbind(1))
+            heads = _by_head(layer, found)
+            amounts = _amounts(layer, heads, found, lengths).tolist()
             for step, of_step in zip(steps, amounts, strict=True):
                 for own, counts in zip(counters, of_step, strict=True):
                     if step < len(own.counts):
                         own.add_all(layer.layer, counts, step)
+            for row, own in enumerate(counters):
+                timed = [index for index, step in enumerate(steps) if own.warmup <= step < len(own.counts)]
+                for count, of_heads in heads.items():
+                    own.sum_heads(layer.layer, count, of_heads[timed, row].sum(0).tolist())
 
 
-def _amounts(layer: Retrieving, found: Found, lengths: Tensor) -> Tensor:
-    """What a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
-    corrected, first = ((found.turn == turn).sum(-1) for turn in (Turn.CORRECTED, Turn.FIRST))
-    now, later = found.missed_now.sum(-1), found.missed_later.sum(-1)
-    amounts = {
-        Count.HEADS_CHECKED: (found.turn == Turn.REUSED).sum(-1) + corrected,
+def _by_head(layer: Retrieving, found: Found) -> dict[Count, Tensor]:
+    """What each KV head of a layer did: found [steps, b, Hk] each -> [steps, b, Hk] each."""
+    corrected = found.turn == Turn.CORRECTED
+    return {
+        Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
         Count.HEADS_CORRECTED: corrected,
-        Count.FIRST_RETRIEVALS: first,
-        Count.PAGES_REQUESTED: layer.selected * (found.turn != Turn.IDLE).sum(-1),
-        Count.MISSES: now + later,
-        Count.BYTES_TO_DEVICE: (now + later) * layer.block_bytes,
+        Count.PAGES_REQUESTED: layer.selected * (found.turn != Turn.IDLE),
+        Count.MISSES: found.missed_now + found.missed_later,
+    }
+
+
+def _amounts(layer: Retrieving, heads: dict[Count, Tensor], found: Found, lengths: Tensor) -> Tensor:
+    """What a layer did: of its heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
+    sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
+    now = found.missed_now.sum(-1)
+    amounts = {
+        **sums,
+        Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),
+        Count.BYTES_TO_DEVICE: sums[Count.MISSES] * layer.block_bytes,
         Count.BYTES_TO_HOST: (lengths % layer.page_size == 0) * (layer.num_kv_heads * layer.block_bytes),
         Count.BYTES_EXPOSED: now * layer.block_bytes,
     }

@@ -24,7 +24,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
-from kvcli.stats import Count
 from kvcli.store.offloaded import OffloadedCache
 
 
@@ -67,7 +66,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedCache]):
             scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
         with self.span("select", layer):
             selected = self._keep(scores, cache)  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):
             return cache.attend(q, softmax)

@@ -228,14 +228,25 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Count in the current step."""
         self.context.counters.add(layer, count, amount)
 
-    def recall(self, layer: int, fetch: Callable[[], tuple[int, int]], hidden: bool = False) -> None:
-        """Bring what a selection misses to the device and count it: `fetch` returns the misses and the bytes moved.
+    def count_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
+        """Count in the current step, head by head: `amounts` [Hk]."""
+        self.context.counters.add_heads(layer, count, amounts)
+
+    def count_selected(self, layer: int, selected: Tensor) -> None:
+        """Count what a layer asks for at this step: `selected` [Hk, k], a page or token of a KV head counts one."""
+        num_kv_heads, k = selected.shape
+        self.count_heads(layer, Count.PAGES_REQUESTED, [k] * num_kv_heads)
+
+    def recall(self, layer: int, fetch: Callable[[], tuple[list[int], int]], hidden: bool = False) -> None:
+        """Bring what a selection misses to the device and count it.
+
+        `fetch` does it, and returns the misses of each KV head, [Hk], and the bytes moved.
 
         `hidden` is what this step's attention does not wait for.
         """
         with self.span("recall", layer):
             misses, moved = fetch()
-        self.count(layer, Count.MISSES, misses)
+        self.count_heads(layer, Count.MISSES, misses)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, 0 if hidden else moved)
 

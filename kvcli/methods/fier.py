@@ -24,7 +24,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.stats import Count
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenCache
 
@@ -70,7 +69,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
             scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
         with self.span("select", layer):
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)

@@ -128,8 +128,8 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             return q.new_ones(num_kv_heads).bool()
         similarity = query_similarity(q, self.previous_query[layer], num_kv_heads, self.config.correction_pooling)
         corrected = similarity < self.correct_below[layer]
-        self.count(layer, Count.HEADS_CHECKED, num_kv_heads)
-        self.count(layer, Count.HEADS_CORRECTED, int(corrected.sum()))
+        self.count_heads(layer, Count.HEADS_CHECKED, [1] * num_kv_heads)
+        self.count_heads(layer, Count.HEADS_CORRECTED, corrected.int().tolist())
         return corrected
 
     def _select(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
@@ -139,5 +139,5 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             scores = page_scores(q, cache.summaries.of(cache.candidates), scale, self.config.pooling)
         with self.span("select", layer):
             selected = topk_pages(scores, cache.budget.selected) + cache.candidates.start
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         return selected

@@ -29,7 +29,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.stats import Count
 from kvcli.store.calibrated import CalibratedLayers
 from kvcli.store.projected import ProjectedKeys
 from kvcli.store.tokens import OffloadedTokens
@@ -116,7 +115,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
             selected = topk_pages(scores, min(wanted, cache.budget.most_selected)) + candidates.start
         self.chosen += selected.numel()
         self.choices += selected.shape[0]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         self.recall(layer, lambda: cache.recall(selected))
         self.ahead[layer] = selected
 

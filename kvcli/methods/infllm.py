@@ -135,8 +135,8 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         with self.span("recall", layer):
             misses, moved = cache.recall(blocks)
         num_kv_heads = cache.k.shape[0]
-        self.count(layer, Count.PAGES_REQUESTED, wanted * num_kv_heads)
-        self.count(layer, Count.MISSES, misses * num_kv_heads)
+        self.count_heads(layer, Count.PAGES_REQUESTED, [wanted] * num_kv_heads)
+        self.count_heads(layer, Count.MISSES, [misses] * num_kv_heads)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, moved)
         usage.note(wanted, misses, moved, float(scores[blocks].mean()))

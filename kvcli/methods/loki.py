@@ -23,7 +23,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.stats import Count
 from kvcli.store.calibrated import CalibratedLayers
 from kvcli.store.keyed import PrincipalTokens
 
@@ -75,6 +74,6 @@ class Loki(Method[LokiConfig, PrincipalTokens]):
             scores = pool_scores(scores, self.config.pooling)  # [Hk, n]
         with self.span("select", layer):
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)

@@ -16,7 +16,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
-from kvcli.stats import Count
 from kvcli.store.indexed import IndexedCache
 
 
@@ -55,6 +54,6 @@ class Quest(Method[QuestConfig, IndexedCache]):
             scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
         with self.span("select", layer):
             pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, pages.numel())
+        self.count_selected(layer, pages)
         with self.span("attention", layer):
             return cache.attend_pages(q, pages, softmax)

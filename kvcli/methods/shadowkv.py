@@ -37,7 +37,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
-from kvcli.stats import Count
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 
 
@@ -104,7 +103,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
             scores = cache.scores(q, softmax.scale)  # [Hk, chunks]
         with self.span("select", layer):
             selected = topk_pages(scores, cache.layout.selected)  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         self.recall(layer, lambda: cache.recall(selected))
         with self.span("attention", layer):
             return cache.attend(q, softmax)

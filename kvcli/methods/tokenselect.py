@@ -25,7 +25,6 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.stats import Count
 from kvcli.store.keyed import KeyedTokens
 
 
@@ -69,7 +68,7 @@ class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
             self.choices += 1
             self.queries[layer], self.selected[layer] = q.clone(), self._vote(layer, cache, q, softmax)
         selected = self.selected[layer].expand(cache.k.shape[0], -1)  # [Hk, k]
-        self.count(layer, Count.PAGES_REQUESTED, selected.numel())
+        self.count_selected(layer, selected)
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)
 

@@ -25,7 +25,6 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.quest import QuestConfig
-from kvcli.stats import Count
 from kvcli.store.four_bit import WeighedCache
 
 
@@ -68,7 +67,7 @@ class Twilight(Method[TwilightConfig, WeighedCache]):
         with self.span("select", layer):
             pages = topk_pages(bounds, cache.budget.selected) + cache.candidates.start  # [Hk, k]
             tokens, always = cache.spread(pages)  # [Hk, n], [n]
-        self.count(layer, Count.PAGES_REQUESTED, pages.numel())
+        self.count_selected(layer, pages)
         with self.span("score", layer):
             weights = softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
         with self.span("select", layer):

@@ -75,6 +75,8 @@ class Decoding:
         with ExitStack() as stack:
             ready = stack.enter_context(engine(self.model, [load.capacity]))
             methods = self.source.methods(ready, self.profile, load, timeline)
+            for method in methods:
+                method.context.counters.warmup = load.warmup
             sequences = [
                 RunningSequence(
                     index=row,

@@ -112,12 +112,14 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
     return bars
 
 
-def heat_chart(part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str) -> alt.Chart:
-    """A share by layer and step, both [steps][layers]: from nothing to all of it, no mark where there was nothing."""
+def heat_chart(
+    part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str, across: str, down: str
+) -> alt.Chart:
+    """A share, both [across][down]: from nothing to all of it, no mark where there was nothing."""
     rows = [
-        {"step": step, "layer": layer, "share": count / total, "of": f"{count} of {total}"}
-        for step, (counts, totals) in enumerate(zip(part, whole, strict=True))
-        for layer, (count, total) in enumerate(zip(counts, totals, strict=True))
+        {across: column, down: row, "share": count / total, "of": f"{count} of {total}"}
+        for column, (counts, totals) in enumerate(zip(part, whole, strict=True))
+        for row, (count, total) in enumerate(zip(counts, totals, strict=True))
         if total
     ]
     # Two shades of one colour would need it twice; seen through to the page, one colour suits light and dark.
@@ -128,12 +130,12 @@ def heat_chart(part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], wh
         _chart(rows)
         .mark_rect(color="var(--accent)")
         .encode(
-            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y("layer:O", title="layer", axis=alt.Axis(labelOverlap=True)),
+            x=alt.X(f"{across}:O", title=across, axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y(f"{down}:O", title=down, axis=alt.Axis(labelOverlap=True)),
             opacity=opacity,
-            tooltip=["layer:O", "step:O", alt.Tooltip("share:Q", format=".0%"), "of:N"],
+            tooltip=[f"{down}:O", f"{across}:O", alt.Tooltip("share:Q", format=".0%"), "of:N"],
         )
-        .properties(height=alt.Step(max(8, min(_ROW, 400 // (1 + len({row["layer"] for row in rows}))))))
+        .properties(height=alt.Step(max(8, min(_ROW, 400 // (1 + len({row[down] for row in rows}))))))
     )
     return squares
 

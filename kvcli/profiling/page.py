@@ -7,7 +7,13 @@ from kvcli.profiling import charts
 from kvcli.profiling.report import Case, ProfileReport
 from kvcli.profiling.run import Outcome, case_name
 from kvcli.profiling.tables import groups, notes, tables
+from kvcli.report import HeadCounts
 from kvcli.sizes import format_bytes
+
+_SHARES = (
+    ("corrected", "KV heads that had to be corrected", "heads_corrected", "heads_checked"),
+    ("missed", "selected pages that were not on the device", "misses", "pages_requested"),
+)
 
 
 def page(outcome: Outcome) -> str:
@@ -76,19 +82,24 @@ def _timelines(made: Page, outcome: Outcome) -> None:
 
 
 def _heat(made: Page, report: ProfileReport) -> None:
-    begun = False
-    for case in _last(report):
-        counts = case.counts
-        if counts is None or not any(map(any, counts.misses)):
-            continue
-        if not begun:
-            made.section("What was corrected and recalled", f"At {_load(case)}, by layer and step.")
-            begun = True
-        if any(map(any, counts.heads_checked)):
-            chart = charts.heat_chart(counts.heads_corrected, counts.heads_checked, "corrected")
-            made.chart(chart, f"{case.label}: KV heads that had to be corrected.")
-        chart = charts.heat_chart(counts.misses, counts.pages_requested, "missed")
-        made.chart(chart, f"{case.label}: selected pages that were not on the device.")
+    cases = [case for case in _last(report) if case.counts is not None and any(map(any, case.counts.misses))]
+    if cases:
+        made.section("What was corrected and recalled", f"At {_load(cases[0])}, by KV head and by step.")
+    for case in cases:
+        for share in _SHARES:
+            _share(made, case, *share)
+
+
+def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: str) -> None:
+    """Two maps of a share of counts, named as they are in the report."""
+    counts = case.counts
+    if counts is None or not any(map(any, getattr(counts, whole))):
+        return
+    layers = [layer or HeadCounts([], [], [], []) for layer in counts.by_head]
+    some, every = ([getattr(layer, which) for layer in layers] for which in (part, whole))  # [layers][Hk] each
+    made.chart(charts.heat_chart(some, every, name, "layer", "KV head"), f"{case.label}: {meaning}, by head.")
+    some, every = getattr(counts, part), getattr(counts, whole)  # [steps][layers] each
+    made.chart(charts.heat_chart(some, every, name, "step", "layer"), f"{case.label}: {meaning}, by step.")
 
 
 def _last(report: ProfileReport) -> list[Case]:

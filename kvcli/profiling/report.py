@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvcli.report import HeadCounts
+
 SCHEMA_VERSION = 1
 
 
@@ -57,13 +59,17 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was checked, selected and moved in a run's timed steps, all sequences together: [steps][layers]."""
+    """What was checked, selected and moved in a run's timed steps, all sequences together: [steps][layers].
+
+    `by_head` has the sums of these steps for each KV head, [layers]; None where a layer asked for nothing.
+    """
 
     heads_checked: list[list[int]]
     heads_corrected: list[list[int]]
     pages_requested: list[list[int]]
     misses: list[list[int]]
     bytes_to_device: list[list[int]]
+    by_head: list[HeadCounts | None]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from kvcli.profiling.candidates import Candidate, Run
 from kvcli.profiling.phases import StepParts, middle, step_parts
 from kvcli.profiling.report import Breakdown, Case, Counts, Part, Spread
 from kvcli.profiling.sources import Load
+from kvcli.report import HeadCounts
 from kvcli.stats import Count, Counters
 from kvcli.timeline import Span, Timeline
 
@@ -129,7 +130,16 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
         pages_requested=of(Count.PAGES_REQUESTED),
         misses=of(Count.MISSES),
         bytes_to_device=of(Count.BYTES_TO_DEVICE),
+        by_head=[_together([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)],
     )
+
+
+def _together(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:
+    """Add up one layer's counts by head."""
+    found = [asdict(each) for each in sequences if each is not None]
+    if not found:
+        return None
+    return HeadCounts(**{name: torch.tensor([each[name] for each in found]).sum(0).tolist() for name in found[0]})
 
 
 def _floor(work: dict[str, Work], ceilings: Ceilings) -> float | None:

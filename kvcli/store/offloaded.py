@@ -85,11 +85,11 @@ class OffloadedCache(Paged, LayerCache):
         self.summaries.fill(page, full_k)
         return self.pool.write(page, full_k, full_v)
 
-    def recall(self, selected: Tensor, heads: Tensor | None = None) -> tuple[int, int]:
+    def recall(self, selected: Tensor, heads: Tensor | None = None) -> tuple[list[int], int]:
         """Bring the missing pages of `selected` [Hk, k] to the device, evicting what left the selection.
 
-        `heads` [Hk] bool limits the recall to some KV heads; the others keep what they have. Returns the number of
-        misses (a page of a KV head counts one) and the bytes moved.
+        `heads` [Hk] bool limits the recall to some KV heads; the others keep what they have. Returns the misses of
+        each KV head and the bytes moved.
         """
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
@@ -99,7 +99,7 @@ class OffloadedCache(Paged, LayerCache):
         for part, kv in enumerate(self.kv):
             kv.flatten(0, 1).index_copy_(0, slots, blocks[:, part])
         self.resident[misses.heads, misses.slots] = misses.pages
-        return len(misses.pages), nbytes(blocks)
+        return misses.by_head(len(selected)), nbytes(blocks)
 
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""

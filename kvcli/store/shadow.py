@@ -134,11 +134,11 @@ class ShadowCache(LayerCache):
         """Score the chunks that left the device with q [H, d], outliers lowest: [Hk, num_chunks]."""
         return self.landmarks.scores(q, self.num_chunks, scale)
 
-    def recall(self, selected: Tensor) -> tuple[int, int]:
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """Bring the missing chunks of `selected` [Hk, k] to the device: values from the host, keys rebuilt.
 
-        The device rebuilds the keys while the host collects the values. Returns the number of misses (a chunk of a
-        KV head counts one) and the bytes moved.
+        The device rebuilds the keys while the host collects the values. Returns the misses of each
+        KV head and the bytes moved.
         """
         misses = resolve_pages(self.resident, selected)
         rows = self.values.rows(misses.pages, misses.heads)
@@ -147,7 +147,7 @@ class ShadowCache(LayerCache):
         self._slots(self.k)[misses.heads, misses.slots] = keys.to(self.k.dtype)
         self._slots(self.v)[misses.heads, misses.slots] = values
         self.resident[misses.heads, misses.slots] = misses.pages
-        return len(misses.pages), nbytes(values)
+        return misses.by_head(len(selected)), nbytes(values)
 
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""

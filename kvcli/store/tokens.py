@@ -110,10 +110,10 @@ class TokenCache(LayerCache, Generic[IndexT]):
         return replace(self.index.traffic(self.budget, length), attended=self.budget.total * token, recalled=recalled)
 
     @abstractmethod
-    def recall(self, selected: Tensor) -> tuple[int, int]:
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """Bring the missing tokens of `selected` [Hk, k] to the device, evicting what left the selection.
 
-        Returns the number of misses (a token of a KV head counts one) and the bytes moved.
+        Returns the misses of each KV head and the bytes moved.
         """
 
     @abstractmethod
@@ -153,9 +153,9 @@ class ResidentTokens(TokenCache[IndexT], DenseCache):
             self.index.fill(first, self.k[:, first : self.length])
         return 0
 
-    def recall(self, selected: Tensor) -> tuple[int, int]:  # noqa: ARG002
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """See `TokenCache.recall`: nothing is ever missing."""
-        return 0, 0
+        return [0] * len(selected), 0
 
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """See `TokenCache.attend_selected`."""
@@ -220,7 +220,7 @@ class OffloadedTokens(TokenCache[IndexT]):
         rows_of_group = self._ring_rows(torch.arange(self.length - group, self.length, device=k.device))
         return self._put_away(self.length - group, self.k[:, rows_of_group], self.v[:, rows_of_group])
 
-    def recall(self, selected: Tensor) -> tuple[int, int]:
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """See `TokenCache.recall`."""
         misses, leaving = resolve_tokens(self.resident, selected, self.length)
         tokens = self.pool.gather(misses.pages, misses.heads).to(self.k.device)  # [m, 2, 1, d]
@@ -229,7 +229,7 @@ class OffloadedTokens(TokenCache[IndexT]):
         self.v[misses.heads, rows] = tokens[:, 1, 0]
         self.resident[leaving] = EMPTY
         self.resident[misses.heads, misses.slots] = misses.pages
-        return len(misses.pages), nbytes(tokens)
+        return misses.by_head(len(selected)), nbytes(tokens)
 
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """See `TokenCache.attend_selected`."""

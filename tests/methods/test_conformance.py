@@ -70,6 +70,16 @@ def on_block_attention(monkeypatch, note):
             monkeypatch.setattr(module, "block_attention", watched)
 
 
+@pytest.mark.parametrize("name", method_names())
+def test_what_heads_did_adds_up_to_what_their_layer_did(llama, name):
+    (sequence,) = run(llama, name, settings(name, SMALL), [prompt(2)], STEPS)
+    for layer in sequence.counters.cache().layers:
+        for count in ("pages_requested", "misses", "heads_checked", "heads_corrected"):
+            by_head = [] if layer.by_head is None else getattr(layer.by_head, count)
+            assert sum(by_head) == getattr(layer, count)
+            assert len(by_head) in (0, llama.config.num_key_value_heads)
+
+
 @pytest.mark.parametrize("name", BUDGETED)
 def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
     seen, attend = [], Method.attend  # keys attended to by each call of `attend`

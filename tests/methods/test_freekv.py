@@ -33,7 +33,8 @@ class Oracle:
         self.tau, self.prompt = tau, stream.prompt
         self.held = [set() for _ in range(HK)]
         self.retrieved = False
-        self.checked = self.corrected = self.layer_steps = self.misses = self.requested = self.first = self.exposed = 0
+        self.checked = self.layer_steps = self.requested = self.first = self.exposed = 0
+        self.corrected, self.misses = [0] * HK, [0] * HK
 
     def pages(self, length):
         return -(-length // P)
@@ -68,16 +69,17 @@ class Oracle:
                 pairs = zip(q[head * G : head * G + G], self.q[step - 1][head * G : head * G + G], strict=True)
                 turned.append(sum(cosine(a, b) for a, b in pairs) / G < self.tau if 0 < self.tau < 1 else self.tau == 1)
         self.requested += SELECTED * HK
+        counted = self.retrieved
         if self.retrieved:
             self.checked += HK
-            self.corrected += sum(turned)
             self.layer_steps += any(turned)
         else:
             self.first += HK
             turned = [True] * HK
         out = []
         for head in range(HK):
-            self.misses += len(wanted[head] - self.held[head])
+            self.misses[head] += len(wanted[head] - self.held[head])
+            self.corrected[head] += counted and turned[head]
             if turned[head]:
                 self.exposed += len(wanted[head] - self.held[head])
                 self.held[head] = wanted[head]
@@ -111,14 +113,20 @@ def test_every_step_matches_the_oracle(prompt, tau):
     counters = method.context.counters
     correction, cache = counters.correction(), counters.cache()
     assert correction.heads_checked == oracle.checked
-    assert correction.heads_corrected == oracle.corrected
+    assert correction.heads_corrected == sum(oracle.corrected)
     assert correction.layer_steps_corrected == oracle.layer_steps
     assert correction.first_retrievals == oracle.first == HK
     assert cache.pages_requested == oracle.requested
-    assert cache.misses == oracle.misses
-    assert cache.hits == oracle.requested - oracle.misses
-    assert cache.bytes_to_device == oracle.misses * 2 * P * D * 4
+    misses = sum(oracle.misses)
+    assert cache.misses == misses
+    assert cache.hits == oracle.requested - misses
+    assert cache.bytes_to_device == misses * 2 * P * D * 4
     assert cache.bytes_exposed == oracle.exposed * 2 * P * D * 4
+    of_heads = cache.layers[1].by_head
+    assert (of_heads.misses, of_heads.heads_corrected) == (oracle.misses, oracle.corrected)
+    assert of_heads.heads_checked == [oracle.checked // HK] * HK
+    assert of_heads.pages_requested == [oracle.requested // HK] * HK
+    assert cache.layers[0].by_head is None
     page_bytes = HK * 2 * P * D * 4
     assert cache.prefill_bytes_to_host == prompt // P * page_bytes
     assert cache.bytes_to_host == (prompt + 110) // P * page_bytes

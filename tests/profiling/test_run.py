@@ -22,6 +22,7 @@ from kvcli.profiling.entries import Entry, entries
 from kvcli.profiling.phases import step_parts
 from kvcli.profiling.run import Request, profile
 from kvcli.profiling.sources import Load, MadeUp, Noise
+from kvcli.stats import Count, Counters
 from kvcli.timeline import Timeline
 from kvcli.variants import variants
 
@@ -107,6 +108,9 @@ def test_counts_are_of_the_timed_steps_of_all_sequences(outcome):
         assert len(case.counts.misses) == 4
         assert len(case.counts.misses[0]) == 4
         assert case.counts.misses[0][0] == 0  # the first layer is dense
+        assert case.counts.by_head[0] is None
+        of_layers = [sum(step[layer] for step in case.counts.misses) for layer in (1, 2, 3)]
+        assert [sum(heads.misses) for heads in case.counts.by_head[1:]] == of_layers
     assert sum(map(sum, two.counts.pages_requested)) == 2 * sum(map(sum, one.counts.pages_requested)) > 0
     assert two.host_kv_bytes == 2 * one.host_kv_bytes > 0
 
@@ -247,7 +251,19 @@ def test_ablation_lists_what_a_method_declares_and_nothing_else():
 
 
 def test_counts_add_up_sequences_without_the_warmup():
-    class Done:
-        counts = [[[step] * 7] for step in range(3)]  # noqa: RUF012
+    def counters():
+        made = Counters(2)
+        made.warmup = 1
+        for step in range(3):
+            made.next_step()
+            made.add_heads(1, Count.PAGES_REQUESTED, [4, 4])
+            made.add_heads(1, Count.MISSES, [step, 1])
+        return made
 
-    assert runs.counts([Done(), Done()], 1).misses == [[2], [4]]
+    found = runs.counts([counters(), counters()], 1)
+    assert found.misses == [[0, 4], [0, 6]]
+    none, of_heads = found.by_head
+    assert none is None
+    assert of_heads.pages_requested == [16, 16]
+    assert of_heads.misses == [6, 4]
+    assert of_heads.heads_checked == [0, 0]

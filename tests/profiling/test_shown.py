@@ -11,6 +11,7 @@ from kvcli.profiling.page import page
 from kvcli.profiling.report import Breakdown, Case, Counts, Part, ProfileReport, Spread
 from kvcli.profiling.run import Outcome, case_name
 from kvcli.profiling.tables import notes, parts_table, steps_table, tables
+from kvcli.report import HeadCounts
 from kvcli.timeline import Span
 
 PHASES = ("projections", "attention", "mlp", "score", "select", "recall", "correction", "offload", "sampling", "host")
@@ -38,6 +39,7 @@ def case(label="full", context=1024, batch=1, ms=2.0, offloaded=False, hidden=0.
             pages_requested=[[0, 10]] * steps,
             misses=[[0, 5], [0, 0], [0, 10]] if offloaded else [[0] * layers] * steps,
             bytes_to_device=[[0, 0]] * steps,
+            by_head=[None, HeadCounts([15, 15], [15, 0], [6, 6], [3, 0])] if offloaded else [None, None],
         ),
         device_kv_bytes=4096,
         host_kv_bytes=8192 if offloaded else 0,
@@ -141,7 +143,7 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
     html, charts = shown(
         case(), case("freekv", offloaded=True), case(context=2048), case("freekv", 2048, offloaded=True)
     )
-    parts, contexts, timeline, corrected, missed = charts
+    parts, contexts, timeline, corrected_heads, corrected, missed_heads, missed = charts
     assert {row["phase"] for row in values(parts) if "phase" in row} == set(PHASES)
     assert {row["case"] for row in values(parts)} == {"full · 1K", "freekv · 1K", "full · 2K", "freekv · 2K"}
     assert [row["floor"] for row in values(parts) if "floor" in row] == [1.0] * 4
@@ -149,6 +151,9 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
     assert [(row["start"], row["end"], row["layer"]) for row in values(timeline)] == [(1, 3, 1)] * 2
     assert {row["share"] for row in values(corrected)} == {0.25}
     assert [(row["step"], row["layer"], row["share"]) for row in values(missed)] == [(0, 1, 0.5), (1, 1, 0), (2, 1, 1)]
+    for chart, shares in ((corrected_heads, [0.5, 0]), (missed_heads, [1, 0])):
+        found = [(row["layer"], row["KV head"], row["share"]) for row in values(chart)]
+        assert found == [(1, head, share) for head, share in enumerate(shares)]
     assert html.count("<table>") == 4
     assert "1.00 GiB/s, measured" in html
 

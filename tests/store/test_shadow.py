@@ -134,7 +134,7 @@ def test_attends_to_what_it_should_hold(prompt, rolling, known):
             scores = cache.scores(torch.randn(2 * HK, D), 1.0)
             selected = scores.topk(3).indices
             cache.recall(selected)
-            assert cache.recall(selected) == (0, 0)
+            assert cache.recall(selected) == ([0, 0], 0)
             outliers = (scores == -1).nonzero()[:, 1].view(HK, 2)
             chunks = torch.cat((selected, outliers), 1)
             assert all(len(set(row)) == 5 for row in chunks.tolist())
@@ -150,8 +150,8 @@ def test_recall_counts_what_is_missing_and_moves_values_only():
     cache.load(k, v)
     assert cache.resident.tolist() == [[EMPTY] * 3] * HK
     chunk = C * D * 4
-    assert cache.recall(torch.tensor([[0, 4, 9], [1, 2, 3]])) == (6, 6 * chunk)
-    assert cache.recall(torch.tensor([[9, 4, 0], [3, 7, 2]])) == (1, chunk)
+    assert cache.recall(torch.tensor([[0, 4, 9], [1, 2, 3]])) == ([3, 3], 6 * chunk)
+    assert cache.recall(torch.tensor([[9, 4, 0], [3, 7, 2]])) == ([0, 1], chunk)
     assert [sorted(row) for row in cache.resident.tolist()] == [[0, 4, 9], [2, 3, 7]]
 
 

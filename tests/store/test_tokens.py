@@ -80,9 +80,9 @@ def test_hits_stay_and_only_misses_move():
     k, v = tokens(40)
     cache = new_cache(OffloadedTokens, TokenBudget(6, 0, 1, 4))
     cache.load(k, v)
-    assert cache.recall(torch.tensor([[0, 9, 30], [4, 5, 6]])) == (6, 6 * 2 * D * 4)
-    assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == (1, 2 * D * 4)
-    assert cache.recall(torch.tensor([[9, 1], [2, 3]])) == (2, 2 * 2 * D * 4)
+    assert cache.recall(torch.tensor([[0, 9, 30], [4, 5, 6]])) == ([3, 3], 6 * 2 * D * 4)
+    assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == ([1, 0], 2 * D * 4)
+    assert cache.recall(torch.tensor([[9, 1], [2, 3]])) == ([0, 2], 2 * 2 * D * 4)
     assert [sorted(set(row) - {-1}) for row in cache.resident.tolist()] == [[1, 9], [2, 3]]
 
 
