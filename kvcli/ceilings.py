@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +57,15 @@ class Ceilings:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the reports."""
         return asdict(self)
+
+
+def rates_text(rates: Mapping[str, Mapping[str, float]]) -> str:
+    """The medians of `Ceilings.as_dict` in a line."""
+    read, copied, there, back = (
+        f"{rates[name]['median'] / 1e9:,.1f}" for name in ("read", "copy", "to_device", "to_host")
+    )
+    products = f"products {rates['matmul']['median'] / 1e12:,.3f} Top/s"
+    return f"memory {read} GB/s read, {copied} copied; host to device {there} GB/s, back {back}; {products}"
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

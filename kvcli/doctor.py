@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from kvcli import control_group
 from kvcli.ceilings import measure_ceilings
 from kvcli.checkpoint import bundled_model, check_config, check_files
 from kvcli.compiled import cpp_compiler
@@ -30,7 +32,6 @@ from kvcli.sizes import format_bytes
 
 _ROOM = 20 << 30  # bytes of disk: the weights of an 8B in 16 bits, and some
 _PINNED = 64 << 20  # bytes that are pinned for a trial
-_UNLIMITED = 1 << 60  # what a control group says where there is no limit is larger
 
 
 class State(StrEnum):
@@ -51,14 +52,19 @@ class Check:
     fix: str = ""
 
 
-def examine() -> Iterator[Check]:
-    """Run all checks, one after another; those that measure take a second or two."""
+def examine(debug: bool = False) -> Iterator[Check]:
+    """Run all checks, one after another; those that measure take a second or two.
+
+    With `debug` the traceback of a check that fails itself goes to stderr.
+    """
     for name, check in _CHECKS.items():
         try:
             yield Check(name, *check())
         except KvcliError as error:
             yield Check(name, State.BROKEN, error.what, error.hint)
         except Exception as error:
+            if debug:
+                traceback.print_exc()
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             yield Check(name, State.BROKEN, message, _FIXES.get(name, "run again with --debug"))
 
@@ -117,7 +123,7 @@ def _memory() -> Finding:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         found += f", device {format_bytes(free)} free of {format_bytes(total)}"
-    limit = _group_limit("memory.max")
+    limit = control_group.memory_limit()
     if limit is not None and limit < memory.total:
         fix = "raise the limit of the container: the KV cache lies in host memory"
         return State.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
@@ -182,7 +188,7 @@ def _compiler() -> Finding:
 
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    quota = _cpu_quota()
+    quota = control_group.cpu_quota()
     usable_cores = cores if quota is None else min(cores, max(1, round(quota)))
     setting = os.environ.get("OMP_NUM_THREADS")
     found = f"{threads} threads on {usable_cores} cores (OMP_NUM_THREADS {setting or 'not set'})"
@@ -219,25 +225,6 @@ def _disk() -> Finding:
 
 def _where() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _group_limit(name: str) -> int | None:
-    """A limit of this process's control group, None where there is none."""
-    text = next(iter(_lines(f"/sys/fs/cgroup/{name}")), "max")
-    return int(text) if text.isdecimal() and int(text) < _UNLIMITED else None
-
-
-def _cpu_quota() -> float | None:
-    """Cores' worth of time that the control group grants."""
-    quota, _, period = next(iter(_lines("/sys/fs/cgroup/cpu.max")), "max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 _CHECKS: dict[str, Callable[[], Finding]] = {

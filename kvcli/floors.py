@@ -1,14 +1,16 @@
 """What a decode step cannot do without, phase by phase: the bytes it has to move and the operations it has to make.
 
 The numbers follow from the model's shapes and from what the method's caches say of themselves (`LayerCache.traffic`);
-divided by the machine's measured rates (`kvcli.ceilings`) they are the time below which no implementation gets. What
-an implementation adds (copies to gather, launches, Python) is not in them: that is what a profile shows above them.
+divided by the machine's measured rates (`kvcli.ceilings`) they are the time below which no implementation gets that
+takes the phases of a step one after another, as each needs what the one before it found. Only what crosses the bus can
+go on beside all else. What an implementation adds (copies to gather, launches, Python) is not in them: that is what a
+profile shows above them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcli.ceilings import Ceilings
@@ -60,6 +62,18 @@ class Work:
             self.to_host / ceilings.to_host.median,
             self.operations / ceilings.matmul.median,
         )
+
+
+def least_seconds(work: Mapping[str, Work], ceilings: Ceilings, overlapped: bool) -> float:
+    """Least time of a step of such `work` by phase; `overlapped` where host and device memory have a bus between them.
+
+    Else both tiers are one memory, and what is copied takes the time of what is read.
+    """
+    if not overlapped:
+        return sum(part.seconds(ceilings) for part in work.values())
+    on_device = sum(replace(part, to_device=0, to_host=0).seconds(ceilings) for part in work.values())
+    across = sum(work.values(), Work())
+    return max(on_device, replace(across, read=0, operations=0).seconds(ceilings))
 
 
 def step_work(

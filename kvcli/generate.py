@@ -96,12 +96,9 @@ def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[Encod
     memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None)
     if (elsewhere := foreign(request.profile, checkpoint)) is not None:
         observer.notice(elsewhere)
-    limit, capacity = checkpoint.geometry.max_positions, max(_capacities(request, prompts))
-    if limit is not None and capacity > limit:
-        observer.notice(
-            f"{capacity:,} tokens (prompt and output) are more than the {limit:,} positions {checkpoint.name} was "
-            "made for: the text may be poor"
-        )
+    beyond = checkpoint.geometry.beyond_positions(max(_capacities(request, prompts)), checkpoint.name)
+    if beyond is not None:
+        observer.notice(f"{beyond}: the text may be poor")
 
 
 def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:

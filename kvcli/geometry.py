@@ -82,6 +82,13 @@ class ModelGeometry:
     weight_bytes: int
     parts: WeightParts
 
+    def beyond_positions(self, tokens: int, name: str) -> str | None:
+        """Say that so many tokens are more than the model, called `name`, was made for; None where they are not."""
+        limit = self.max_positions
+        if limit is None or tokens <= limit:
+            return None
+        return f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
+
 
 def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     """Describe the model of `config` with weights in `dtype`, without allocating it.

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from kvcli import control_group
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.fidelity import reference_profile
 from kvcli.geometry import ModelGeometry
@@ -95,9 +96,14 @@ def need(
 
 
 def check(
-    profile: Profile, checkpoint: Checkpoint, prompts: Sequence[int], sampling: Sampling, audited: bool = False
+    profile: Profile,
+    checkpoint: Checkpoint,
+    prompts: Sequence[int],
+    sampling: Sampling,
+    audited: bool = False,
+    way_out: str = "take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run over prompts of these lengths (in tokens) that will not fit.
+    """Refuse a run over prompts of these lengths (in tokens) that will not fit; `way_out` is what the user can change.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
@@ -122,24 +128,24 @@ def check(
     pool = next(name for name, size in wanted.on(device).items() if size > free[name])
     fitting = longest_fitting(lambda n: planned(n).on(device), free, longest)
     if fitting:
-        way_out = f"up to {fitting:,} tokens would fit"
+        least = f"up to {fitting:,} tokens would fit"
     elif wanted.weights + RUNTIME_BYTES > max(free.values()):
-        way_out = "not even the weights fit"
+        least = "not even the weights fit"
     else:
-        way_out = f"with --max-tokens {sampling.max_tokens:,} no context fits"
+        least = f"with {sampling.max_tokens:,} tokens of output no context fits"
     raise KvcliError(
         f"a context of {longest:,} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
         f"{format_bytes(free[pool])} are free",
-        f"{way_out}; or take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once"
-        + (", or leave --audit out" if audited else ""),
+        f"{least}; or {way_out}" + (", or leave --audit out" if audited else ""),
         ExitCode.WILL_NOT_FIT,
     )
 
 
 def available(device: torch.device) -> dict[str, int]:
-    """Free bytes by pool of memory."""
-    free = {"host": int(psutil.virtual_memory().available)}
+    """Free bytes by pool of memory; a container may grant less than the machine has."""
+    machine, group = int(psutil.virtual_memory().available), control_group.memory_free()
+    free = {"host": machine if group is None else min(machine, group)}
     if device.type == "cuda":
         free["device"] = torch.cuda.mem_get_info(device)[0]
     return free

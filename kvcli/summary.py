@@ -37,7 +37,7 @@ class TimelineRow:
 
 
 def duration(ms: float | None) -> str:
-    """Three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s"."""
+    """Three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s", "22 h 5 min"."""
     if ms is None:
         return "-"
     if ms < 1:
@@ -47,7 +47,14 @@ def duration(ms: float | None) -> str:
     if ms < 99_950:
         return _digits(ms / 1000, "s")
     minutes, seconds = divmod(round(ms / 1000), 60)
-    return f"{minutes} min {seconds} s"
+    if minutes < 60:
+        return f"{minutes} min {seconds} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: "1 run", "5 runs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def rate(part: int, whole: int) -> str:
@@ -262,7 +269,7 @@ def _speed(tokens_per_s: float | None) -> str:
 
 def without_empty_columns(table: Table) -> Table:
     """Leave out the columns in which no row has anything to say."""
-    nothing = {"-", "0", "0 / 0", "0 B"}
+    nothing = {"", "-", "0", "0 / 0", "0 B"}
     keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
     return Table(tuple(table.columns[i] for i in keep), [tuple(row[i] for i in keep) for row in table.rows])
 

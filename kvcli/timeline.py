@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -66,15 +67,17 @@ class Timeline:
 
 
 def chrome_trace(groups: Mapping[str, Sequence[Span]]) -> str:
-    """Spans in the Chrome trace event format: a process for each group, a named line for each of its tracks."""
+    """Spans in the Chrome trace event format: a process for each group, a named line for each track and lane of it."""
     events: list[dict[str, Any]] = []
     for pid, (group, spans) in enumerate(groups.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}})
-        tracks = {track: tid for tid, track in enumerate(dict.fromkeys(span.track for span in spans))}
-        for track, tid in tracks.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}})
+        lines = {line: tid for tid, line in enumerate(dict.fromkeys((span.track, span.lane) for span in spans))}
+        lanes = Counter(track for track, _ in lines)
+        for (track, lane), tid in lines.items():
+            name = track if lanes[track] == 1 else f"{track}, lane {lane}"
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
         for span in spans:
-            event = {"ph": "X", "name": span.name, "pid": pid, "tid": tracks[span.track]}
+            event = {"ph": "X", "name": span.name, "pid": pid, "tid": lines[span.track, span.lane]}
             event |= {"ts": span.start, "dur": span.end - span.start}
             events.append(event | ({"args": dict(span.details)} if span.details else {}))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

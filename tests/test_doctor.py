@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvcli import ceilings, doctor
+from kvcli import ceilings, control_group, doctor
 from kvcli.cli import app
 from kvcli.cli.guard import run
 from kvcli.doctor import Check, State, examine, usable
@@ -84,12 +84,21 @@ def test_a_full_disk_is_a_note(monkeypatch):
     assert "1.00 GiB free" in check.found
 
 
-def test_limits_of_a_container_are_read(monkeypatch):
-    files = {"/sys/fs/cgroup/memory.max": ["1073741824"], "/sys/fs/cgroup/cpu.max": ["50000 100000"]}
-    monkeypatch.setattr(doctor, "_lines", lambda path: files.get(path, []))
+def test_the_traceback_of_a_check_is_for_debug(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_CHECKS", {"triton": lambda: 1 / 0})
+    (check,) = examine()
+    assert (check.state, capsys.readouterr().err) == (State.BROKEN, "")
+    list(examine(debug=True))
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
+    monkeypatch.setattr(control_group, "ROOT", tmp_path)
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert "may take 1.00 GiB" in found("memory").found
     assert found("threads").fix == "set OMP_NUM_THREADS=1"  # half a core
-    files.update({path: ["max"] for path in files})
-    assert doctor._group_limit("memory.max") is None
-    assert doctor._cpu_quota() is None
+    for file in tmp_path.iterdir():
+        file.write_text("max\n")
+    assert "may take" not in found("memory").found

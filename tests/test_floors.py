@@ -5,7 +5,7 @@ from families import VOCAB, tiny_config, tiny_model
 
 from kvcli import memory
 from kvcli.ceilings import Ceilings, Rate
-from kvcli.floors import PHASES, Work, step_work
+from kvcli.floors import PHASES, Work, least_seconds, step_work
 from kvcli.geometry import geometry_of
 from kvcli.methods import get_method, method_names
 from kvcli.profile import resolve_profile
@@ -44,6 +44,20 @@ def test_pages_are_scored_by_their_bounds_and_recalled_where_they_are_away():
     bounds, scores = pages * TOKEN, 4 * HK * pages
     assert traffic("quest") == Traffic(attended, bounds, scores)
     assert traffic("freekv") == Traffic(attended, bounds, scores, recalled=4 * 8 * TOKEN)
+
+
+def test_only_the_bus_goes_on_beside_the_phases():
+    rate = Rate.given(1.0)
+    ceilings = Ceilings(read=rate, copy=rate, to_device=Rate.given(0.5), to_host=rate, matmul=rate)
+    work = {
+        "attention": Work(read=3),
+        "mlp": Work(operations=4),
+        "recall": Work(to_device=2),
+        "offload": Work(to_host=9),
+    }
+    assert least_seconds(work, ceilings, overlapped=False) == 3 + 4 + 4 + 9
+    assert least_seconds(work, ceilings, overlapped=True) == 9  # both ways at once
+    assert least_seconds({**work, "offload": Work()}, ceilings, overlapped=True) == 3 + 4
 
 
 @pytest.mark.parametrize("name", ["quest", "freekv", "fier", "shadowkv", "infllm"])

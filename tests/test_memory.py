@@ -91,7 +91,7 @@ def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 30})
     with pytest.raises(KvcliError) as caught:
         memory.check(profile("full"), open_checkpoint(ModelSpec(str(tmp_path))), [10], Sampling(max_tokens=10**9))
-    assert "with --max-tokens 1,000,000,000 no context fits" in caught.value.hint
+    assert "with 1,000,000,000 tokens of output no context fits" in caught.value.hint
 
 
 def test_a_prompt_read_by_windows_needs_no_workspace_as_long_as_itself():

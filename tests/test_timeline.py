@@ -58,6 +58,13 @@ def test_groups_are_processes_and_tracks_their_lines():
     assert "args" not in drawn[0]
 
 
+def test_lanes_of_a_track_are_lines_of_their_own():
+    spans = [Span("step", "run", 0, 10, lane=7), Span("recall", "run", 2, 5, lane=9), Span("mlp", "run", 6, 8, lane=7)]
+    events = json.loads(chrome_trace({"offload": spans}))["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"][1:] == ["run, lane 7", "run, lane 9"]
+    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 1, 0]
+
+
 def test_a_timeline_saves_its_own(tmp_path):
     timeline = Timeline(enabled=True)
     with timeline.span("load"):

@@ -10,7 +10,7 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.output import check_outputs, write_file
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ def calibrate(
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
     """
-    for path, name in ((output, "-o"), (html, "--html")):
-        if path is not None:
-            check_writable(path, name)
+    check_outputs({"-o": output, "--html": html})
     if output is not None and output.suffix != ".toml":
         raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
     if html is not None:

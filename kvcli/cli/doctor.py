@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.output import check_writable, write_result
 from kvcli.errors import ExitCode
 
 
@@ -16,12 +16,12 @@ def doctor(
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+    debug: options.Debug = False,
 ) -> None:
     """Check this machine: versions, device, memory, bandwidths, Triton, threads, disk.
 
     Every problem comes with what to do about it. Exit codes: 0 kvcli can be used,
-    1 something that it needs is broken.
+    1 something that it needs is broken, 2 usage, 130 interrupted, 141 stdout was closed.
     """
     if output is not None:
         check_writable(output, "-o")
@@ -32,7 +32,7 @@ def doctor(
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     observer.stage("examine")
     try:
-        checks = list(examine())
+        checks = list(examine(debug))
     finally:
         observer.stage_done()
     ready = usable(checks)
@@ -42,8 +42,5 @@ def doctor(
     else:
         rows = [(check.name, check.state, check.found, check.fix) for check in checks]
         text = console.render(console.findings(rows), to_file=output is not None)
-    if output is not None:
-        write_file(output, text)
-    else:
-        typer.echo(text, nl=False)
+    write_result(output, text)
     raise typer.Exit(ExitCode.OK if ready else ExitCode.RUNTIME)

@@ -9,7 +9,7 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, each, names, option, positive_count, whole
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.output import check_outputs, write_file, write_result
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -112,9 +112,7 @@ def evaluate(
     """
     from kvcli.variants import variants
 
-    for path, name in ((output, "-o"), (html, "--html"), (predictions, "--predictions")):
-        if path is not None:
-            check_writable(path, name)
+    check_outputs({"-o": output, "--html": html, "--predictions": predictions})
     if html is not None:
         from kvcli.pages import check_installed
 
@@ -155,10 +153,7 @@ def evaluate(
     finally:
         observer.stage_done()
     text = table.to_json() + "\n" if as_json else _text(table, to_file=output is not None)
-    if output is not None:
-        write_file(output, text)
-    else:
-        typer.echo(text, nl=False)
+    write_result(output, text)
     if html is not None:
         from kvcli.eval.page import page
 

@@ -11,7 +11,7 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, by_precedence, flag, given, number, option, positive_count, whole
-from kvcli.cli.output import check_writable
+from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, KvcliError
 
@@ -177,9 +177,7 @@ def generate(
     """
     from kvcli.prompts import Template, read_prompts
 
-    for path, name in ((output, "-o"), (trace, "--trace")):
-        if path is not None:
-            check_writable(path, name)
+    check_outputs({"-o": output, "--trace": trace})
     entries = read_prompts(files or [], prompt)
     _hush_libraries(verbose)
     template = Template(system, raw, _json_object(chat_template_kwargs))

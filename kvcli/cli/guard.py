@@ -42,10 +42,13 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         # Some libraries, interrupted while they load, raise an error of their own.
         if interrupts and not isinstance(error, KvcliError):
-            return _end(ExitCode.INTERRUPTED)
+            return _show(as_kvcli_error(KeyboardInterrupt()))
         if debug and not _is_usage_error(error):
             traceback.print_exc()
         return _show(as_kvcli_error(error))
+    if code == ExitCode.INTERRUPTED and not isinstance(code, ExitCode):
+        # Ctrl-C that typer made an exit of: no command has said what became of it.
+        return _show(as_kvcli_error(KeyboardInterrupt()))
     return int(code or 0)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import flag
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.output import check_writable, write_result
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ def methods(
     if output is not None:
         check_writable(output, "-o")
     text = _text(name, as_json, markdown, to_file=output is not None)
-    if output is not None:
-        write_file(output, text)
-    else:
-        typer.echo(text, nl=False)
+    write_result(output, text)
 
 
 def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str:

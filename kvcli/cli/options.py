@@ -169,7 +169,12 @@ def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
     try:
         return [read(entry) for entry in entries]
     except ValueError as error:
-        raise KvcliError(f"{name}: {error}", "separate the entries by commas", ExitCode.USAGE) from None
+        raise KvcliError(f"{name}: {error}", f"mend it, or leave {name} out", ExitCode.USAGE) from None
+
+
+def distinct(text: str | None, name: str) -> list[int]:
+    """Read a comma-separated list of counts, each of them once."""
+    return list(dict.fromkeys(each(text, name, positive_count)))
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

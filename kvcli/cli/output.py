@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+import typer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.report import Report, Sequence
@@ -104,6 +107,30 @@ def check_writable(path: Path, option: str) -> None:
         raise KvcliError(f"{option} {path}: no directory {path.parent}", hint, ExitCode.USAGE)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise KvcliError(f"{option} {path}: permission denied", hint, ExitCode.USAGE)
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Do what `check_writable` does for all options that name a file, and refuse the same file twice."""
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        check_writable(path, option)
+        kept = path.is_file() or not path.exists()  # else a pipe, say, that takes one after the other
+        if kept and (other := seen.setdefault(path.resolve(), option)) != option:
+            raise KvcliError(f"{other} and {option} name the same file, {path}", "name two", ExitCode.USAGE)
+
+
+def write_result(output: Path | None, text: str) -> None:
+    """Put the result into the file or on stdout; where the file cannot take it, stdout gets it before the error."""
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        write_file(output, text)
+    except KvcliError:
+        typer.echo(text, nl=False)
+        raise
 
 
 def write_file(path: Path, content: str | bytes) -> None:

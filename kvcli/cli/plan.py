@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from kvcli.cli import options
-from kvcli.cli.options import assignments, each, names, number, option, positive_count
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.options import assignments, distinct, each, names, number, option, positive_count
+from kvcli.cli.output import check_writable, write_result
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_bytes
 
@@ -95,7 +93,7 @@ def plan(
         each(budget, "--budget", positive_count),
         assignments(settings or []),
     )
-    contexts, batches = each(context, "--context", positive_count), each(batch_size, "--batch-size", positive_count)
+    contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--bandwidth": bandwidth, "--bus": bus}
     told: dict[str, float] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     if compute is not None:
@@ -111,6 +109,10 @@ def plan(
     try:
         observer.stage("measure")
         subject, machine = _subject_and_machine(model, dtype, device, offline, told)
+        observer.stage_done()
+        beyond = subject.geometry.beyond_positions(max(contexts) + max_tokens, model or "the demo model")
+        if beyond is not None:
+            observer.notice(beyond)
         observer.stage("plan", len(chosen) * len(contexts) * len(batches))
         plans = []
         labelled = [(variant.label, variant.profile) for variant in chosen]
@@ -125,10 +127,7 @@ def plan(
         title = f"{model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}, {max_tokens:,} tokens of output"
         notes = layout.notes(plans, machine.ceilings, machine.here)
         text = console.render_tables(layout.tables(title, plans), output is not None, notes)
-    if output is not None:
-        write_file(output, text)
-    else:
-        typer.echo(text, nl=False)
+    write_result(output, text)
 
 
 def _size(name: str, text: str) -> int:
@@ -140,7 +139,7 @@ def _size(name: str, text: str) -> int:
 
 def _positive(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
-        raise KvcliError(f"{name} {value:g} is not more than nothing", "leave it out to measure it", ExitCode.USAGE)
+        raise KvcliError(f"{name} {value:g} is not more than nothing", "give what that machine has", ExitCode.USAGE)
     return value
 
 
@@ -156,6 +155,12 @@ def _subject_and_machine(
     from kvcli.planning.estimate import Machine, Subject
 
     config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
+    if told and device not in ("auto", "cuda"):
+        raise KvcliError(
+            f"{next(iter(told))} is of another machine with a GPU, --device {device} is not",
+            "leave one of them out",
+            ExitCode.USAGE,
+        )
     if not told:
         place = resolve_device(device)
         subject = Subject.of(config, resolve_dtype(dtype, config, place))

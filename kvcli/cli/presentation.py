@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.cli.output import SequenceWriter, failed_sequence, texts, title, write_file
+from kvcli.cli.output import SequenceWriter, failed_sequence, texts, title, write_result
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.prompts import FailedPrompt, Prompt
 from kvcli.report import Report
@@ -95,15 +95,10 @@ class Presentation:
             self._writer.close()
             return None
         content = report.to_json() + "\n" if self._as_json else texts(report, self._headed, self._num_samples)
-        if self._output is not None:
-            try:
-                write_file(self._output, content)
-            except KvcliError as error:
-                sys.stdout.write(content)
-                return error
-        else:
-            sys.stdout.write(content)
-        sys.stdout.flush()
+        try:
+            write_result(self._output, content)
+        except KvcliError as error:
+            return error
         return None
 
     def _stdout_writer(self) -> SequenceWriter:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, each, flag, names, option, positive_count, whole
-from kvcli.cli.output import check_writable, write_file
+from kvcli.cli.options import assignments, distinct, flag, names, option, positive_count, whole
+from kvcli.cli.output import check_outputs, write_file, write_result
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -81,8 +80,9 @@ def profile(
 
     kvcli profile --method full,quest,freekv --context 8K,32K --html profile.html
 
-    The first method named is what the others are compared with. Runs take turns, and
-    the parts of a step come from runs of their own, with clocks inside.
+    The first row is what the others are compared with: the first method named, or with
+    --ablate the first of its parts switched on one by one. Runs take turns, and the
+    parts of a step come from runs of their own, with clocks inside.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
@@ -92,16 +92,14 @@ def profile(
     from kvcli.prompts import read_document
     from kvcli.variants import variants
 
-    for path, name in ((output, "-o"), (trace, "--trace"), (html, "--html")):
-        if path is not None:
-            check_writable(path, name)
+    check_outputs({"-o": output, "--trace": trace, "--html": html})
     if html is not None:
         check_installed()
     if warmup < 0:
         raise KvcliError(f"--warmup {warmup} is negative", "give 0 or more", ExitCode.USAGE)
     methods, profiles = names(method, "--method"), names(profile, "--profile")
     compared = variants(methods or ([] if profiles else ["full", "freekv"]), profiles, [], assignments(settings or []))
-    contexts, batches = each(context, "--context", positive_count), each(batch_size, "--batch-size", positive_count)
+    contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
 
     from kvcli import console
@@ -126,6 +124,7 @@ def profile(
         document=document,
         read=read,
         peers=peers,
+        ablate=ablate,
         nvtx=nvtx,
     )
     try:
@@ -134,7 +133,7 @@ def profile(
         observer.stage_done()
     report = outcome.report
     text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None)
-    _write(output, text)
+    write_result(output, text)
     for note in notes(report):
         observer.notice(note)
     if trace is not None:
@@ -144,20 +143,9 @@ def profile(
 
         write_file(html, page(outcome))
     if not report.finished:
-        observer.notice("interrupted; what was measured up to here was kept")
+        kept = "what was measured up to here was kept" if report.cases else "nothing was measured yet"
+        observer.notice(f"interrupted; {kept}")
     raise typer.Exit(exit_code(report))
-
-
-def _write(output: Path | None, text: str) -> None:
-    """Put the result where it belongs; where the file cannot take it, stdout gets it before the error."""
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        write_file(output, text)
-    except KvcliError:
-        typer.echo(text, nl=False)
-        raise
 
 
 def exit_code(report: ProfileReport) -> ExitCode:

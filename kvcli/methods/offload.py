@@ -8,6 +8,7 @@ retrieval saves. Blocking semantics on the CPU; on CUDA the prefetch runs on a s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -53,7 +54,8 @@ class Offload(Method[OffloadConfig, RowCache]):
         """Have the layer on the device, let the next one come, and attend."""
         with self.span("recall", layer):
             k, v, late = self.staging.bring(cache)
-            self.staging.prefetch(self.retrieval[self.following[layer]])
+            following = self.following[layer]
+            self.staging.prefetch(self.retrieval[following], partial(self.span, "recall", following))
         self.count(layer, Count.BYTES_TO_DEVICE, nbytes(k, v))
         self.count(layer, Count.BYTES_EXPOSED, late)
         with self.span("attention", layer):

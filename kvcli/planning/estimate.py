@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcli.ceilings import Ceilings
-from kvcli.floors import PHASES, Work, layer_work, step_work
+from kvcli.floors import PHASES, Work, layer_work, least_seconds, step_work
 from kvcli.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.methods.base import Method
 from kvcli.planning.probe import PROMPT, Probe, probe, shortened
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the prefill of all prompts and of a decode step, and the work of a step with its least seconds.
+    """Seconds of the prefill of all prompts and of a decode step, at least of a step, and the work of its phases, too.
 
     They stand on `tried` of `layers` layers at `tried_length` tokens; 0: they are least times. `missed` is the part of
     the selected pages that was recalled in these; None where nothing was selected: then all is taken to be recalled.
@@ -60,16 +60,12 @@ class Times:
 
     prefill: float
     step: float
+    floor: float
     floors: dict[str, tuple[Work, float]]
     layers: int
     missed: float | None = None
     tried: int = 0
     tried_length: int = 0
-
-    @property
-    def floor(self) -> float:
-        """The phases of a step one after another, each at its best."""
-        return sum(seconds for _, seconds in self.floors.values())
 
 
 def estimate(
@@ -84,12 +80,13 @@ def estimate(
     work = step_work(subject.geometry, itemsize, [(method, context + 1)] * batch, 1.0 if missed is None else missed)
     floors = {phase: (work[phase], work[phase].seconds(ceilings)) for phase in PHASES}
     prompt = prefill_work(subject.geometry, method, context, itemsize)
+    least = least_seconds(work, ceilings, machine.device.type == "cuda")
     if tried is None:
-        least = sum(seconds for _, seconds in floors.values())
-        return Times(batch * prompt.seconds(ceilings), least, floors, len(subject.geometry.layers))
+        return Times(batch * prompt.seconds(ceilings), least, least, floors, len(subject.geometry.layers))
     return Times(
         prefill=batch * _prefill(tried, ceilings, subject, method, context),
         step=_step(tried, ceilings, subject, method, context, batch),
+        floor=least,
         floors=floors,
         layers=len(subject.geometry.layers),
         missed=missed,

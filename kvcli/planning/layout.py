@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.ceilings import Ceilings
+from kvcli.ceilings import Ceilings, rates_text
 from kvcli.memory import RUNTIME_BYTES
 from kvcli.planning.plan import LONGEST, Plan
 from kvcli.sizes import format_bytes
@@ -24,15 +24,18 @@ def tables(title: str, plans: Sequence[Plan]) -> list[tuple[str, Table]]:
 def notes(plans: Sequence[Plan], ceilings: Ceilings | None, measured: bool) -> list[tuple[str, str]]:
     """What is measured, what is counted and what is estimated of the figures."""
     kv = ", ".join(dict.fromkeys(plan.kv_basis for plan in plans))
-    rows = [("memory", f"weights counted, KV {kv}, workspace estimated")]
+    free = ", ".join(f"{format_bytes(size)} of {pool} memory free" for pool, size in plans[0].free.items())
+    rows = [("memory", f"{free}; weights counted, KV {kv}, workspace estimated")]
     if ceilings is not None:
-        read, copied, there, back = (
-            f"{rate.median / 1e9:,.1f}" for rate in (ceilings.read, ceilings.copy, ceilings.to_device, ceilings.to_host)
-        )
-        rates = f"memory {read} GB/s read, {copied} copied; host to device {there} GB/s, back {back}; "
-        rates += f"products {ceilings.matmul.median / 1e12:,.3f} Top/s"
-        rows.append(("rates", ("measured: " if measured else "given: ") + rates))
-    return rows + [("times", basis) for basis in dict.fromkeys(plan.time_basis for plan in plans)]
+        rows.append(("rates", ("measured: " if measured else "given: ") + rates_text(ceilings.as_dict())))
+    return rows + _time_notes(plans)
+
+
+def _time_notes(plans: Sequence[Plan]) -> list[tuple[str, str]]:
+    """What the times of each row stand on, once where that is the same for all."""
+    if len({plan.time_basis for plan in plans}) == 1:
+        return [("times", plans[0].time_basis)]
+    return [("times", f"{plan.label} at {plan.context:,}, batch {plan.batch}: {plan.time_basis}") for plan in plans]
 
 
 def _overview(plans: Sequence[Plan]) -> Table:

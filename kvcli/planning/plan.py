@@ -13,6 +13,7 @@ from typing import Any
 from kvcli import memory
 from kvcli.memory import RUNTIME_BYTES, Need
 from kvcli.planning.estimate import Machine, Subject, Times, estimate
+from kvcli.planning.probe import PROMPT
 from kvcli.profile import Profile
 
 LONGEST = 1 << 27  # tokens: longer contexts are not looked for
@@ -83,13 +84,11 @@ class Plan:
         if not self.times.tried:
             return "estimated: the least that the rates allow, all selected pages recalled"
         times = self.times
+        whole = times.layers == times.tried and times.tried_length == self.context
         tried = f"measured on {times.tried} of {times.layers} layers at {times.tried_length:,} tokens"
-        missed = "" if self.times.missed is None else f" with {self.times.missed:.0%} of the selected pages recalled"
-        return (
-            tried
-            + missed
-            + ("" if times.layers == times.tried and times.tried_length == self.context else ", estimated beyond")
-        )
+        missed = "" if times.missed is None else f" with {times.missed:.0%} of the selected pages recalled"
+        prefill = f"prefill measured on {PROMPT} tokens, estimated beyond"
+        return f"step {tried}{missed}{'' if whole else ', estimated beyond'}; {prefill}"
 
 
 def plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor, log10
 from typing import Any
 
 import altair as alt
@@ -14,7 +15,9 @@ from kvcli.profiling.report import Case
 from kvcli.timeline import Span
 
 _ROW = 24  # pixels
+_MOST_TICKS = 10
 _MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, meets the one before it
+_NAMES = alt.Axis(labelLimit=320)  # long ones differ at their ends
 _COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
 
 
@@ -32,7 +35,7 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
                 rows.append(hidden)
         if case.floor_ms is not None:
             floors.append({"case": name, "floor": case.floor_ms})
-    across = alt.Y("case:N", title=None, sort=None)
+    across = alt.Y("case:N", title=None, sort=None, axis=_NAMES)
     bars = (
         _chart(rows)
         .mark_bar(height={"band": 0.75})
@@ -77,7 +80,7 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
         "ms:Q",
         title="milliseconds a step",
         scale=alt.Scale(type="log", nice=False, padding=12),
-        axis=alt.Axis(tickCount=5),
+        axis=alt.Axis(values=_round_values([row["ms"] for row in times + floors]), format="~g"),
     )
     palette = alt.Scale(domain=labels, range=[colour(index) for index in range(len(labels))])
     tooltip = ["method:N", "context:Q", alt.Tooltip("ms:Q", format=".3f")]
@@ -87,6 +90,14 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
     spread = measured.mark_rule().encode(y="least:Q", y2="most:Q", color=shade)
     floor = _chart(floors).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
     return alt.layer(floor, spread, line).properties(height=320)
+
+
+def _round_values(values: Sequence[float]) -> list[float]:
+    """Values of a logarithmic axis: 1, 2 and 5 times powers of ten; where these are many, the powers alone."""
+    least, most = min(values), max(values)
+    powers = [10.0**exponent for exponent in range(floor(log10(least)) - 1, ceil(log10(most)) + 1)]
+    found = [factor * power for power in powers for factor in (1, 2, 5) if least <= factor * power <= most]
+    return found if len(found) <= _MOST_TICKS else [power for power in powers if least <= power <= most]
 
 
 def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Chart:
@@ -102,7 +113,7 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
         .encode(
             x=alt.X("start:Q", title="milliseconds since the step began", axis=_MILLISECONDS),
             x2="end:Q",
-            y=alt.Y("track:N", title=None, sort=None),
+            y=alt.Y("track:N", title=None, sort=None, axis=_NAMES),
             color=alt.Color("phase:N", title=None, scale=_COLOURS, sort=None),
             tooltip=["track:N", "phase:N", "what:N", "layer:N", alt.Tooltip("ms:Q", format=".3f")],
         )

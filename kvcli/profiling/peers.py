@@ -18,9 +18,12 @@ from transformers import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvcli.model import Model
+from kvcli.profile import Profile, resolve_profile
 from kvcli.profiling.candidates import Run
 from kvcli.profiling.sources import Load, Noise
 from kvcli.timeline import Timeline
+
+_RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"
 
 
 class Clock(BaseStreamer):
@@ -50,7 +53,7 @@ class Transformers:
     @property
     def label(self) -> str:
         """See `Candidate.label`."""
-        return "transformers offloaded" if self.offloading else "transformers"
+        return _OFFLOADED if self.offloading else _RESIDENT
 
     @torch.inference_mode()
     def run(self, load: Load, timeline: Timeline) -> Run:  # noqa: ARG002
@@ -87,13 +90,13 @@ class Transformers:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def transformers_peers(model: Model, noise: Noise) -> list[Transformers]:
-    """Those that run on the model's device: the offloaded cache needs CUDA."""
-    resident = Transformers(model, noise)
-    return [resident, Transformers(model, noise, offloading=True)] if model.device.type == "cuda" else [resident]
+def peer_profiles(device: torch.device) -> dict[str, Profile]:
+    """Those that run on a device, by label: a profile that needs as much memory. The offloaded cache needs CUDA."""
+    resident = {_RESIDENT: resolve_profile("full")}
+    return resident | {_OFFLOADED: resolve_profile("offload")} if device.type == "cuda" else resident
 
 
 def left_out(device: torch.device) -> list[str]:
     """Peers that cannot run here, with the reason."""
-    offloaded = [] if device.type == "cuda" else ["transformers offloaded: it needs CUDA"]
+    offloaded = [] if device.type == "cuda" else [f"{_OFFLOADED}: it needs CUDA"]
     return [*offloaded, "kvpress: its releases need transformers below 5.3"]

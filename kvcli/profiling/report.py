@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvcli.floors import Work
 from kvcli.report import HeadCounts
 
 SCHEMA_VERSION = 1
@@ -34,13 +35,14 @@ class Spread:
 class Part:
     """One phase of a step: the time that the step waits for it (`ms`), and beside it what is hidden behind others.
 
-    `floor_ms` is what the machine's rates allow, None where no rates were measured.
+    `floor_ms` is what the machine's rates allow for `work`, the bytes and operations that it has to move and make.
     """
 
     phase: str
     ms: float
     hidden_ms: float = 0.0
     floor_ms: float | None = None
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Breakdown:
 class Counts:
     """What was checked, selected and moved in a run's timed steps, all sequences together: [steps][layers].
 
-    `by_head` has the sums of these steps for each KV head, [layers]; None where a layer asked for nothing.
+    `bytes_exposed` is the part of `bytes_to_device` that attention waited for. `by_head` has the sums of these steps
+    for each KV head, [layers]; None where a layer asked for nothing.
     """
 
     heads_checked: list[list[int]]
@@ -69,6 +72,7 @@ class Counts:
     pages_requested: list[list[int]]
     misses: list[list[int]]
     bytes_to_device: list[list[int]]
+    bytes_exposed: list[list[int]]
     by_head: list[HeadCounts | None]
 
 

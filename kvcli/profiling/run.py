@@ -7,19 +7,20 @@ not, so that the two can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from kvcli import memory
 from kvcli.ceilings import measure_ceilings
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.methods import get_method
 from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.observer import Observer
-from kvcli.profile import resolve_profile
 from kvcli.profiling.candidates import Candidate, Decoding
 from kvcli.profiling.entries import Entry
 from kvcli.profiling.hardware import describe, recording
-from kvcli.profiling.peers import Transformers, left_out, transformers_peers
+from kvcli.profiling.peers import Transformers, left_out, peer_profiles
 from kvcli.profiling.report import Case, ProfileReport
 from kvcli.profiling.runs import Runs
 from kvcli.profiling.sources import Load, MadeUp, Noise, Read, Source, seeded_tokens
@@ -28,6 +29,7 @@ from kvcli.sizes import format_bytes
 from kvcli.timeline import Span
 
 DEFAULT_CONTEXT = 8192
+_WAY_OUT = "take a smaller --context, --batch-size or --dtype"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Request:
     document: str | None = None
     read: bool = False
     peers: bool = False
+    ablate: bool = False
     nvtx: bool = False
 
 
@@ -68,7 +71,7 @@ def profile(request: Request, observer: Observer) -> Outcome:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(request.model)
-    ids = None if request.document is None else checkpoint.tokenizer(request.document)["input_ids"]
+    ids = None if request.document is None else checkpoint.tokenizer(request.document, verbose=False)["input_ids"]
     loads = _loads(request, ids)
     if request.nvtx and checkpoint.device.type != "cuda":
         raise KvcliError("--nvtx marks what a GPU does, and there is none", "leave --nvtx out", ExitCode.USAGE)
@@ -82,20 +85,15 @@ def profile(request: Request, observer: Observer) -> Outcome:
     spans: dict[str, list[Span]] = {}
     finished = True
     for load in loads:
-        entries = [entry for entry in request.entries if (load, entry.label) not in refused]
-        candidates = _candidates(request, load, model, noise, entries, ids)
-        runs = Runs(candidates, load)
+        candidates = _candidates(request, load, model, noise, refused, ids)
+        runs = Runs(candidates, load, ceilings, model.device.type == "cuda")
         observer.stage(f"{load.context:,} tokens, batch {load.batch}", len(candidates) * request.repeat)
         try:
             runs.run_all(request.repeat, lambda: recording(model.device, request.nvtx), observer)
         except KeyboardInterrupt:
             finished = False
-        cases += [
-            Case(entry.label, entry.kind, load.context, load.batch, entry.profile.as_dict(), error=error.what)
-            for entry in request.entries
-            if (error := refused.get((load, entry.label))) is not None
-        ]
-        cases += runs.cases(ceilings)
+        cases += [case for (at, _), case in refused.items() if at == load]
+        cases += runs.cases()
         spans |= {case_name(label, load.context, load.batch): found for label, found in runs.spans.items()}
         if not finished:
             break
@@ -121,24 +119,27 @@ def _loads(request: Request, ids: Sequence[int] | None) -> list[Load]:
     return [Load(context, batch, request.warmup, request.steps) for context in contexts for batch in request.batches]
 
 
-def _refused(request: Request, checkpoint: Checkpoint, loads: Sequence[Load]) -> dict[tuple[Load, str], KvcliError]:
-    """Find what memory does not hold, before the weights are read."""
-    refused: dict[tuple[Load, str], KvcliError] = {}
+def _refused(request: Request, checkpoint: Checkpoint, loads: Sequence[Load]) -> dict[tuple[Load, str], Case]:
+    """Find what memory does not hold, before the weights are read: by load and label, as the case to report."""
+    refused: dict[tuple[Load, str], Case] = {}
     reads = request.read or request.document is not None
-    for load in loads:
-        sampling = Sampling(max_tokens=load.max_tokens)
+    peers = peer_profiles(checkpoint.device) if request.peers else {}
+    wanted = [(entry.label, entry.kind, entry.profile) for entry in request.entries]
+    wanted += [(label, "peer", profile) for label, profile in peers.items()]
+    errors = []
+    for load, (label, kind, profile) in product(loads, wanted):
         lengths = [load.context] * (load.batch + (1 if reads else 0))  # what was read stays beside its copies
-        for entry in request.entries:
-            try:
-                memory.check(entry.profile, checkpoint, lengths, sampling)
-            except KvcliError as error:
-                refused[load, entry.label] = error
-        if request.peers:
-            memory.check(resolve_profile("full"), checkpoint, lengths, sampling)
-        if reads:
+        try:
+            memory.check(profile, checkpoint, lengths, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
+        except KvcliError as error:
+            errors += [] if kind == "peer" else [error]
+            settings = None if kind == "peer" else profile.as_dict()
+            refused[load, label] = Case(label, kind, load.context, load.batch, settings, error=error.what)
+    if len(errors) == len(loads) * len(request.entries):
+        raise errors[0]
+    if reads:
+        for load in loads:
             _check_together(request, checkpoint, load)
-    if len(refused) == len(loads) * len(request.entries):
-        raise next(iter(refused.values()))
     return refused
 
 
@@ -162,9 +163,14 @@ def _check_together(request: Request, checkpoint: Checkpoint, load: Load) -> Non
 def _warn(request: Request, checkpoint: Checkpoint, loads: Sequence[Load], observer: Observer) -> None:
     for peer in left_out(checkpoint.device) if request.peers else []:
         observer.notice(f"left out, {peer}")
-    limit, capacity = checkpoint.geometry.max_positions, max(load.capacity for load in loads)
-    if limit is not None and capacity > limit:
-        observer.notice(f"{capacity:,} tokens are more than the {limit:,} positions {checkpoint.name} was made for")
+    beyond = checkpoint.geometry.beyond_positions(max(load.capacity for load in loads), checkpoint.name)
+    if beyond is not None:
+        observer.notice(beyond)
+    for name in dict.fromkeys(entry.profile.method for entry in request.entries):
+        if request.ablate and not get_method(name).ablation:
+            observer.notice(f"--ablate: {name} declares no parts that can be taken out")
+    if request.ablate and checkpoint.device.type == "cpu":
+        observer.notice("--ablate: how pages are copied, and into how many buffers, makes no difference on a CPU")
 
 
 def _candidates(
@@ -172,17 +178,19 @@ def _candidates(
     load: Load,
     model: Model,
     noise: Noise,
-    entries: Sequence[Entry],
+    refused: Container[tuple[Load, str]],
     ids: Sequence[int] | None,
 ) -> list[Candidate]:
+    entries = [entry for entry in request.entries if (load, entry.label) not in refused]
     source: Source = MadeUp(noise)
     if ids is not None or request.read:
         if ids is None:
             ids = seeded_tokens(load.context, model.geometry.vocab_size, request.seed)
         source = Read(ids[: load.context], [entry.profile for entry in entries])
     methods = [Decoding(entry.label, entry.kind, entry.profile, model, source) for entry in entries]
-    peers: list[Transformers] = transformers_peers(model, noise) if request.peers else []
-    return [*methods, *peers]
+    peers = [Transformers(model, noise, offloading) for offloading in (False, True)]
+    offered = peer_profiles(model.device) if request.peers else ()
+    return [*methods, *(peer for peer in peers if peer.label in offered and (load, peer.label) not in refused)]
 
 
 def _options(request: Request, loads: Sequence[Load]) -> dict[str, object]:

@@ -10,7 +10,7 @@ import torch
 
 from kvcli.ceilings import Ceilings
 from kvcli.errors import KvcliError
-from kvcli.floors import PHASES, Work
+from kvcli.floors import PHASES, least_seconds
 from kvcli.observer import Observer
 from kvcli.profiling.candidates import Candidate, Run
 from kvcli.profiling.phases import StepParts, middle, step_parts
@@ -22,10 +22,14 @@ from kvcli.timeline import Span, Timeline
 
 
 class Runs:
-    """Runs the candidates under `load`; what there is can be asked for at any time, after Ctrl-C as well."""
+    """Runs the candidates under `load`; what there is can be asked for at any time, after Ctrl-C as well.
 
-    def __init__(self, candidates: Sequence[Candidate], load: Load):
+    Floors come from `ceilings`; `overlapped` as in `least_seconds`.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], load: Load, ceilings: Ceilings, overlapped: bool):
         self.candidates, self.load = candidates, load
+        self.ceilings, self.overlapped = ceilings, overlapped
         self.medians: dict[str, list[float]] = {candidate.label: [] for candidate in candidates}
         self.last: dict[str, Run] = {}
         self.spans: dict[str, list[Span]] = {}  # of the last run that was taken apart
@@ -41,9 +45,9 @@ class Runs:
                     self._try(candidate, recording)
                 observer.advance()
 
-    def cases(self, ceilings: Ceilings) -> list[Case]:
+    def cases(self) -> list[Case]:
         """One case for each candidate that was run at all."""
-        return [self._case(candidate, ceilings) for candidate in self.candidates if self._known(candidate)]
+        return [self._case(candidate) for candidate in self.candidates if self._known(candidate)]
 
     def _known(self, candidate: Candidate) -> bool:
         return bool(self.medians[candidate.label]) or candidate.label in self.errors
@@ -71,15 +75,16 @@ class Runs:
         self.disturbances.setdefault(label, []).append(statistics.median(apart.steps_ms) / self.medians[label][-1])
         self.spans[label] = timeline.spans
 
-    def _case(self, candidate: Candidate, ceilings: Ceilings) -> Case:
+    def _case(self, candidate: Candidate) -> Case:
         label, load = candidate.label, self.load
         profile = None if candidate.profile is None else candidate.profile.as_dict()
         if label in self.errors:
             return Case(label, candidate.kind, load.context, load.batch, profile, error=self.errors[label])
         own, last = self.medians[label], self.last[label]
-        # The baseline may be missing a round that Ctrl-C cut off, or be missing altogether.
-        pairs = zip(self.medians[self.candidates[0].label], own, strict=False)
-        ratios = [first / mine for first, mine in pairs]
+        # The baseline is the first that did not fail; it may be missing a round that Ctrl-C cut off.
+        first = next(each.label for each in self.candidates if each.label not in self.errors)
+        pairs = zip(self.medians[first], own, strict=False)
+        ratios = [theirs / mine for theirs, mine in pairs]
         return Case(
             label=label,
             kind=candidate.kind,
@@ -90,14 +95,14 @@ class Runs:
             step_ms=Spread.of(own),
             tokens_per_s=1000 * load.batch / statistics.median(own),
             ratio=Spread.of(ratios) if ratios else None,
-            floor_ms=_floor(last.work, ceilings),
-            breakdown=self._breakdown(label, ceilings),
+            floor_ms=1000 * least_seconds(last.work, self.ceilings, self.overlapped) if last.work else None,
+            breakdown=self._breakdown(label),
             counts=counts(last.counters, load.warmup) if last.counters else None,
             device_kv_bytes=None if last.footprint is None else last.footprint.device,
             host_kv_bytes=None if last.footprint is None else last.footprint.host,
         )
 
-    def _breakdown(self, label: str, ceilings: Ceilings) -> Breakdown | None:
+    def _breakdown(self, label: str) -> Breakdown | None:
         if label not in self.steps:
             return None
         steps, work = middle(self.steps[label]), self.last[label].work
@@ -105,8 +110,8 @@ class Runs:
         for phase in PHASES:
             exposed = sum(step.exposed.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
             hidden = sum(step.hidden.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
-            floor = 1000 * work[phase].seconds(ceilings) if phase in work else None
-            parts.append(Part(phase, exposed, hidden, floor))
+            floor = 1000 * work[phase].seconds(self.ceilings) if phase in work else None
+            parts.append(Part(phase, exposed, hidden, floor, work.get(phase)))
         step_ms = sum(ms for ms, _ in steps) / len(steps)
         outside = step_ms - sum(part.ms for part in parts)  # what the loop does around the step's own span
         return Breakdown(
@@ -130,6 +135,7 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
         pages_requested=of(Count.PAGES_REQUESTED),
         misses=of(Count.MISSES),
         bytes_to_device=of(Count.BYTES_TO_DEVICE),
+        bytes_exposed=of(Count.BYTES_EXPOSED),
         by_head=[_together([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)],
     )
 
@@ -140,7 +146,3 @@ def _together(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:
     if not found:
         return None
     return HeadCounts(**{name: torch.tensor([each[name] for each in found]).sum(0).tolist() for name in found[0]})
-
-
-def _floor(work: dict[str, Work], ceilings: Ceilings) -> float | None:
-    return 1000 * sum(part.seconds(ceilings) for part in work.values()) if work else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,15 +30,18 @@ class Staging:
         self.rows = 0  # as many of its tokens
         self.done: torch.cuda.Event | None = None
 
-    def prefetch(self, cache: RowCache) -> None:
-        """Begin to bring all tokens of a layer; what was brought before it stays until the next call."""
+    def prefetch(self, cache: RowCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Begin to bring all tokens of a layer; what was brought before it stays until the next call.
+
+        Where that goes on beside other work, `span` times it there.
+        """
         self.buffers.reverse()
         self.coming, self.rows = cache, cache.held
         if self.stream is None:
             self._copy(cache, slice(cache.held))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # whoever reads this buffer is done
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), span():
             self._copy(cache, slice(cache.held))
             self.done = self.stream.record_event()
         self.buffers[0].record_stream(self.stream)

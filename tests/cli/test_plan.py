@@ -90,6 +90,7 @@ def test_the_tables_of_one_combination_say_where_memory_and_time_go(warm, tmp_pa
         ((*OTHER, "--bus", "1GB"), ["--bandwidth", "--bus", "--compute"]),
         ((*OTHER, "--bandwidth", "0"), ["--bandwidth", "0"]),
         ((*OTHER, "--compute", "-1"), ["--compute", "-1"]),
+        ((*OTHER, "--device", "cpu"), ["--device-memory", "--device cpu"]),
         (("--device-memory", "much", "--host-memory", "1GiB"), ["--device-memory", "'much'"]),
         (("-m", "no/such/place/here"), ["no/such/place/here"]),
         (("-m", "llama-3.1-9b"), ["llama-3.1-9b"]),
@@ -98,6 +99,23 @@ def test_the_tables_of_one_combination_say_where_memory_and_time_go(warm, tmp_pa
 )
 def test_wrong_usage_is_one_line_with_a_way_out(warm, arguments, words):
     assert_refused(warm("plan", "-q", *arguments), 2, *words)
+
+
+def test_every_row_says_what_its_times_stand_on_and_positions_are_heeded(warm):
+    result = warm("plan", "--method", "full,freekv", "--context", "2K,9K,2K")
+    assert "more than the 8,192 positions the demo model was made for" in result.stderr
+    notes = " ".join(result.stdout.split())
+    for row in ("full at 2,048", "full at 9,216", "freekv 2048 at 2,048", "freekv 2048 at 9,216"):
+        assert notes.count(f"{row}, batch 1: step measured on 4 of 4 layers") == 1
+    assert notes.count("prefill measured on 256 tokens, estimated beyond") == 4
+    assert "of host memory free" in notes
+
+
+def test_a_result_that_its_file_cannot_take_is_shown(warm):
+    result = warm("plan", "--method", "streaming", "--context", "2K", "-o", "/dev/full", "-q")
+    assert result.returncode == 1
+    assert "streaming" in result.stdout
+    assert "/dev/full: cannot be written" in result.stderr
 
 
 def test_a_broken_config_is_named(warm, tmp_path):

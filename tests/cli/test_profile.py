@@ -99,6 +99,7 @@ def test_a_document_is_read(profile, tmp_path):
         (["missing.txt"], ["missing.txt"]),
         (["--html", "no/where.html"], ["--html no/where.html"]),
         (["--trace", "/"], ["--trace /"]),
+        (["--trace", "same.json", "-o", "./same.json"], ["-o and --trace name the same file"]),
     ],
 )
 def test_wrong_usage_is_refused(profile, arguments, words):
@@ -110,6 +111,8 @@ def test_what_cannot_fit_is_refused(warm):
         "profile", "--load-format", "dummy", "-m", "llama-3.1-8b", "--context", "100M", "--method", "full", "-q"
     )
     assert_refused(result, 3, "memory")
+    assert "--batch-size" in result.stderr
+    assert "--num-samples" not in result.stderr
 
 
 def test_figures_survive_a_file_that_cannot_be_written(profile):

@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import replace
+from operator import truediv
 
 import pytest
 from families import tiny_checkpoint
@@ -189,8 +190,37 @@ def test_a_case_that_fails_leaves_the_others_alone(checkpoint, monkeypatch):
     assert (quest.error, quest.step_ms, quest.breakdown) == ("quest is out of order", None, None)
 
 
+def test_the_first_that_did_not_fail_is_the_baseline(checkpoint, monkeypatch):
+    plain, rounds = Decoding.run, []
+
+    def failing(self, load, timeline):
+        rounds.append(self.label)
+        if self.label == "full" and rounds.count("full") > 2:  # each round runs it twice
+            raise KvcliError("full is out of order")
+        return plain(self, load, timeline)
+
+    monkeypatch.setattr(Decoding, "run", failing)
+    full, quest, freekv = profile(request(checkpoint, "full", "quest", "freekv", repeat=2), Observer()).report.cases
+    assert full.error == "full is out of order"
+    assert quest.ratio.least == quest.ratio.most == 1
+    assert freekv.ratio.median == statistics.median(map(truediv, quest.runs_ms, freekv.runs_ms))
+
+
+def test_what_can_not_be_ablated_is_said(checkpoint):
+    said = []
+
+    class Listening(Observer):
+        def notice(self, text):
+            said.append(text)
+
+    profile(replace(request(checkpoint, "full", steps=1, repeat=1), ablate=True), Listening())
+    assert "--ablate: full declares no parts that can be taken out" in said
+    assert any("no difference on a CPU" in text for text in said)
+
+
 def test_what_does_not_fit_is_left_out_and_refused_where_nothing_fits(checkpoint, monkeypatch):
-    def check(profile, checkpoint, prompts, sampling):
+    def check(profile, checkpoint, prompts, sampling, way_out):
+        assert "--context" in way_out
         if profile.method == "full":
             raise KvcliError(f"{prompts} will not fit", exit_code=ExitCode.WILL_NOT_FIT)
 
@@ -203,8 +233,22 @@ def test_what_does_not_fit_is_left_out_and_refused_where_nothing_fits(checkpoint
     assert error.value.exit_code == ExitCode.WILL_NOT_FIT
 
 
+def test_a_peer_that_does_not_fit_is_a_row_and_stops_nothing(checkpoint, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda _: {"host": memory.RUNTIME_BYTES + (50 << 20)})
+    wanted = request(checkpoint, "streaming", contexts=(200, 40_000), peers=True, repeat=1, steps=2)
+    cases = profile(wanted, Observer()).report.cases
+    assert [(case.context, case.label, case.error is None) for case in cases] == [
+        (200, "streaming", True),
+        (200, "transformers", True),
+        (40_000, "transformers", False),
+        (40_000, "streaming", True),
+    ]
+    assert cases[2].kind == "peer"
+    assert "of host memory" in cases[2].error
+
+
 def test_reading_for_many_methods_needs_room_for_all(checkpoint, monkeypatch):
-    monkeypatch.setattr(memory, "check", lambda *_: None)
+    monkeypatch.setattr(memory, "check", lambda *_, **__: None)
     monkeypatch.setattr(memory, "available", lambda _: {"host": 1000})
     with pytest.raises(KvcliError) as error:
         profile(request(checkpoint, "full", "quest", read=True), Observer())

@@ -38,7 +38,8 @@ def case(label="full", context=1024, batch=1, ms=2.0, offloaded=False, hidden=0.
             heads_corrected=[[0, 1]] * steps if offloaded else [[0, 0]] * steps,
             pages_requested=[[0, 10]] * steps,
             misses=[[0, 5], [0, 0], [0, 10]] if offloaded else [[0] * layers] * steps,
-            bytes_to_device=[[0, 0]] * steps,
+            bytes_to_device=[[0, 4096]] * steps if offloaded else [[0, 0]] * steps,
+            bytes_exposed=[[0, 1024]] * steps if offloaded else [[0, 0]] * steps,
             by_head=[None, HeadCounts([15, 15], [15, 0], [6, 6], [3, 0])] if offloaded else [None, None],
         ),
         device_kv_bytes=4096,
@@ -89,6 +90,8 @@ def test_a_table_of_steps_has_spread_ratio_and_floor():
     assert found["of floor"] == ["2.0x", "2.0x", "-", "-"]
     assert found["heads corrected"] == ["-", "3 / 12 (25.0 %)", "-", "-"]
     assert found["pages missed"] == ["-", "15 / 30 (50.0 %)", "-", "-"]
+    assert found["recalled a step"] == ["-", "4.00 KiB", "-", "-"]
+    assert found["waited for"] == ["-", "25%", "-", "-"]
 
 
 def test_columns_that_say_nothing_are_left_out():
@@ -99,8 +102,9 @@ def test_columns_that_say_nothing_are_left_out():
 
 def test_a_table_of_parts_shows_what_is_hidden_and_how_far_it_was_disturbed():
     found = columns(parts_table([case(), case("freekv", hidden=0.25)]))
-    assert found["attention"] == ["1.00", "1.00"]
-    assert found["hidden"] == ["-", "0.250"]
+    assert found[""] == ["full", "  of floor", "freekv", "  of floor"]
+    assert found["attention"] == ["1.00", "10.0x", "1.00", "10.0x"]
+    assert found["hidden"] == ["-", "", "recall 0.250", ""]
     assert found["disturbed by"][0] == "+5% (-2% to +10%)"
 
 
