@@ -16,6 +16,7 @@ from kvcli.timeline import Span
 
 _ROW = 24  # pixels
 _MOST_TICKS = 10
+_LONG_NAME = 24  # letters; two of these do not fit beside each other on a narrow page
 _MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, meets the one before it
 _NAMES = alt.Axis(labelLimit=320)  # long ones differ at their ends
 _COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
@@ -84,7 +85,9 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
     )
     palette = alt.Scale(domain=labels, range=[colour(index) for index in range(len(labels))])
     tooltip = ["method:N", "context:Q", alt.Tooltip("ms:Q", format=".3f")]
-    shade = alt.Color("method:N", title=None, scale=palette, sort=None)
+    long = max(map(len, labels), default=0) > _LONG_NAME
+    legend = alt.Legend(labelLimit=320, columns=1) if long else alt.Legend()
+    shade = alt.Color("method:N", title=None, scale=palette, sort=None, legend=legend)
     measured = _chart(times).encode(x=x, color=shade)
     line = measured.mark_line(point={"size": 50, "filled": True}).encode(y=y, tooltip=tooltip)
     spread = measured.mark_rule().encode(y="least:Q", y2="most:Q", color=shade)
