@@ -21,7 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 from kvcli import control_group
-from kvcli.ceilings import measure_ceilings
+from kvcli.ceilings import measure_ceilings, rates_text
 from kvcli.checkpoint import bundled_model, check_config, check_files
 from kvcli.compiled import cpp_compiler
 from kvcli.errors import KvcliError
@@ -133,10 +133,7 @@ def _memory() -> Finding:
 def _bandwidth() -> Finding:
     device = _where()
     rates = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    read, copied = rates.read.median / 1e9, rates.copy.median / 1e9
-    found = f"memory {read:,.1f} GB/s read, {copied:,.1f} copied"
-    if device.type == "cuda":
-        found += f"; host to device {rates.to_device.median / 1e9:,.1f} GB/s, back {rates.to_host.median / 1e9:,.1f}"
+    found = rates_text(rates.as_dict())
     spread = (rates.copy.most - rates.copy.least) / rates.copy.median
     if spread > 0.5:
         return (
