@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from common import add_output, save
 
-from kvcli.calibrate.outcome import Calibration
-from kvcli.calibrate.plan import Plan
-from kvcli.calibrate.run import calibrate
-from kvcli.calibrate.sweep import Sweep
-from kvcli.calibrate.targets import SWEEPS
-from kvcli.model import ModelSpec
-from kvcli.observer import Observer
-from kvcli.profile import resolve_profile
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.loading import ModelSpec
+from kvcli.quality.calibrate.outcome import Calibration
+from kvcli.quality.calibrate.plan import Plan
+from kvcli.quality.calibrate.run import calibrate
+from kvcli.quality.calibrate.sweep import Sweep
+from kvcli.quality.calibrate.targets import SWEEPS
+from kvcli.telemetry.observer import Observer
 
 PROFILES = {
     "tau": resolve_profile(profile="freekv-demo"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcli import report
+from kvcli.telemetry import report
 
 RESULTS = Path(__file__).parent / "results"
 

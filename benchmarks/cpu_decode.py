@@ -26,24 +26,24 @@ from common import add_output, save, spread
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from kvcli.attention import attached
-from kvcli.compiled import CompiledStepper
-from kvcli.decode import BlockingStepper
-from kvcli.geometry import geometry_of
 from kvcli.kernels.softmax import Softmax
-from kvcli.linear import onednn_linears
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.freekv import FreeKVConfig
 from kvcli.methods.full import FullConfig
-from kvcli.rope import installed
-from kvcli.sampling import Sampler, Sampling
-from kvcli.sequence import RunningSequence
-from kvcli.stats import Counters
+from kvcli.models.geometry import geometry_of
+from kvcli.models.rope import installed
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.compiled import CompiledStepper
+from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Tiers
-from kvcli.text import TextStream
-from kvcli.timeline import Timeline
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 CONFIG = LlamaConfig(
     vocab_size=32_000,
@@ -138,7 +138,7 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
             method.prefill(layer, k, v, k[:, :0], SOFTMAX)
         sampler = Sampler(Sampling(), 0, torch.device("cpu"))
         sequence = RunningSequence(
-            0, "made up", 0, context, method, counters, sampler, TextStream(None), (), total + 1, 0.0
+            0, "made up", 0, context, method, counters, sampler, StreamingDetokenizer(None), (), total + 1, 0.0
         )
         sequence.token_ids.append(1)
         stepper = (CompiledStepper if run.compiled else BlockingStepper)(model, hook, None)

@@ -12,7 +12,7 @@ import torch
 from common import add_output, save, spread
 from torch import nn
 
-from kvcli.linear import onednn_linears
+from kvcli.runtime.linear import onednn_linears
 
 WIDTH, INNER = 512, 1408
 COPIES = 40  # different weights in turn, more than a cache holds

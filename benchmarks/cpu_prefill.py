@@ -19,16 +19,16 @@ from common import add_output, save, spread
 from cpu_decode import CONFIG, SETTINGS
 from transformers import LlamaForCausalLM
 
-from kvcli.attention import attached
-from kvcli.geometry import geometry_of
-from kvcli.linear import onednn_linears
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV
-from kvcli.prefill import prefill
-from kvcli.rope import installed
-from kvcli.stats import Counters
+from kvcli.models.geometry import geometry_of
+from kvcli.models.rope import installed
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.prefill import prefill
 from kvcli.store.cache import Tiers
-from kvcli.timeline import Timeline
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 WHO = ("transformers", "kvcli")
 

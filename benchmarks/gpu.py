@@ -13,9 +13,9 @@ Every part runs in a process of its own within a limit of time, and the file is 
 or fails leaves what it had found, and the others. What was not run is recorded as not run, with the reason.
 
 Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
-pages a step exchanges is therefore forced to given rates (`kvcli.device.forced`), after all the work of finding it out
-was done. The KV of made-up contexts lies in one pool of host memory that all layers share, because that of the longest
-would not fit; it is far larger than the processor's caches, so that this changes what is read, not how fast.
+pages a step exchanges is therefore forced to given rates (`kvcli.runtime.gpu.synthetic`), after all the work of finding
+it out was done. The KV of made-up contexts lies in one pool of host memory that all layers share, because that of the
+longest would not fit; it is far larger than the processor's caches, so that this changes what is read, not how fast.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def prepare() -> None:
     # that transformers looks for.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parents[1]]
     try:
-        importlib.import_module("kvcli.engine")
+        importlib.import_module("kvcli.runtime.engine")
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     except ImportError as error:

@@ -5,8 +5,9 @@
     python benchmarks/paper_claims.py second-turn --rows 40 -o second.json
     python benchmarks/paper_claims.py orders --second-turn second.json --eval predictions.jsonl -o orders.json
 
-Documents are the evaluation split of kvcli.tasks, seeded. The module of a study in `claims/` says what it measures.
-The demo model is tiny (4 layers, heads of 32 channels): figures of the papers' models cannot be expected, orders can.
+Documents are the evaluation split of kvcli.quality.tasks, seeded. The module of a study in `claims/` says what it
+measures. The demo model is tiny (4 layers, heads of 32 channels): figures of the papers' models cannot be expected,
+orders can.
 """
 
 import argparse

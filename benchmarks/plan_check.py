@@ -39,16 +39,16 @@ import torch
 from common import add_output, save, spread
 from transformers import LlamaConfig
 
-from kvcli import memory
-from kvcli.ceilings import measure_ceilings
-from kvcli.dummy import random_model
-from kvcli.engine import Engine, engine
-from kvcli.geometry import geometry_of
-from kvcli.model import Model
-from kvcli.planning.estimate import Machine, Subject
-from kvcli.planning.plan import plan
-from kvcli.profile import resolve_profile
-from kvcli.sampling import Sampler, Sampling
+from kvcli.capacity import memory
+from kvcli.capacity.ceilings import measure_ceilings
+from kvcli.capacity.planning.estimate import Machine, PlannedRun
+from kvcli.capacity.planning.plan import plan
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.dummy import random_model
+from kvcli.models.geometry import geometry_of
+from kvcli.models.loading import Model
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.sampling import Sampler, Sampling
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
 HALF, WARMUP = 36, 4  # steps on either side of the plan, and how many of each do not count
@@ -88,7 +88,7 @@ def config_of(shape: str) -> LlamaConfig:
 
 def planned(shape: str, method: str, context: int, batch: int) -> dict[str, float]:
     """What plan says."""
-    subject = Subject.of(config_of(shape), DTYPE)
+    subject = PlannedRun.of(config_of(shape), DTYPE)
     machine = Machine(CPU, memory.available(CPU), measure_ceilings(CPU, DTYPE), here=True)
     (found,) = plan(subject, machine, [(method, resolve_profile(method))], [context], [batch], STEPS)
     assert found.times is not None

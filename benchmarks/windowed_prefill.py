@@ -20,17 +20,17 @@ from common import add_output, save, spread
 from cpu_decode import CONFIG as DECODE_CONFIG
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcli.attention import attached
-from kvcli.geometry import geometry_of
-from kvcli.linear import onednn_linears
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
-from kvcli.profile import Profile, resolve_profile
-from kvcli.rope import installed
-from kvcli.stats import Counters
+from kvcli.models.geometry import geometry_of
+from kvcli.models.rope import installed
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.windowed import read_prompt
 from kvcli.store.cache import Tiers
-from kvcli.timeline import Timeline
-from kvcli.windowed import read_prompt
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 CONFIG = LlamaConfig(**DECODE_CONFIG.to_diff_dict() | {"num_hidden_layers": 2})
 

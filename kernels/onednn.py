@@ -7,16 +7,24 @@ for the many rows of a prefill (`benchmarks/cpu_linear.py` measures it).
 Shapes: x [..., in], weight [out, in] (a transposed view will do), bias [out] -> [..., out].
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.float32, torch.bfloat16)
-_AVAILABLE = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+@cache
+def _dtypes() -> frozenset[torch.dtype]:
+    """What oneDNN multiplies here; bfloat16 takes a processor with AVX-512 or its like."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset()
+    wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset([torch.float32, torch.bfloat16] if wide else [torch.float32])
 
 
 def suits(weight: Tensor) -> bool:
     """Tell whether oneDNN can multiply by this tensor here."""
-    return _AVAILABLE and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    return weight.device.type == "cpu" and weight.dtype in _dtypes()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

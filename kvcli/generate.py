@@ -13,25 +13,26 @@ from typing import Literal
 
 import torch
 
-from kvcli import memory, report
-from kvcli.audit import Audit, conclude, prepare
-from kvcli.compiled import cpp_compiler
-from kvcli.engine import Pipeline, engine
+from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.fingerprint import foreign
-from kvcli.model import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.observer import Observer
-from kvcli.profile import Profile
-from kvcli.prompts import Prompt, Template
-from kvcli.reader import EncodedPrompt, Reader, announce, encode_all
-from kvcli.sampling import Sampling
-from kvcli.sequence import RunningSequence
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.prompts import Prompt, Template
+from kvcli.inputs.provenance import profile_mismatch
+from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.quality.audit import Audit, conclude, prepare
+from kvcli.runtime.compiled import cpp_compiler
+from kvcli.runtime.engine import Pipeline, engine
+from kvcli.runtime.prefill_runner import EncodedPrompt, Reader, announce, encode_all
+from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Footprint
-from kvcli.timeline import Timeline
+from kvcli.telemetry import report
+from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """What to generate: a model, a profile, prompts, how to sample; `trace` asks for a Chrome trace file."""
 
     model: ModelSpec
@@ -41,12 +42,12 @@ class Request:
     template: Template = field(default_factory=Template)
     trace: Path | None = None
     audit: int | None = None
-    """Compare every so many steps with full attention, see `kvcli.audit`."""
+    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
     pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
-    """How a step runs, see `kvcli.engine.Pipeline`."""
+    """How a step runs, see `kvcli.runtime.engine.Pipeline`."""
 
 
-def generate(request: Request, observer: Observer) -> report.Report:
+def generate(request: GenerationRequest, observer: Observer) -> report.Report:
     """Continue every prompt `sampling.num_samples` times; the report lists them in order, samples side by side.
 
     Ctrl-C is no error once the model is loaded: the report holds what there is, `finish_reason` "interrupted". A
@@ -85,23 +86,25 @@ def generate(request: Request, observer: Observer) -> report.Report:
     return _report(request, model, prompts, sequences, audits)
 
 
-def _capacities(request: Request, prompts: Sequence[EncodedPrompt]) -> list[int]:
+def _capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
     """Tokens of each sequence if it runs to its end."""
     return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
 
 
-def _check_fit(request: Request, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], observer: Observer) -> None:
+def _check_fit(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], observer: Observer
+) -> None:
     """Refuse what memory does not hold; warn of what the model was not made for."""
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
     memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None)
-    if (elsewhere := foreign(request.profile, checkpoint)) is not None:
+    if (elsewhere := profile_mismatch(request.profile, checkpoint)) is not None:
         observer.notice(elsewhere)
     beyond = checkpoint.geometry.beyond_positions(max(_capacities(request, prompts)), checkpoint.name)
     if beyond is not None:
         observer.notice(f"{beyond}: the text may be poor")
 
 
-def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:
+def _pipeline(request: GenerationRequest, checkpoint: Checkpoint) -> Pipeline:
     """Choose how steps run.
 
     Raises:
@@ -116,7 +119,7 @@ def _pipeline(request: Request, checkpoint: Checkpoint) -> Pipeline:
     return request.pipeline
 
 
-def _obstacle(request: Request, checkpoint: Checkpoint) -> str | None:
+def _obstacle(request: GenerationRequest, checkpoint: Checkpoint) -> str | None:
     """Why steps can be nothing but blocking, if so."""
     if request.audit is not None or request.trace is not None:
         return f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
@@ -141,7 +144,7 @@ def _flush(sequences: Sequence[RunningSequence], observer: Observer) -> None:
 
 
 def _report(
-    request: Request,
+    request: GenerationRequest,
     model: Model,
     prompts: Sequence[EncodedPrompt],
     sequences: Sequence[RunningSequence],

@@ -1,6 +1,6 @@
 """A prediction for tests to vary."""
 
-from kvcli.eval.predictions import Prediction
+from kvcli.quality.eval.predictions import Prediction
 
 ONE = Prediction(
     task="vt",

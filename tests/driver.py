@@ -3,8 +3,8 @@
 import torch
 from engine import new_method
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
 
 H, HK, D = 6, 2, 16
 SOFTMAX = Softmax(D**-0.5)

@@ -5,20 +5,20 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel
 
-from kvcli.attention import attached
-from kvcli.decode import BlockingStepper, decode
-from kvcli.device.stepper import SlotStepper
-from kvcli.geometry import geometry_of
 from kvcli.methods import get_method
 from kvcli.methods.base import SequenceContext
-from kvcli.rope import installed
-from kvcli.sampling import Sampler, Sampling
-from kvcli.sequence import RunningSequence
-from kvcli.stats import Counters
+from kvcli.models.geometry import geometry_of
+from kvcli.models.rope import installed
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.decode import BlockingStepper, decode
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.windowed import read_prompt
 from kvcli.store.cache import Tiers
-from kvcli.text import TextStream
-from kvcli.timeline import Timeline
-from kvcli.windowed import read_prompt
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
 
@@ -54,11 +54,11 @@ def run(
     chunk=7,
     rotary=None,
     eos=(),
-    lanes=None,
+    streams=None,
 ):
     """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
 
-    `rotary` is for callers that have installed their own tables. `lanes` runs the steps over slots, in these lanes.
+    `rotary` is for callers that have installed their own tables. `streams` runs the steps over slots, in these streams.
     """
     layers = geometry_of(model.config, model.dtype).layers
     sampling = sampling or Sampling(max_tokens=max_tokens)
@@ -79,17 +79,17 @@ def run(
                 method=method,
                 counters=method.context.counters,
                 sampler=Sampler(sampling, 0, torch.device("cpu")),
-                stream=TextStream(NoText()),
+                stream=StreamingDetokenizer(NoText()),
                 eos=eos,
                 max_tokens=max_tokens,
                 prefill_ms=0.0,
             )
             sequence.accept(logits)
             sequences.append(sequence)
-        if lanes is None:
+        if streams is None:
             stepper = BlockingStepper(model, hook, rope)
         else:
-            stepper = SlotStepper(model, hook, sequences, rope, lanes=lanes)
+            stepper = SlotStepper(model, hook, sequences, rope, streams=streams)
         for _ in decode(stepper, sequences, Timeline()):
             pass
     return sequences

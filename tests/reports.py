@@ -1,6 +1,6 @@
 """Made-up reports for the tests of what shows them."""
 
-from kvcli.report import Cache, Correction, LayerCache, Memory, Report, Sequence, Step, Timing
+from kvcli.telemetry.report import Cache, Correction, LayerCacheCounts, Memory, Report, Sequence, Step, Timing
 
 SETTINGS = {"budget": 256, "sink": 32, "window": 64, "page_size": 16, "dense_layers": 1, "tau": 0.9}
 MIB = 2**20
@@ -25,7 +25,7 @@ def retrieving_sequence(source: str = "notes.txt", steps: int = 9, sample: int =
             bytes_to_device=12 * MIB,
             bytes_to_host=3 * MIB,
             prefill_bytes_to_host=3 * MIB - 36 * 1024,
-            layers=[LayerCache(1, 11000, 10201, 799, 340, 12, 12 * MIB)],
+            layers=[LayerCacheCounts(1, 11000, 10201, 799, 340, 12, 12 * MIB)],
         ),
         steps=[Step(i, 20.0 + i, 6, i % 3, 40, 2 * i, 2 * i * 4096, i * 1024) for i in range(steps)],
     )

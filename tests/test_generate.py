@@ -6,13 +6,13 @@ from families import FAMILIES, tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.generate import Request, generate
+from kvcli.generate import GenerationRequest, generate
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.prompts import Prompt, Template
 from kvcli.methods.actqkv import ActQKV
-from kvcli.model import ModelSpec
-from kvcli.observer import Observer
-from kvcli.profile import resolve_profile
-from kvcli.prompts import Prompt, Template
-from kvcli.sampling import Sampling
+from kvcli.models.loading import ModelSpec
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.observer import Observer
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 3
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
@@ -51,7 +51,9 @@ def checkpoint(tmp_path_factory):
 
 def request(path, prompts=PROMPTS, method="freekv", overrides=SMALL, **sampling):
     sampling = {"max_tokens": 12, "ignore_eos": True, **sampling}
-    return Request(ModelSpec(path), resolve_profile(method=method, overrides=overrides), prompts, Sampling(**sampling))
+    return GenerationRequest(
+        ModelSpec(path), resolve_profile(method=method, overrides=overrides), prompts, Sampling(**sampling)
+    )
 
 
 def test_report_of_a_batch(checkpoint):
@@ -126,7 +128,7 @@ def test_stop_string_and_eos(checkpoint):
 
 
 def test_a_prompt_that_cannot_be_encoded_fails_alone(checkpoint, monkeypatch):
-    import kvcli.reader as module
+    import kvcli.runtime.prefill_runner as module
 
     real = module.encode
 
@@ -155,7 +157,9 @@ def test_context_past_the_models_positions_is_a_notice(tmp_path):
 def test_trace_is_chrome_trace_json(checkpoint, tmp_path):
     wanted = request(checkpoint, PROMPTS[:1])
     trace = tmp_path / "trace.json"
-    generate(Request(wanted.model, wanted.profile, wanted.prompts, wanted.sampling, Template(), trace), Watcher())
+    generate(
+        GenerationRequest(wanted.model, wanted.profile, wanted.prompts, wanted.sampling, Template(), trace), Watcher()
+    )
     events = json.loads(trace.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     names = {event["name"] for event in spans}

@@ -8,8 +8,9 @@ published rule and by rules that repair one part of it each:
              (published), all of them (their mean), or each for itself (the block scores as its best token)
     heads    all heads concatenated (published), or the one KV head that ranks the needle's block best
 
-A rule finds the needle where its block is among the `best_blocks` best. Beside it, by layer: the attention that the
-last token really pays to the needle's block, and how often the needle's token is one of the block's representatives.
+A rule finds the needle where its block is among the `best_blocks` best. Beside it, by layer: the attention that
+the last token really pays to the needle's block, and how often the needle's token is one of the block's
+representatives.
 """
 
 import argparse

@@ -4,9 +4,10 @@ Every decode step of full attention shows its query and keys. The `top` tokens t
 among those that a method selects within a budget; all full groups of tokens are candidates, none is given. Weights are
 pooled over the query heads of a KV head by their maximum, for the truth as for both methods.
 
-Beside the methods: pages ranked by their best token, which no bound can better; and tokens by exact scores, which say
-how much attention there is to find. `attention` is the share of the weights of all candidates that was selected.
-(The demo model was trained so that the bounds of pages of 32 agree with its attention: pages have the advantage here.)
+Beside the methods: pages ranked by their best token, which no bound can better; and tokens by exact scores,
+which say how much attention there is to find. `attention` is the share of the weights of all candidates that was
+selected. (The demo model was trained so that the bounds of pages of 32 agree with its attention: pages have the
+advantage here.)
 """
 
 import argparse

@@ -14,7 +14,7 @@ from typing import Any
 from claims.scores import Scores, difference
 from claims.second_turn import TASK, answers, capacity, other_fact, shared_settings
 from claims.subject import Subject, table
-from kvcli.variants import Variant, variants
+from kvcli.inputs.variants import Variant, variants
 
 PARTS: dict[str, list[dict[str, str]]] = {
     "full": [],

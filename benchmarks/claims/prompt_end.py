@@ -22,8 +22,8 @@ from claims.block_choice import up_to_the_value, value_tokens
 from claims.scores import Scores, difference
 from claims.second_turn import chosen_variants
 from claims.subject import Document, Subject, percent, table
+from kvcli.inputs.variants import Variant
 from kvcli.methods.base import Method
-from kvcli.variants import Variant
 
 ENDS = ("question", "answer's words")
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from claims.subject import Answer, Subject, percent, table
-from kvcli.profile import Profile, resolve_profile
+from kvcli.inputs.profiles import Profile, resolve_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 from claims.block_choice import up_to_the_value
 from claims.scores import Scores, difference
 from claims.subject import MAX_TOKENS, Document, Subject, table
+from kvcli.inputs.variants import Variant, variants
 from kvcli.methods.base import Method
-from kvcli.tasks import phrases, recall
-from kvcli.variants import Variant, variants
+from kvcli.quality.tasks import phrases, recall
 
 TASK = "niah_multikey"
 FACT = re.compile(r"access code of (\w+) is (\d{9})")

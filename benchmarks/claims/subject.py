@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.engine import Engine, engine
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.prompts import Prompt, Template, encode, encode_question
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.model import Model, ModelSpec, load_model
-from kvcli.prefill import TakesPrompt, prefill
-from kvcli.profile import Profile
-from kvcli.prompts import Prompt, Template, encode, encode_question
-from kvcli.sampling import Sampler, Sampling
-from kvcli.sequence import RunningSequence
-from kvcli.tasks import TASKS, Row, make_row, recall
-from kvcli.text import TextStream
-from kvcli.windowed import Together
+from kvcli.models.loading import Model, ModelSpec, load_model
+from kvcli.quality.tasks import TASKS, Row, make_row, recall
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.prefill import PrefillConsumer, prefill
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.windowed import PrefillFanout
 
 NEEDLES = ["niah_single", "niah_multikey", "niah_multiquery"]
 MAX_TOKENS = 80
@@ -84,10 +84,12 @@ class Subject:
         """Make one method object a profile."""
         return {name: self.engine.method(profile, self.context(document)) for name, profile in profiles.items()}
 
-    def read(self, document: Document, methods: Sequence[TakesPrompt]) -> Tensor:
+    def read(self, document: Document, methods: Sequence[PrefillConsumer]) -> Tensor:
         """Read a document once, by exact prefill, into all methods; returns the logits [vocab] of the first token."""
         ready = self.engine
-        return prefill(ready.model.module, ready.hook, document.ids, Together(methods), ready.layers, lambda _: None)
+        return prefill(
+            ready.model.module, ready.hook, document.ids, PrefillFanout(methods), ready.layers, lambda _: None
+        )
 
     def answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
@@ -112,7 +114,7 @@ class Subject:
             method=method,
             counters=method.context.counters,
             sampler=sampler,
-            stream=TextStream(self.model.tokenizer),
+            stream=StreamingDetokenizer(self.model.tokenizer),
             eos=self.engine.eos,
             max_tokens=max_tokens,
             prefill_ms=0.0,

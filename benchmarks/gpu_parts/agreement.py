@@ -1,8 +1,8 @@
 """The pipeline over slots against the blocking one: the same selections and counts, outputs within rounding.
 
 First attention alone, layer by layer, with the same made-up queries, keys and values for both, so that nothing but the
-pipeline can differ: captured in a CUDA graph, launched kernel by kernel, and with every lane made late at random. Then
-whole texts, in fp32, whose tokens and counts have to be the same.
+pipeline can differ: captured in a CUDA graph, launched kernel by kernel, and with every stream made late at random.
+Then whole texts, in fp32, whose tokens and counts have to be the same.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 from gpu_parts.clock import captured
 from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
-from kvcli.device.lanes import Lanes, OneAfterAnother, Streams
-from kvcli.device.pipeline import SlotPipeline
-from kvcli.engine import Engine, Pipeline, engine
-from kvcli.geometry import LayerGeometry
+from kvcli.bench.sources import seeded_tokens
+from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
-from kvcli.model import ModelSpec, load_model
-from kvcli.profile import resolve_profile
-from kvcli.profiling.sources import seeded_tokens
-from kvcli.sampling import Sampler, Sampling
-from kvcli.sequence import RunningSequence
-from kvcli.stats import Counters
+from kvcli.models.geometry import LayerGeometry
+from kvcli.models.loading import ModelSpec, load_model
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams, Streams
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Tiers
-from kvcli.text import TextStream
-from kvcli.timeline import Timeline
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS
 KEPT = 0.9  # of a query from one step to the next: the cosines of the heads then lie on both sides of tau
-LATE = 200_000  # clock cycles that a lane is late at most
+LATE = 200_000  # clock cycles that a stream is late at most
 Variant = tuple[str, torch.dtype, dict[str, Any]]
 ABLATED: list[Variant] = [
     ("launched", torch.float32, {"tau": 0.9, "host_layout": "nhd"}),
@@ -175,12 +175,14 @@ class Slots:
         self.pipeline.settle()
 
 
-def lanes_for(device: torch.device, how: str) -> Lanes:
-    """Choose the lanes: late ones sleep on the device before their work, for a time drawn at random."""
+def lanes_for(device: torch.device, how: str) -> Streams:
+    """Choose the streams: late ones sleep on the device before their work, for a time drawn at random."""
     if device.type != "cuda":
-        return OneAfterAnother()
+        return SerialStreams()
     drawn = random.Random(0)
-    return Streams(device, lambda: torch.cuda._sleep(drawn.randrange(LATE))) if how == "late" else Streams(device)
+    return (
+        CudaStreams(device, lambda: torch.cuda._sleep(drawn.randrange(LATE))) if how == "late" else CudaStreams(device)
+    )
 
 
 def _differing(blocking: FreeKV, over_slots: FreeKV) -> int:
@@ -224,7 +226,7 @@ def _decoded(
         method = ready.method(profile, known)
         ids = seeded_tokens(length, ready.model.geometry.vocab_size, row)
         (logits,) = ready.read(ids, [method])
-        stream, sampler = TextStream(ready.model.tokenizer), Sampler(Sampling(), row, setting.device)
+        stream, sampler = StreamingDetokenizer(ready.model.tokenizer), Sampler(Sampling(), row, setting.device)
         sequence = RunningSequence(row, "seeded", 0, length, method, known.counters, sampler, stream, (), steps, 0.0)
         sequence.accept(logits)
         sequences.append(sequence)

@@ -1,8 +1,8 @@
 """What the machine can do at most: copies on the device and across the bus, and pages gathered by the recall kernel.
 
-Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a decode step
-uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool; plain copies
-are timed beside it in every round, and the ratio is taken within the round.
+Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a
+decode step uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool;
+plain copies are timed beside it in every round, and the ratio is taken within the round.
 """
 
 from __future__ import annotations

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from gpu_parts.ceilings import pinned
 from gpu_parts.setting import Setting
-from kvcli.engine import Engine, engine
+from kvcli.bench.sources import RandomKV
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
-from kvcli.model import Model, ModelSpec, load_model
-from kvcli.profile import Profile, resolve_profile
-from kvcli.profiling.sources import Noise
-from kvcli.sampling import Sampler, Sampling
-from kvcli.sequence import RunningSequence
+from kvcli.models.loading import Model, ModelSpec, load_model
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Tiers
-from kvcli.text import TextStream
 
 _ALIGNED = 4096  # elements to which views of the shared pool begin
 
@@ -60,7 +60,7 @@ class Workshop:
 
     def __init__(self, setting: Setting, ready: Engine):
         self.setting, self.engine = setting, ready
-        self.noise = Noise(0, setting.device, setting.dtype)
+        self.noise = RandomKV(0, setting.device, setting.dtype)
         tiers = Tiers.for_device(setting.device, setting.dtype)
         pool = pinned(setting, setting.pool // setting.dtype.itemsize)
         self.tiers = SharedHost(tiers.device, tiers.host, tiers.dtype, tiers.pinned, pool)
@@ -101,7 +101,7 @@ class Workshop:
             method=method,
             counters=method.context.counters,
             sampler=Sampler(Sampling(), row, self.setting.device),
-            stream=TextStream(self.engine.model.tokenizer),
+            stream=StreamingDetokenizer(self.engine.model.tokenizer),
             eos=(),
             max_tokens=self.setting.spare,
             prefill_ms=0.0,

@@ -19,9 +19,9 @@ from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Case, compared
-from kvcli.profiling.peers import Transformers
-from kvcli.profiling.sources import Load, Noise
-from kvcli.timeline import Timeline
+from kvcli.bench.peers import Transformers
+from kvcli.bench.sources import Load, Noise
+from kvcli.telemetry.timeline import Timeline
 
 
 def run(setting: Setting, found: Any) -> Iterator[Row]:

@@ -18,10 +18,10 @@ from transformers import DynamicCache
 from gpu_parts.frame import Row
 from gpu_parts.made_up import dummy_model
 from gpu_parts.setting import Setting
-from kvcli.engine import engine
-from kvcli.model import Model
-from kvcli.profile import resolve_profile
-from kvcli.profiling.sources import seeded_tokens
+from kvcli.bench.sources import seeded_tokens
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.loading import Model
+from kvcli.runtime.engine import engine
 
 ROUNDS = 2
 

@@ -11,11 +11,11 @@ from gpu_parts.clock import Work, in_turn, milliseconds
 from gpu_parts.frame import Row
 from gpu_parts.made_up import Workshop
 from gpu_parts.setting import Setting
-from kvcli.device.forced import Rates
-from kvcli.device.stepper import SlotStepper
-from kvcli.floors import step_work
-from kvcli.sequence import RunningSequence
-from kvcli.stats import Count
+from kvcli.capacity.floors import step_work
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.telemetry.counters import Count
 
 TURNOVER = 0.2
 """Part of a head's pages that a step exchanges, as measured on reasoning (FreeKV, section 5)."""
@@ -53,7 +53,7 @@ class Running:
         self.sequences = place.sequences(place.profile(case.method, **case.settings), case.context, case.batch)
         self.bytes_at_best = bytes_at_best(place, self.sequences)
         self.notices: list[str] = []
-        rates = None if case.corrected is None else Rates(case.corrected, TURNOVER)
+        rates = None if case.corrected is None else DecisionRates(case.corrected, TURNOVER)
         parts = place.engine.model.module, place.engine.hook, self.sequences, place.engine.rope
         self.stepper = SlotStepper(*parts, self.notices.append, compiled=case.compiled, rates=rates)
 

@@ -14,9 +14,9 @@ from kvcli.cli.output import check_outputs, write_file
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.calibrate.matrices import Found, Search
-    from kvcli.calibrate.outcome import Calibration
-    from kvcli.calibrate.sweep import Sweep
+    from kvcli.quality.calibrate.matrices import SearchResult, SearchTarget
+    from kvcli.quality.calibrate.outcome import Calibration
+    from kvcli.quality.calibrate.sweep import Sweep
 
 _TEXT = "Text"
 
@@ -129,28 +129,28 @@ def calibrate(
     if output is not None and output.suffix != ".toml":
         raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
     if html is not None:
-        from kvcli.pages import check_installed
+        from kvcli.ui.html import check_installed
 
         check_installed()
     if max_loss < 0:
         raise KvcliError(f"--max-loss {max_loss:g} is negative", "0 allows no loss at all", ExitCode.USAGE)
 
-    from kvcli import console
-    from kvcli.calibrate.find import find
-    from kvcli.calibrate.matrices import Found
-    from kvcli.calibrate.plan import Plan
-    from kvcli.calibrate.run import calibrate as run
-    from kvcli.calibrate.sweep import Sweep
-    from kvcli.calibrate.targets import target_of
-    from kvcli.model import ModelSpec
-    from kvcli.profile import resolve_profile
+    from kvcli.inputs.profiles import resolve_profile
+    from kvcli.models.loading import ModelSpec
+    from kvcli.quality.calibrate.find import find
+    from kvcli.quality.calibrate.matrices import SearchResult
+    from kvcli.quality.calibrate.plan import CalibrationPlan
+    from kvcli.quality.calibrate.run import calibrate as run
+    from kvcli.quality.calibrate.sweep import Sweep
+    from kvcli.quality.calibrate.targets import target_of
+    from kvcli.ui import console
 
     asked = target_of(target)
     for name, wanted in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", per_layer)):
         if wanted:
             _only_for_values(asked, name)
     named = method if method is not None or profile is not None else asked.method
-    plan = Plan(
+    plan = CalibrationPlan(
         model=ModelSpec(model, device, dtype, load_format, offline),
         profile=resolve_profile(named, profile, assignments(settings or [])),
         files=files or (),
@@ -169,8 +169,8 @@ def calibrate(
         found = run(asked, plan, observer) if isinstance(asked, Sweep) else find(asked, plan, observer)
     finally:
         observer.stage_done()
-    if html is not None and not isinstance(found, Found):
-        from kvcli.calibrate.page import page
+    if html is not None and not isinstance(found, SearchResult):
+        from kvcli.quality.calibrate.html import page
 
         write_file(html, page(found))
     typer.echo(found.to_json() if as_json else console.render_tables(found.tables()), nl=as_json)
@@ -178,20 +178,22 @@ def calibrate(
         observer.notice(f"interrupted after {found.provenance['passages']} passages; no profile was written")
         raise typer.Exit(ExitCode.INTERRUPTED)
     ended = (
-        _save(found, output, observer.notice) if isinstance(found, Found) else _conclude(found, output, observer.notice)
+        _save(found, output, observer.notice)
+        if isinstance(found, SearchResult)
+        else _conclude(found, output, observer.notice)
     )
     raise typer.Exit(ended)
 
 
-def _only_for_values(asked: Sweep | Search, name: str) -> None:
+def _only_for_values(asked: Sweep | SearchTarget, name: str) -> None:
     """Refuse an option that a search for a file has no use for."""
-    from kvcli.calibrate.matrices import Search
+    from kvcli.quality.calibrate.matrices import SearchTarget
 
-    if isinstance(asked, Search):
+    if isinstance(asked, SearchTarget):
         raise KvcliError(f"{name} has no effect on {asked.name}: no values are tried", "leave it out", ExitCode.USAGE)
 
 
-def _save(found: Found, output: Path | None, say: Callable[[str], None]) -> ExitCode:
+def _save(found: SearchResult, output: Path | None, say: Callable[[str], None]) -> ExitCode:
     """Write the file and the profile that uses it."""
     if output is None:
         say("nothing was written; name a profile with -o, the file comes to lie beside it")

@@ -26,8 +26,8 @@ def doctor(
     if output is not None:
         check_writable(output, "-o")
 
-    from kvcli import console
-    from kvcli.doctor import examine, usable
+    from kvcli.bench.doctor import examine, usable
+    from kvcli.ui import console
 
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     observer.stage("examine")

@@ -13,7 +13,7 @@ from kvcli.cli.output import check_outputs, write_file, write_result
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
-    from kvcli.eval.table import Table
+    from kvcli.quality.eval.table import EvaluationTable
 
 _TASKS = "Tasks"
 
@@ -110,11 +110,11 @@ def evaluate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
-    from kvcli.variants import variants
+    from kvcli.inputs.variants import variants
 
     check_outputs({"-o": output, "--html": html, "--predictions": predictions})
     if html is not None:
-        from kvcli.pages import check_installed
+        from kvcli.ui.html import check_installed
 
         check_installed()
     methods, profiles = names(method, "--method"), names(profile, "--profile")
@@ -125,18 +125,18 @@ def evaluate(
         assignments(settings or []),
     )
 
-    from kvcli import console
-    from kvcli.eval.evaluate import Plan
-    from kvcli.eval.evaluate import evaluate as run
-    from kvcli.model import ModelSpec
-    from kvcli.sampling import Sampling
+    from kvcli.models.loading import ModelSpec
+    from kvcli.quality.eval.evaluate import EvaluationPlan
+    from kvcli.quality.eval.evaluate import evaluate as run
+    from kvcli.runtime.sampling import Sampling
+    from kvcli.ui import console
 
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     if model is None:
         observer.notice("no -m: using the small demo model that comes with kvcli")
     if num_samples > 1 and temperature == 0:
         observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
-    plan = Plan(
+    plan = EvaluationPlan(
         model=ModelSpec(model, device, dtype, load_format, offline),
         variants=compared,
         tasks=names(tasks, "--tasks"),
@@ -155,7 +155,7 @@ def evaluate(
     text = table.to_json() + "\n" if as_json else _text(table, to_file=output is not None)
     write_result(output, text)
     if html is not None:
-        from kvcli.eval.page import page
+        from kvcli.quality.eval.html import page
 
         write_file(html, page(table))
     if not table.complete:
@@ -164,10 +164,10 @@ def evaluate(
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _text(table: Table, to_file: bool) -> str:
+def _text(table: EvaluationTable, to_file: bool) -> str:
     """The table for people; the needle grid's heat maps below it."""
-    from kvcli import console
-    from kvcli.eval import layout
+    from kvcli.quality.eval import layout
+    from kvcli.ui import console
 
     maps = [
         console.HeatMap(f"{found.variant}: score in %", "depth", found.rows, found.columns, found.values)

@@ -16,7 +16,7 @@ from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.profile import Profile
+    from kvcli.inputs.profiles import Profile
 
 _INPUT = "Input"
 
@@ -175,7 +175,7 @@ def generate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.prompts import Template, read_prompts
+    from kvcli.inputs.prompts import Template, read_prompts
 
     check_outputs({"-o": output, "--trace": trace})
     entries = read_prompts(files or [], prompt)
@@ -184,17 +184,17 @@ def generate(
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
     chosen = _profile(context, method, profile, settings or [], short)
 
-    from kvcli.generate import Request
+    from kvcli.generate import GenerationRequest
     from kvcli.generate import generate as run
-    from kvcli.model import ModelSpec
-    from kvcli.sampling import Sampling
+    from kvcli.models.loading import ModelSpec
+    from kvcli.runtime.sampling import Sampling
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats)
     if model is None:
         show.observer.notice("no -m: using the small demo model that comes with kvcli")
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
-    request = Request(
+    request = GenerationRequest(
         model=ModelSpec(model, device, dtype, load_format, offline),
         profile=chosen,
         prompts=tuple(show.prompts),
@@ -218,7 +218,7 @@ def _profile(
     context: typer.Context, method: str | None, profile: str | None, settings: list[str], short: dict[str, str | None]
 ) -> Profile:
     """Resolve method, profile and settings; what the command line says counts more than the environment."""
-    from kvcli.profile import resolve_profile
+    from kvcli.inputs.profiles import resolve_profile
 
     named = by_precedence(context, {"method": method, "profile": profile})
     explicit = given(context, named)

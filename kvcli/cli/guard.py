@@ -86,7 +86,7 @@ def _count_interrupts() -> list[int]:
 
 
 def _show(error: KvcliError) -> int:
-    from kvcli.console import print_error
+    from kvcli.ui.console import print_error
 
     with suppress(OSError):
         print_error(error)

@@ -44,10 +44,10 @@ def methods(
 
 
 def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str:
-    from kvcli import console
+    from kvcli.inputs.profiles import profiles_by_method
     from kvcli.methods import method_names
     from kvcli.methods.card import read_card
-    from kvcli.profile import profiles_by_method
+    from kvcli.ui import console
 
     if as_json:
         entries = [describe(each) for each in ([name] if name is not None else method_names())]
@@ -65,9 +65,9 @@ def describe(name: str) -> dict[str, Any]:
 
     Raises `KvcliError` (usage) for an unknown name.
     """
+    from kvcli.inputs.profiles import profiles_by_method, resolve_profile
     from kvcli.methods import get_method
     from kvcli.methods.card import read_card
-    from kvcli.profile import profiles_by_method, resolve_profile
 
     settings = get_method(name).Config.model_json_schema()["properties"]
     return {

@@ -13,7 +13,7 @@ from typing import TextIO
 import typer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.report import Report, Sequence
+from kvcli.telemetry.report import Report, Sequence
 
 
 class SequenceWriter:

@@ -12,7 +12,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from kvcli.planning.estimate import Machine, Subject
+    from kvcli.capacity.planning.estimate import Machine, PlannedRun
 
 _RUN, _MACHINE = "Run", "Machine"
 
@@ -82,7 +82,7 @@ def plan(
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
-    from kvcli.variants import variants
+    from kvcli.inputs.variants import variants
 
     if output is not None:
         check_writable(output, "-o")
@@ -99,9 +99,9 @@ def plan(
     if compute is not None:
         told["--compute"] = _positive("--compute", compute * 1e12)
 
-    from kvcli import console
-    from kvcli.planning import layout
-    from kvcli.planning.plan import plan as work_out
+    from kvcli.capacity.planning import layout
+    from kvcli.capacity.planning.plan import plan as work_out
+    from kvcli.ui import console
 
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     if model is None:
@@ -145,14 +145,14 @@ def _positive(name: str, value: float) -> float:
 
 def _subject_and_machine(
     model: str | None, dtype: str, device: str, offline: bool, told: dict[str, float]
-) -> tuple[Subject, Machine]:
+) -> tuple[PlannedRun, Machine]:
     """Read the config, and measure this machine or take what is told of another; measured is the less surprising."""
     import torch
 
-    from kvcli.ceilings import Ceilings, Rate, measure_ceilings
-    from kvcli.memory import available
-    from kvcli.model import ModelSpec, read_config, resolve_device, resolve_dtype
-    from kvcli.planning.estimate import Machine, Subject
+    from kvcli.capacity.ceilings import Ceilings, Rate, measure_ceilings
+    from kvcli.capacity.memory import available
+    from kvcli.capacity.planning.estimate import Machine, PlannedRun
+    from kvcli.models.loading import ModelSpec, read_config, resolve_device, resolve_dtype
 
     config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
     if told and device not in ("auto", "cuda"):
@@ -163,7 +163,7 @@ def _subject_and_machine(
         )
     if not told:
         place = resolve_device(device)
-        subject = Subject.of(config, resolve_dtype(dtype, config, place))
+        subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
         return subject, Machine(place, available(place), measure_ceilings(place, subject.dtype), here=True)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
@@ -183,12 +183,12 @@ def _subject_and_machine(
         raise KvcliError(
             "of --bandwidth, --bus and --compute some are given and some are not", "give all of them", ExitCode.USAGE
         )
-    subject = Subject.of(config, resolve_dtype(dtype, config, place))
+    subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
     return subject, Machine(place, free, ceilings, here=False)
 
 
-def _as_dict(model: str | None, subject: Subject, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
-    from kvcli import report
+def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
+    from kvcli.telemetry import report
 
     return {
         "schema_version": 1,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.output import SequenceWriter, failed_sequence, texts, title, write_result
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.prompts import FailedPrompt, Prompt
-from kvcli.report import Report
+from kvcli.inputs.prompts import FailedPrompt, Prompt
+from kvcli.telemetry.report import Report
 
 if TYPE_CHECKING:
-    from kvcli.console import RunConsole
+    from kvcli.ui.console import RunConsole
 
 
 class Presentation:
@@ -35,7 +35,7 @@ class Presentation:
         timeline: bool = False,
         stats: bool | None = None,
     ):
-        from kvcli.console import RunConsole, print_error
+        from kvcli.ui.console import RunConsole, print_error
 
         self._entries = entries
         self._num_samples = num_samples
@@ -59,7 +59,7 @@ class Presentation:
 
     def conclude(self, report: Report) -> ExitCode:
         """Write what is left to write, show statistics, and choose the exit code."""
-        from kvcli.console import print_error, print_note, print_statistics, print_timeline
+        from kvcli.ui.console import print_error, print_note, print_statistics, print_timeline
 
         whole = self._with_failed(report)
         unwritten = self._write(whole)

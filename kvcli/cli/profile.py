@@ -12,7 +12,7 @@ from kvcli.cli.output import check_outputs, write_file, write_result
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.profiling.report import ProfileReport
+    from kvcli.bench.report import ProfileReport
 
 _LOAD, _RUNS = "Load", "Runs"
 
@@ -38,7 +38,8 @@ def profile(
         ),
     ] = 32,
     read: Annotated[
-        bool, flag("--read", panel=_LOAD, env=False, help="Read seeded tokens with the model instead of made-up KV.")
+        bool,
+        flag("--read", panel=_LOAD, env=False, help="ReadContext seeded tokens with the model instead of made-up KV."),
     ] = False,
     model: options.Model = None,
     device: options.Device = "auto",
@@ -87,10 +88,10 @@ def profile(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.pages import check_installed
-    from kvcli.profiling.entries import entries
-    from kvcli.prompts import read_document
-    from kvcli.variants import variants
+    from kvcli.bench.entries import entries
+    from kvcli.inputs.prompts import read_document
+    from kvcli.inputs.variants import variants
+    from kvcli.ui.html import check_installed
 
     check_outputs({"-o": output, "--trace": trace, "--html": html})
     if html is not None:
@@ -102,17 +103,17 @@ def profile(
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
 
-    from kvcli import console
-    from kvcli.model import ModelSpec
-    from kvcli.profiling.run import Request
-    from kvcli.profiling.run import profile as run
-    from kvcli.profiling.tables import notes, tables
-    from kvcli.timeline import chrome_trace
+    from kvcli.bench.run import ProfileRequest
+    from kvcli.bench.run import profile as run
+    from kvcli.bench.tables import notes, tables
+    from kvcli.models.loading import ModelSpec
+    from kvcli.telemetry.timeline import chrome_trace
+    from kvcli.ui import console
 
     observer = console.RunConsole(None, quiet, text_on_screen=False)
     if model is None:
         observer.notice("no -m: using the small demo model that comes with kvcli")
-    request = Request(
+    request = ProfileRequest(
         model=ModelSpec(model, device, dtype, load_format, offline),
         entries=entries(compared, ablate),
         contexts=tuple(contexts),
@@ -139,7 +140,7 @@ def profile(
     if trace is not None:
         write_file(trace, chrome_trace(outcome.spans))
     if html is not None and report.cases:
-        from kvcli.profiling.page import page
+        from kvcli.bench.html import page
 
         write_file(html, page(outcome))
     if not report.finished:

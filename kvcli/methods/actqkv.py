@@ -23,13 +23,13 @@ from statistics import fmean
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.activation_probe import activation_probe
 from kvcli.kernels.block_scores import cosine_scores, density
 from kvcli.kernels.moments import Moments, merge_moments, moments_of
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.blocks import BlockCache
 
 RECENT_STEPS = 100  # steps whose entropies make a layer's mean

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.cuboid_digest import cuboid_digest
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
@@ -24,6 +23,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded import OffloadedCache
 
 

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import MethodConfig
-from kvcli.stats import Count, Counters
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.slots import SlotRule
-from kvcli.timeline import Timeline
+from kvcli.telemetry.counters import Count, Counters
+from kvcli.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
-    from kvcli.rope import Rotary
+    from kvcli.models.rope import Rotary
 
 
-class Witness(Protocol):
+class AttentionObserver(Protocol):
     """Whoever watches a method attend."""
 
     def __call__(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
@@ -51,7 +51,7 @@ class SequenceContext:
     """How many of `capacity` the prompt takes, where that is known: the others are generated."""
     prepared: Mapping[str, Any] | None = None
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
-    witness: Witness | None = None
+    attention_observer: AttentionObserver | None = None
     """Called after every `Method.attend`, where somebody watches."""
 
 
@@ -155,8 +155,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         else:
             with self.span("attention", layer):
                 out = self.caches[layer].attend(q, softmax)
-        if self.context.witness is not None:
-            self.context.witness(self, layer, q, out, softmax)
+        if self.context.attention_observer is not None:
+            self.context.attention_observer(self, layer, q, out, softmax)
         return out
 
     def attended(self, layer: int) -> Tensor:
@@ -200,7 +200,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     @property
     def slot_rule(self) -> SlotRule | None:
-        """What a pipeline over slots (`kvcli.device`) does in layers of `new_cache`; None: only this class knows."""
+        """What `kvcli.runtime.gpu` does over slots in layers of `new_cache`; None: only this class knows."""
         return None
 
     def footprint(self) -> Footprint:
@@ -218,9 +218,9 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one.
 
-        A witness is not taken along.
+        An attention observer is not taken along.
         """
-        context = replace(self.context, counters=counters, track=track, witness=None)
+        context = replace(self.context, counters=counters, track=track, attention_observer=None)
         shared = {id(rotary): rotary for rotary in context.rotary}
         return copy.deepcopy(self, {id(self.context): context, **shared})
 

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.attention_dynamics import attention_dynamics
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pruned import PrunedCache
 
 

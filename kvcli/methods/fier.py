@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenCache
 

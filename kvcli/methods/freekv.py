@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_scores import page_scores
@@ -25,9 +24,10 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
-from kvcli.stats import Count
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded import OffloadedCache
 from kvcli.store.slots import RecallBy, SlotRule
+from kvcli.telemetry.counters import Count
 
 
 class FreeKVConfig(PagedConfig):
@@ -51,7 +51,7 @@ class FreeKVConfig(PagedConfig):
         return tuple({0.0: -2.0, 1.0: 2.0}.get(tau, tau) for tau in by_layer("tau", self.tau, layers))
 
 
-class Read(NamedTuple):
+class StepSelection(NamedTuple):
     """What a step's attention read: of KV heads flagged in `corrected` [Hk] its own selection, else the last step's."""
 
     corrected: Tensor
@@ -80,7 +80,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         super().__init__(config, layers, context)
         self.correct_below = config.correct_below(len(layers))
         self.previous_query: dict[int, Tensor] = {}  # layer -> [H, d], present once the layer has retrieved
-        self.reads: dict[int, Read] = {}  # layer -> what the last step's attention read
+        self.reads: dict[int, StepSelection] = {}  # layer -> what the last step's attention read
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
         """Keep everything in host memory and a budget of pages on the device."""
@@ -102,7 +102,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
             corrected = self._corrected_heads(layer, cache, q)  # [Hk] bool
         selected = self._select(layer, cache, q, softmax)  # [Hk, k]
         before = self.reads[layer].selected if layer in self.reads else selected
-        self.reads[layer] = Read(corrected, selected, before)
+        self.reads[layer] = StepSelection(corrected, selected, before)
         if corrected.any():
             self.recall(layer, lambda: cache.recall(selected, corrected))
         with self.span("attention", layer):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache
 from kvcli.store.slots import SlotRule
 

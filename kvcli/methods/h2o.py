@@ -1,8 +1,8 @@
 """H2O: heavy hitters and recent tokens, the rest is evicted at every step (arXiv 2306.14048, section 4).
 
-Attention that a token received, summed over all queries so far, says what it is worth. Beside the most recent tokens
-the cache holds those that received most, the heavy hitters; each new token evicts the one that received least. The
-prompt's queries count as all others do: its sums are the columns of the whole attention matrix, made chunk by chunk
+Attention that a token received, summed over all queries so far, says what it is worth. Beside the most recent
+tokens the cache holds those that received most, the heavy hitters; each new token evicts the one that received least.
+The prompt's queries count as all others do: its sums are the columns of the whole attention matrix, made chunk by chunk
 while the prompt is read, which costs its attention once more.
 
 Decided where the paper, written for one KV head a query head, says nothing: the tokens of a KV head are chosen by the
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.column_sums import column_sums
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
 
 

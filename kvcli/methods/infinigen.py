@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.skew import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.calibrated import CalibratedLayers
 from kvcli.store.projected import ProjectedKeys
 from kvcli.store.tokens import OffloadedTokens

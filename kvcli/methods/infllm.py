@@ -22,15 +22,15 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
-from kvcli.stats import Count
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
 from kvcli.store.usage import Phases, Usage, summarise
+from kvcli.telemetry.counters import Count
 
 
 class InfLLMConfig(PagedConfig):

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.calibrated import CalibratedLayers
-from kvcli.store.keyed import PrincipalTokens
+from kvcli.store.channel_scored import PrincipalTokens
 
 
 class LokiConfig(TokenConfig):

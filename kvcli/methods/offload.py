@@ -12,15 +12,15 @@ from functools import partial
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig
-from kvcli.stats import Count
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, nbytes
+from kvcli.store.layer_prefetcher import LayerPrefetcher
 from kvcli.store.rows import RowCache
-from kvcli.store.staging import Staging
+from kvcli.telemetry.counters import Count
 
 
 class OffloadConfig(MethodConfig):
@@ -41,7 +41,7 @@ class Offload(Method[OffloadConfig, RowCache]):
     def __init__(self, config: OffloadConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         widths = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.index in self.retrieval]
-        self.staging = Staging(context.capacity, max(widths, default=0), context.tiers)
+        self.staging = LayerPrefetcher(context.capacity, max(widths, default=0), context.tiers)
         order = list(self.retrieval)
         self.following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.geometry import LayerGeometry
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.snapkv import SnapKV, SnapKVConfig
+from kvcli.models.geometry import LayerGeometry
 
 
 class PyramidKVConfig(SnapKVConfig):

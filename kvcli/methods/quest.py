@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.indexed import IndexedCache
 
 

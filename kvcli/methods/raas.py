@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
-from kvcli.store.stamped import StampedCache
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.timestamped import TimestampedPageCache
 
 
 class RaaSConfig(PagedConfig):
@@ -43,7 +43,7 @@ class RaaSConfig(PagedConfig):
         return max(0, (pages.count(prompt) + pages.window) * pages.size - self.budget)
 
 
-class RaaS(Method[RaaSConfig, StampedCache]):
+class RaaS(Method[RaaSConfig, TimestampedPageCache]):
     """Attends to all pages held, and stamps those that were worth it."""
 
     Config = RaaSConfig
@@ -54,10 +54,10 @@ class RaaS(Method[RaaSConfig, StampedCache]):
     group_consistent = False
     device_memory = "O(B + k)"
 
-    def new_cache(self, layer: LayerGeometry) -> StampedCache:
+    def new_cache(self, layer: LayerGeometry) -> TimestampedPageCache:
         """Keep a budget of pages, the prompt's among them, and stamps."""
         context = self.context
-        return StampedCache(
+        return TimestampedPageCache(
             layer.num_kv_heads,
             layer.head_dim,
             context.capacity,
@@ -66,7 +66,7 @@ class RaaS(Method[RaaSConfig, StampedCache]):
             context.tiers,
         )
 
-    def retrieve(self, layer: int, cache: StampedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: TimestampedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to what is left, then stamp what this query uses."""
         with self.span("attention", layer):
             out = cache.attend(q, softmax)

@@ -5,8 +5,8 @@ Few heads look back over a whole text: they find a token's former occurrences (e
 compensation token, the mean key and value of all that it dropped, which weighs as many tokens as it stands for.
 
 Which heads those are does not depend on the text. They come from a file (`heads`, a tensor of that name, bool
-[layers, KV heads]); without one they are found on random tokens that repeat (`kvcli.retrieval_heads`), before the
-first prompt is read.
+[layers, KV heads]); without one they are found on random tokens that repeat (`kvcli.runtime.retrieval_heads`), before
+the first prompt is read.
 
 Decided where the paper, written for one KV head a query head, says nothing or differs from its reference code: a KV
 head scores what its best query head scores, as in the code; a head that is good at both takes one place, so that
@@ -24,10 +24,10 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.head_choice import choose_heads
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, SlidingCache
 from kvcli.store.calibrated import read_tensor
 from kvcli.store.compensated import CompensatedCache, HeadSplitCache

@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.norm_cut import norm_cut
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
-from kvcli.stats import Count
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pruned import PrunedCache
+from kvcli.telemetry.counters import Count
 
 
 class ReFreeKVConfig(MethodConfig):

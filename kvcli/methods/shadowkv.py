@@ -32,11 +32,11 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.window_votes import window_votes
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pruned import PrunedCache
 
 

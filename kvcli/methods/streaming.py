@@ -14,10 +14,10 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import SlidingCache
 from kvcli.store.slots import SlotRule
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.store.keyed import KeyedTokens
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.channel_scored import ChannelScoredCache
 
 
 class TokenSelectConfig(TokenConfig):
@@ -37,7 +37,7 @@ class TokenSelectConfig(TokenConfig):
     theta: float = setting(0.9, "choose anew below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
 
 
-class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
+class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     """One choice of tokens for all heads, by their vote, and for all steps that ask alike."""
 
     Config = TokenSelectConfig
@@ -54,12 +54,12 @@ class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
         self.selected: dict[int, Tensor] = {}  # layer -> what it chose, [k]
         self.steps = self.choices = 0  # layer-steps that retrieved, and those of them that chose anew
 
-    def new_cache(self, layer: LayerGeometry) -> KeyedTokens:
+    def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
         """Keep everything on the device; tokens are scored by their whole keys."""
         heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
-        return KeyedTokens(heads, d, context.capacity, self.config.tokens, d, context.tiers)
+        return ChannelScoredCache(heads, d, context.capacity, self.config.tokens, d, context.tiers)
 
-    def retrieve(self, layer: int, cache: KeyedTokens, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: ChannelScoredCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose where the query turned, then attend to what was chosen last."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
@@ -80,7 +80,7 @@ class TokenSelect(Method[TokenSelectConfig, KeyedTokens]):
             cosine = query_similarity(q.view(1, -1), self.queries[layer].view(1, -1), 1, "mean")
         return self.config.theta > 0 and bool(cosine < self.config.theta)
 
-    def _vote(self, layer: int, cache: KeyedTokens, q: Tensor, softmax: Softmax) -> Tensor:
+    def _vote(self, layer: int, cache: ChannelScoredCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose the tokens that all heads together want most: [k]."""
         with self.span("score", layer):
             scores = cache.index.scores(q, cache.candidates, softmax.scale)  # [Hk, G, n]

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.nucleus import nucleus
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
@@ -25,7 +24,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.quest import QuestConfig
-from kvcli.store.four_bit import WeighedCache
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.int4_estimate import Int4EstimateCache
 
 
 class TwilightConfig(QuestConfig):
@@ -35,7 +35,7 @@ class TwilightConfig(QuestConfig):
     p: float = setting(0.85, "part of each query head's attention that the tokens kept must hold", gt=0, le=1)
 
 
-class Twilight(Method[TwilightConfig, WeighedCache]):
+class Twilight(Method[TwilightConfig, Int4EstimateCache]):
     """Selects pages, then keeps the tokens that hold a part of the attention."""
 
     Config = TwilightConfig
@@ -52,13 +52,13 @@ class Twilight(Method[TwilightConfig, WeighedCache]):
         self.selections = self.weighed = self.kept = 0  # of single KV heads; tokens of all these selections
         self.fewest, self.most = context.capacity, 0  # tokens kept of one
 
-    def new_cache(self, layer: LayerGeometry) -> WeighedCache:
+    def new_cache(self, layer: LayerGeometry) -> Int4EstimateCache:
         """Keep everything on the device, with page summaries and four-bit keys."""
-        return WeighedCache(
+        return Int4EstimateCache(
             layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
         )
 
-    def retrieve(self, layer: int, cache: WeighedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: Int4EstimateCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select pages, keep the nucleus of their tokens, then attend to it."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)

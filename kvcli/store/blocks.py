@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.far_near_attention import Far, far_near_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host import HostPool
 from kvcli.store.pages import PageBudget, paged
 
 if TYPE_CHECKING:
-    from kvcli.rope import Rotary
+    from kvcli.models.rope import Rotary
 
 Positions = Literal["capped", "original"]
 EMPTY = -1  # a slot that holds no block

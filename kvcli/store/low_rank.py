@@ -11,7 +11,7 @@ from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
 from kvcli.store.cache import Tiers, nbytes
 
 if TYPE_CHECKING:
-    from kvcli.rope import Rotary
+    from kvcli.models.rope import Rotary
 
 # Chunks that are taken out of their rotation at once: fp32 copies of the keys stay this long.
 PIECE = 512

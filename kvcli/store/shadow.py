@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
@@ -26,7 +26,7 @@ from kvcli.store.pages import paged
 from kvcli.store.values import ValuePool
 
 if TYPE_CHECKING:
-    from kvcli.rope import Rotary
+    from kvcli.models.rope import Rotary
 
 EMPTY = -1  # a selected slot that holds no chunk
 

@@ -12,7 +12,7 @@ from command import COMMAND, assert_refused, environment, kvcli
 from families import tiny_checkpoint
 
 from kvcli.cli.generate import generate as command
-from kvcli.sampling import Sampling
+from kvcli.runtime.sampling import Sampling
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
 RETRIEVE = ["--budget", "96", "--sink", "16", "--window", "32", "--page-size", "16", "--ignore-eos"]

@@ -5,8 +5,8 @@ import sys
 import pytest
 from command import assert_refused, environment
 
+from kvcli.inputs.profiles import profile_names
 from kvcli.methods import get_method, method_names
-from kvcli.profile import profile_names
 
 
 def test_the_list_names_every_method_and_profile(warm):

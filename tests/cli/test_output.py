@@ -5,7 +5,7 @@ import pytest
 
 from kvcli.cli.output import SequenceWriter, check_writable, texts, write_file
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.report import Memory, Report, Sequence
+from kvcli.telemetry.report import Memory, Report, Sequence
 
 
 def writer(*titles):

@@ -8,7 +8,7 @@ from reports import dense_sequence, report_of, retrieving_sequence
 
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.prompts import FailedPrompt, Prompt
+from kvcli.inputs.prompts import FailedPrompt, Prompt
 
 
 def prompts(*sources):

@@ -7,9 +7,9 @@ import pytest
 from command import assert_refused
 from families import tiny_checkpoint
 
+from kvcli.bench.report import Case, ProfileReport
 from kvcli.cli.profile import exit_code
 from kvcli.errors import ExitCode
-from kvcli.profiling.report import Case, ProfileReport
 
 SMALL = ["--set", "budget=96", "--set", "sink=16", "--set", "window=32", "--set", "page_size=16"]
 QUICK = ["--output-len", "3", "--repeat", "1", "--warmup", "1"]

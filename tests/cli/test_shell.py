@@ -31,7 +31,7 @@ def test_help_loads_no_heavy_library():
         "assert 'rich' not in loaded, 'rich before it is needed'\n"
         "try: kvcli.cli.main()\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'transformers', 'numpy', 'kvcli.console'} & set(sys.modules)), file=sys.stderr)\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'kvcli.ui.console'} & set(sys.modules)), file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert result.stderr == "[]\n"

@@ -12,10 +12,10 @@ import sys
 
 import transformers
 
-import kvcli.console
-import kvcli.generate  # noqa: F401 - what takes the time
+import kvcli.generate
+import kvcli.ui.console  # noqa: F401
 from kvcli.cli import main
-from kvcli.profile import resolve_profile
+from kvcli.inputs.profiles import resolve_profile
 
 
 def child(request):

@@ -10,14 +10,14 @@ from driver import HK, SOFTMAX, D, H, layers
 from engine import SPARE, new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli.attention import attached
-from kvcli.geometry import geometry_of
 from kvcli.kernels import far_near_attention
 from kvcli.methods.actqkv import ActQKVConfig, CutOff
 from kvcli.methods.base import Method
-from kvcli.rope import Rotary, installed
+from kvcli.models.geometry import geometry_of
+from kvcli.models.rope import Rotary, installed
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.windowed import read_prompt
 from kvcli.store.blocks import BlockCache
-from kvcli.windowed import read_prompt
 
 P = 4
 SETTINGS = {

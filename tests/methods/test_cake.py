@@ -11,10 +11,10 @@ from engine import new_method, run
 from eviction_oracle import G, Oracle, best, window_rows
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli import memory
-from kvcli.geometry import geometry_of
+from kvcli.capacity import memory
+from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods.cake import capped_shares
-from kvcli.profile import resolve_profile
+from kvcli.models.geometry import geometry_of
 from kvcli.store.pruned import PrunedCache
 
 STEPS = 100

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from kvcli.geometry import LayerGeometry
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.card import MEMORY_SYMBOLS, Card, read_card
-from kvcli.stats import Counters
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Tiers
-from kvcli.timeline import Timeline
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
 WIDTH = KV_HEADS * D

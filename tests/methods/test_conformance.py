@@ -8,10 +8,10 @@ from engine import run
 from families import EAGER, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 import kvcli.kernels.block_attention as kernels
+from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
-from kvcli.profile import profile_names, resolve_profile
 
 PROMPT, STEPS = 75, 40
 # Small enough that a context of 75 tokens outgrows it; each method takes the settings that it knows.

@@ -7,9 +7,9 @@ from engine import new_method, run
 from eviction_oracle import G, Oracle, best
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli import memory
-from kvcli.geometry import geometry_of
-from kvcli.profile import resolve_profile
+from kvcli.capacity import memory
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.geometry import geometry_of
 
 STEPS = 110
 

@@ -7,7 +7,7 @@ import torch
 from driver import HK, SOFTMAX, D, H
 from engine import new_method
 
-from kvcli.geometry import LayerGeometry
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

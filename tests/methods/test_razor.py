@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
-from kvcli.retrieval_heads import HeadScores
+from kvcli.models.geometry import LayerGeometry
+from kvcli.runtime.retrieval_heads import HeadScores
 
 SINK, WINDOW, G = 3, 13, H // HK
 SETTINGS = {"sink": SINK, "window": WINDOW, "window_part": 0.0}

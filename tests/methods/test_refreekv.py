@@ -8,9 +8,9 @@ from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli import memory
-from kvcli.geometry import geometry_of
-from kvcli.profile import resolve_profile
+from kvcli.capacity import memory
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.geometry import geometry_of
 from kvcli.store.cache import Footprint
 
 G = H // HK

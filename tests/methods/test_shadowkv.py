@@ -7,17 +7,17 @@ import torch
 from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import HEAD_DIM, HEADS, KV_HEADS, tiny_model
-from test_rope import CONFIGS, model_of
+from rope_models import CONFIGS, model_of
 
-from kvcli import memory
+from kvcli.capacity import memory
 from kvcli.errors import KvcliError
-from kvcli.geometry import geometry_of
+from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods.shadowkv import shadow_elements
-from kvcli.profile import resolve_profile
-from kvcli.stats import Count
+from kvcli.models.geometry import geometry_of
 from kvcli.store.offloaded import OffloadedCache
 from kvcli.store.pages import PageBudget
 from kvcli.store.shadow import EMPTY, ShadowLayout
+from kvcli.telemetry.counters import Count
 
 C, SELECTED, OUTLIERS, LOCAL, RANK = 3, 4, 2, 2, 11  # chunks of 3 tokens; keys are HK * D = 32 wide
 SETTINGS = {"budget": C * SELECTED + 1, "chunk": C, "outliers": OUTLIERS, "local": LOCAL, "rank": RANK}

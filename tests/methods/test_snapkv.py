@@ -8,7 +8,7 @@ from eviction_oracle import Oracle, voted
 from families import VOCAB, tiny_model
 
 from kvcli.errors import KvcliError
-from kvcli.profile import resolve_profile
+from kvcli.inputs.profiles import resolve_profile
 
 STEPS = 110
 SETTINGS = {"budget": 24, "window": 5, "kernel": 3}

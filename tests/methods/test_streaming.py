@@ -5,8 +5,8 @@ from driver import SOFTMAX, D, Stream, layers
 from engine import new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli.attention import attached
-from kvcli.rope import installed
+from kvcli.models.rope import installed
+from kvcli.runtime.attention_hook import attached
 
 SINK, BUDGET = 3, 20
 

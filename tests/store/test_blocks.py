@@ -4,9 +4,9 @@ import pytest
 import torch
 from families import tiny_config, tiny_model
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
-from kvcli.rope import installed
+from kvcli.models.geometry import LayerGeometry
+from kvcli.models.rope import installed
 from kvcli.store.blocks import EMPTY, BlockCache, BlockLayout
 from kvcli.store.cache import DenseCache, SlidingCache, Tiers
 from kvcli.store.pages import PageBudget

@@ -5,8 +5,8 @@ import torch
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers, Traffic
-from kvcli.store.four_bit import WeighedCache
-from kvcli.store.keyed import KeyedTokens, PrincipalTokens
+from kvcli.store.channel_scored import ChannelScoredCache, PrincipalTokens
+from kvcli.store.int4_estimate import Int4EstimateCache
 from kvcli.store.pages import PageBudget
 from kvcli.store.projected import ProjectedKeys
 from kvcli.store.tokens import OffloadedTokens, TokenBudget
@@ -18,12 +18,12 @@ PAGES = PageBudget.of(budget=24, sink=4, window=8, page_size=4)
 TOKEN = HK * 2 * D * 4
 
 CACHES = {
-    "keyed": lambda tiers: KeyedTokens(HK, D, CAPACITY, BUDGET, 3, tiers),
+    "keyed": lambda tiers: ChannelScoredCache(HK, D, CAPACITY, BUDGET, 3, tiers),
     "principal": lambda tiers: PrincipalTokens(HK, D, CAPACITY, BUDGET, 3, tiers),
     "projected": lambda tiers: OffloadedTokens(
         HK, D, CAPACITY, BUDGET, ProjectedKeys(HK, D, 3, CAPACITY, tiers), tiers
     ),
-    "weighed": lambda tiers: WeighedCache(HK, D, CAPACITY, PAGES, tiers),
+    "weighed": lambda tiers: Int4EstimateCache(HK, D, CAPACITY, PAGES, tiers),
 }
 
 
@@ -79,7 +79,10 @@ def test_projected_keys_score_by_their_columns():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_in_their_axes_attend_as_they_are(dtype):
     tiers = Tiers.for_device(torch.device("cpu"), dtype)
-    plain, turned = KeyedTokens(HK, D, CAPACITY, BUDGET, D, tiers), PrincipalTokens(HK, D, CAPACITY, BUDGET, D, tiers)
+    plain, turned = (
+        ChannelScoredCache(HK, D, CAPACITY, BUDGET, D, tiers),
+        PrincipalTokens(HK, D, CAPACITY, BUDGET, D, tiers),
+    )
     turned.axes.copy_(torch.linalg.qr(noise(HK, D, D))[0])
     k, v = noise(HK, LENGTH, D, seed=1).to(dtype), noise(HK, LENGTH, D, seed=2).to(dtype)
     for cache in (plain, turned):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcli.geometry import LayerGeometry
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
 from kvcli.store import landmarks as landmarks_module
 from kvcli.store import low_rank as low_rank_module
 from kvcli.store.cache import Tiers, nbytes

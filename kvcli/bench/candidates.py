@@ -1,0 +1,120 @@
+"""What is run: a method under a profile, by kvcli's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcli.bench.kernels import Kernel, parts_of, products_of, spans_of, traced
+from kvcli.bench.modules import module_spans
+from kvcli.bench.phases import StepParts
+from kvcli.bench.sources import ContextSource, Load
+from kvcli.capacity.floors import Work, step_work
+from kvcli.inputs.profiles import Profile
+from kvcli.models.loading import Model
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.store.cache import Footprint
+from kvcli.telemetry.counters import Count, Counters
+from kvcli.telemetry.timeline import Timeline
+
+# The token that a context ends with: any will do, as long as it is the same in all runs.
+_FIRST_TOKEN = 1
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One run: the wall time of each timed step, and what a method's loop knows beside it.
+
+    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline.
+    """
+
+    steps_ms: list[float]
+    counters: Sequence[Counters] = ()
+    footprint: Footprint | None = None
+    work: dict[str, Work] = field(default_factory=dict)
+    parts: list[StepParts] | None = None
+
+
+class Candidate(Protocol):
+    """Something that decodes, and can be run again and again from the same start."""
+
+    @property
+    def label(self) -> str:
+        """A name that no other candidate has."""
+
+    @property
+    def kind(self) -> str:
+        """See `report.Case.kind`."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """Method and settings, for those of kvcli."""
+
+    def run(self, load: Load, timeline: Timeline) -> TimedRun:
+        """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A method of kvcli, from the context that `source` gives."""
+
+    label: str
+    kind: str
+    profile: Profile
+    model: Model
+    source: ContextSource
+
+    def run(self, load: Load, timeline: Timeline) -> TimedRun:
+        """See `Candidate.run`; what is timed is `decode`, the loop of `kvcli generate`, as that would run it."""
+        replays: list[list[Kernel]] = []
+        with ExitStack() as stack:
+            ready = stack.enter_context(engine(self.model, [load.capacity]))
+            methods = self.source.methods(ready, self.profile, load, timeline)
+            for method in methods:
+                method.context.counters.warmup = load.warmup
+            sequences = [
+                RunningSequence(
+                    index=row,
+                    source=self.label,
+                    sample=0,
+                    prompt_tokens=load.context,
+                    method=method,
+                    counters=method.context.counters,
+                    sampler=Sampler(Sampling(), row, self.model.device),
+                    stream=StreamingDetokenizer(self.model.tokenizer),
+                    eos=(),
+                    max_tokens=load.max_tokens,
+                    prefill_ms=0.0,
+                    token_ids=[_FIRST_TOKEN],
+                )
+                for row, method in enumerate(methods)
+            ]
+            overlapped = self.model.device.type == "cuda" and methods[0].slot_rule is not None
+            if timeline.enabled and overlapped:
+                replays = stack.enter_context(traced())
+            elif timeline.enabled:
+                stack.enter_context(module_spans(self.model.module, timeline))
+            for _ in ready.decode(
+                sequences, Timeline() if overlapped else timeline, "overlapped" if overlapped else "blocking"
+            ):
+                pass
+        counters = [sequence.counters for sequence in sequences]
+        asked, missed = (_total(counters, count) for count in (Count.PAGES_REQUESTED, Count.MISSES))
+        held = [(method, sequence.length) for method, sequence in zip(methods, sequences, strict=True)]
+        work = step_work(self.model.geometry, self.model.dtype.itemsize, held, missed / asked if asked else 1.0)
+        footprint = sum((method.footprint() for method in methods), Footprint())
+        parts = None
+        if replays:
+            products = products_of(self.model.module)
+            parts = parts_of(replays, products)
+            timeline.spans.extend(spans_of(replays, products))
+        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, parts)
+
+
+def _total(counters: Sequence[Counters], count: Count) -> int:
+    return sum(layer[count] for each in counters for step in each.counts for layer in step)

@@ -1,0 +1,178 @@
+"""The pictures of a profile. Imported only where a page is asked for: Altair is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, log10
+from typing import Any
+
+import altair as alt
+
+from kvcli.bench.phases import STEP, phase_of
+from kvcli.bench.report import Case
+from kvcli.capacity.floors import PHASES
+from kvcli.telemetry.timeline import Span
+from kvcli.ui.html import colour
+
+_ROW = 24  # pixels
+_MOST_TICKS = 10
+_LONG_NAME = 24  # letters; two of these do not fit beside each other on a narrow page
+_MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, meets the one before it
+_NAMES = alt.Axis(labelLimit=320)  # long ones differ at their ends
+_COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
+
+
+def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.FacetChart:
+    """Bars of the phases of a step, one a case, with the floor as a line across."""
+    rows: list[dict[str, Any]] = []
+    floors: list[dict[str, Any]] = []
+    for name, case in named:
+        if case.breakdown is None:
+            continue
+        for order, part in enumerate(case.breakdown.parts):
+            rows.append({"case": name, "phase": part.phase, "ms": part.ms, "order": order})
+            if part.hidden_ms:
+                hidden = {"case": f"{name}, hidden", "phase": part.phase, "ms": part.hidden_ms, "order": order}
+                rows.append(hidden)
+        if case.floor_ms is not None:
+            floors.append({"case": name, "floor": case.floor_ms})
+    across = alt.Y("case:N", title=None, sort=None, axis=_NAMES)
+    bars = (
+        _chart(rows)
+        .mark_bar(height={"band": 0.75})
+        .encode(
+            x=alt.X("ms:Q", title="milliseconds a step", axis=_MILLISECONDS),
+            y=across,
+            color=alt.Color("phase:N", title=None, scale=_COLOURS, sort=None),
+            order="order:Q",
+            tooltip=["case:N", "phase:N", alt.Tooltip("ms:Q", format=".3f")],
+        )
+    )
+    ticks = (
+        _chart(floors)
+        .mark_tick(color="var(--ink)", thickness=2, height={"band": 0.95})
+        .encode(x="floor:Q", y=across, tooltip=["case:N", alt.Tooltip("floor:Q", format=".3f", title="floor, ms")])
+    )
+    return alt.layer(bars, ticks).properties(height=alt.Step(_ROW))
+
+
+def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
+    """Step time over context: a solid line with its spread for each method, a broken one for its floor."""
+    times: list[dict[str, Any]] = []
+    floors: list[dict[str, Any]] = []
+    for case in cases:
+        if case.step_ms is None:
+            continue
+        at = {"method": case.label, "context": case.context}
+        times.append(at | {"ms": case.step_ms.median, "least": case.step_ms.least, "most": case.step_ms.most})
+        if case.floor_ms is not None:
+            floors.append(at | {"ms": case.floor_ms})
+    labels = list(dict.fromkeys(case.label for case in cases))
+    marks = sorted({case.context for case in cases})
+    x = alt.X(
+        "context:Q",
+        title="context, tokens",
+        scale=alt.Scale(type="log", base=2, nice=False),
+        axis=alt.Axis(
+            values=marks, labelExpr="datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value", grid=False
+        ),
+    )
+    y = alt.Y(
+        "ms:Q",
+        title="milliseconds a step",
+        scale=alt.Scale(type="log", nice=False, padding=12),
+        axis=alt.Axis(values=_round_values([row["ms"] for row in times + floors]), format="~g"),
+    )
+    palette = alt.Scale(domain=labels, range=[colour(index) for index in range(len(labels))])
+    tooltip = ["method:N", "context:Q", alt.Tooltip("ms:Q", format=".3f")]
+    long = max(map(len, labels), default=0) > _LONG_NAME
+    legend = alt.Legend(labelLimit=320, columns=1) if long else alt.Legend()
+    shade = alt.Color("method:N", title=None, scale=palette, sort=None, legend=legend)
+    measured = _chart(times).encode(x=x, color=shade)
+    line = measured.mark_line(point={"size": 50, "filled": True}).encode(y=y, tooltip=tooltip)
+    spread = measured.mark_rule().encode(y="least:Q", y2="most:Q", color=shade)
+    floor = _chart(floors).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
+    return alt.layer(floor, spread, line).properties(height=320)
+
+
+def _round_values(values: Sequence[float]) -> list[float]:
+    """Values of a logarithmic axis: 1, 2 and 5 times powers of ten; where these are many, the powers alone."""
+    least, most = min(values), max(values)
+    powers = [10.0**exponent for exponent in range(floor(log10(least)) - 1, ceil(log10(most)) + 1)]
+    found = [factor * power for power in powers for factor in (1, 2, 5) if least <= factor * power <= most]
+    return found if len(found) <= _MOST_TICKS else [power for power in powers if least <= power <= most]
+
+
+def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Chart:
+    """One step of each case, all beginning at zero: a row for each of its tracks.
+
+    A case is its name, whether it keeps KV in host memory, and its spans.
+    """
+    rows = [row for each in named for row in _step_rows(*each)]
+    zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.altKey]")
+    bars: alt.Chart = (
+        _chart(rows)
+        .mark_bar(height={"band": 0.8})
+        .encode(
+            x=alt.X("start:Q", title="milliseconds since the step began", axis=_MILLISECONDS),
+            x2="end:Q",
+            y=alt.Y("track:N", title=None, sort=None, axis=_NAMES),
+            color=alt.Color("phase:N", title=None, scale=_COLOURS, sort=None),
+            tooltip=["track:N", "phase:N", "what:N", "layer:N", alt.Tooltip("ms:Q", format=".3f")],
+        )
+        .properties(height=alt.Step(_ROW))
+        .add_params(zoom)
+    )
+    return bars
+
+
+def heat_chart(
+    part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str, across: str, down: str
+) -> alt.Chart:
+    """A share, both [across][down]: from nothing to all of it, no mark where there was nothing."""
+    rows = [
+        {across: column, down: row, "share": count / total, "of": f"{count} of {total}"}
+        for column, (counts, totals) in enumerate(zip(part, whole, strict=True))
+        for row, (count, total) in enumerate(zip(counts, totals, strict=True))
+        if total
+    ]
+    # Two shades of one colour would need it twice; seen through to the page, one colour suits light and dark.
+    opacity = alt.Opacity(
+        "share:Q", title=what, scale=alt.Scale(domain=[0, 1], range=[0.06, 1]), legend=alt.Legend(format="%")
+    )
+    squares: alt.Chart = (
+        _chart(rows)
+        .mark_rect(color="var(--accent)")
+        .encode(
+            x=alt.X(f"{across}:O", title=across, axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y(f"{down}:O", title=down, axis=alt.Axis(labelOverlap=True)),
+            opacity=opacity,
+            tooltip=[f"{down}:O", f"{across}:O", alt.Tooltip("share:Q", format=".0%"), "of:N"],
+        )
+        .properties(height=alt.Step(max(8, min(_ROW, 400 // (1 + len({row[down] for row in rows}))))))
+    )
+    return squares
+
+
+def _chart(rows: list[dict[str, Any]]) -> alt.Chart:
+    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
+
+
+def _step_rows(name: str, offloaded: bool, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """The spans of the middle step; what lies within others stays on top of them."""
+    steps = sorted((span for span in spans if span.name == STEP), key=lambda span: span.end - span.start)
+    step = steps[len(steps) // 2]
+    inside = [s for s in spans if s.name != STEP and step.start <= s.start and s.end <= step.end]
+    inside.sort(key=lambda span: (span.start, -span.end))
+    return [
+        {
+            "track": f"{name} · {span.track}",
+            "phase": phase_of(span.name, offloaded),
+            "what": span.details.get("module", span.name),
+            "layer": span.details.get("layer", ""),
+            "start": (span.start - step.start) / 1000,
+            "end": (span.end - step.start) / 1000,
+            "ms": (span.end - span.start) / 1000,
+        }
+        for span in inside
+    ]

@@ -1,0 +1,246 @@
+"""What kvcli finds on this machine, check by check, and for each problem what to do.
+
+A check that finds something amiss says so with a way out; one that fails itself is a finding, too. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+from kvcli.capacity import cgroup
+from kvcli.capacity.ceilings import measure_ceilings, rates_text
+from kvcli.errors import KvcliError
+from kvcli.kernels import onednn
+from kvcli.kernels.page_summary import page_summary, page_summary_ref
+from kvcli.models.checkpoint import bundled_model, check_config, check_files
+from kvcli.runtime.compiled import cpp_compiler
+from kvcli.sizes import format_bytes
+from kvcli.telemetry.report import processor
+
+_ROOM = 20 << 30  # bytes of disk: the weights of an 8B in 16 bits, and some
+_PINNED = 64 << 20  # bytes that are pinned for a trial
+
+
+class State(StrEnum):
+    """How a check came out: `NOTE` costs speed or a feature, `BROKEN` stops runs."""
+
+    OK = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, what there is, and what to do about it where something is amiss."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def examine(debug: bool = False) -> Iterator[Check]:
+    """Run all checks, one after another; those that measure take a second or two.
+
+    With `debug` the traceback of a check that fails itself goes to stderr.
+    """
+    for name, check in _CHECKS.items():
+        try:
+            yield Check(name, *check())
+        except KvcliError as error:
+            yield Check(name, State.BROKEN, error.what, error.hint)
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield Check(name, State.BROKEN, message, _FIXES.get(name, "run again with --debug"))
+
+
+def usable(checks: list[Check]) -> bool:
+    """Tell whether nothing that is needed is broken."""
+    return all(check.state is not State.BROKEN for check in checks)
+
+
+Finding = tuple[State, str] | tuple[State, str, str]
+
+
+def _versions() -> Finding:
+    names = ("kvcli", "torch", "transformers", "triton")
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in names if _installed(name))
+    return State.OK, f"Python {platform.python_version()}, {found}"
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _requirements() -> Finding:
+    wanted = [Requirement(text) for text in metadata.requires("kvcli") or ()]
+    wanted = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    missing = [each for each in wanted if not _installed(each.name)]
+    unmet = [
+        f"{each.name} {metadata.version(each.name)} is not {each.specifier}"
+        for each in wanted
+        if each not in missing and not each.specifier.contains(metadata.version(each.name), prereleases=True)
+    ]
+    problems = [f"{each.name} is missing" for each in missing] + unmet
+    if problems:
+        return State.BROKEN, "; ".join(problems), "install kvcli again, into an environment of its own"
+    return State.OK, f"all {len(wanted)} there in versions that suit"
+
+
+def _device() -> Finding:
+    if torch.cuda.is_available():
+        names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return State.OK, ", ".join(names)
+    name = processor()
+    if torch.version.cuda is None:
+        return State.NOTE, f"CPU only ({name}): this torch has no CUDA", "for a GPU, install a torch built for CUDA"
+    fix = "see that nvidia-smi shows a GPU and that its driver is new enough for this torch"
+    return State.NOTE, f"CPU only ({name}): torch is built for CUDA {torch.version.cuda} and sees no GPU", fix
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    found = f"host {format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found += f", device {format_bytes(free)} free of {format_bytes(total)}"
+    limit = cgroup.memory_limit()
+    if limit is not None and limit < memory.total:
+        fix = "raise the limit of the container: the KV cache lies in host memory"
+        return State.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
+    return State.OK, found
+
+
+def _bandwidth() -> Finding:
+    device = _where()
+    rates = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    found = rates_text(rates.as_dict())
+    spread = (rates.copy.most - rates.copy.least) / rates.copy.median
+    if spread > 0.5:
+        return (
+            State.NOTE,
+            f"{found}; it varies by {spread:.0%}",
+            "other programs use this machine: trust no timings now",
+        )
+    return State.OK, found
+
+
+def _pinned() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else f"limit {format_bytes(soft)}"
+    if not torch.cuda.is_available():
+        return State.OK, f"not needed without a GPU (ulimit -l: {limit})"
+    torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
+    return State.OK, f"{format_bytes(_PINNED)} could be pinned (ulimit -l: {limit})"
+
+
+def _triton() -> Finding:
+    import triton
+
+    if not torch.cuda.is_available():
+        return State.OK, f"Triton {triton.__version__} can be imported; there is no GPU to compile for"
+    keys = torch.arange(256, device="cuda", dtype=torch.float32).view(1, 4, 4, 16)
+    if not torch.equal(page_summary(keys), page_summary_ref(keys)):
+        return State.BROKEN, "Triton compiles, and computes wrongly", "update the driver, or torch and triton together"
+    return State.OK, f"Triton {triton.__version__} compiles"
+
+
+def _graphs() -> Finding:
+    if not torch.cuda.is_available():
+        return State.OK, "not needed without a GPU"
+    x, graph = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = 2 * x
+    graph.replay()
+    if float(y.sum()) != 2048:
+        return State.BROKEN, "a captured step computes wrongly", "update the driver"
+    return State.OK, "a step can be captured and replayed"
+
+
+def _compiler() -> Finding:
+    if path := cpp_compiler():
+        return State.OK, f"{path}: --pipeline compiled can be used on a CPU"
+    found = "neither $CXX nor g++ is there: no --pipeline compiled on a CPU"
+    return (State.OK, found) if torch.cuda.is_available() else (State.NOTE, found, "install g++, or set CXX")
+
+
+def _threads() -> Finding:
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    quota = cgroup.cpu_quota()
+    usable_cores = cores if quota is None else min(cores, max(1, round(quota)))
+    setting = os.environ.get("OMP_NUM_THREADS")
+    found = f"{threads} threads on {usable_cores} cores (OMP_NUM_THREADS {setting or 'not set'})"
+    if threads > usable_cores:
+        return State.NOTE, f"{found}: they wait for one another", f"set OMP_NUM_THREADS={usable_cores}"
+    if not torch.cuda.is_available() and not onednn.suits(torch.empty(0)):
+        return State.NOTE, f"{found}; torch has no oneDNN, decoding is slower", "install a torch built with oneDNN"
+    if threads < usable_cores and not torch.cuda.is_available():
+        return State.NOTE, f"{found}: some are idle", f"set OMP_NUM_THREADS={usable_cores}"
+    return State.OK, found
+
+
+def _demo() -> Finding:
+    path = bundled_model()
+    check_config(path)
+    check_files(path)
+    return State.OK, "the bundled model is complete"
+
+
+def _disk() -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    place = Path(HF_HUB_CACHE)
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    found = f"{format_bytes(free)} free for checkpoints in {HF_HUB_CACHE}"
+    if not os.access(place, os.W_OK):
+        return State.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a directory of your own"
+    if free < _ROOM:
+        return State.NOTE, f"{found}: an 8B takes 16 GB", "free some, or set HF_HOME to a larger disk"
+    return State.OK, found
+
+
+def _where() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+_CHECKS: dict[str, Callable[[], Finding]] = {
+    "versions": _versions,
+    "requirements": _requirements,
+    "device": _device,
+    "memory": _memory,
+    "bandwidth": _bandwidth,
+    "pinned memory": _pinned,
+    "triton": _triton,
+    "CUDA graphs": _graphs,
+    "C++ compiler": _compiler,
+    "threads": _threads,
+    "demo model": _demo,
+    "disk": _disk,
+}
+_FIXES = {
+    "pinned memory": "raise ulimit -l and the container's memory limit",
+    "triton": "install triton in the version that torch asks for, and a C compiler",
+    "CUDA graphs": "update the driver; meanwhile use --device cpu",
+    "bandwidth": "free some memory and run again",
+}

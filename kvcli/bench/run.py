@@ -1,0 +1,205 @@
+"""The profile: every entry under every load.
+
+Runs of several candidates are interleaved, repeat after repeat, so that what changes on the machine meanwhile falls on
+all alike; ratios are taken within a repeat. What is taken apart are runs of their own, each right after one that is
+not, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from kvcli.bench.candidates import Candidate, Decoding
+from kvcli.bench.entries import Entry
+from kvcli.bench.hardware import describe, recording
+from kvcli.bench.peers import Transformers, left_out, peer_profiles
+from kvcli.bench.report import Case, ProfileReport
+from kvcli.bench.runs import Runs
+from kvcli.bench.sources import ContextSource, Load, RandomContext, RandomKV, ReadContext, seeded_tokens
+from kvcli.capacity import memory
+from kvcli.capacity.ceilings import measure_ceilings
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.methods import get_method
+from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.runtime.sampling import Sampling
+from kvcli.sizes import format_bytes
+from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.timeline import Span
+
+DEFAULT_CONTEXT = 8192
+_WAY_OUT = "take a smaller --context, --batch-size or --dtype"
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What to profile. `document` is read instead of made-up KV, cut to each context; so are seeded tokens if `read`.
+
+    Without `contexts` a document is taken at its own length.
+    """
+
+    model: ModelSpec
+    entries: tuple[Entry, ...]
+    contexts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    steps: int = 32
+    repeat: int = 5
+    warmup: int = 2
+    seed: int = 0
+    document: str | None = None
+    read: bool = False
+    peers: bool = False
+    ablate: bool = False
+    nvtx: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The report, and of each case that was taken apart the spans of its run."""
+
+    report: ProfileReport
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+
+def profile(request: ProfileRequest, observer: Observer) -> Outcome:
+    """Run everything; Ctrl-C ends it early with what there is (`finished` is False).
+
+    Raises:
+        KvcliError: the model cannot be loaded, the document is too short for a context (usage), or no case fits into
+            memory (exit code 3). A case that fails among others is reported with its error.
+    """
+    observer.stage("load")
+    checkpoint = open_checkpoint(request.model)
+    ids = None if request.document is None else checkpoint.tokenizer(request.document, verbose=False)["input_ids"]
+    loads = _loads(request, ids)
+    if request.nvtx and checkpoint.device.type != "cuda":
+        raise KvcliError("--nvtx marks what a GPU does, and there is none", "leave --nvtx out", ExitCode.USAGE)
+    refused = _refused(request, checkpoint, loads)
+    _warn(request, checkpoint, loads, observer)
+    model = checkpoint.load()
+    observer.stage("measure the machine")
+    ceilings = measure_ceilings(model.device, model.dtype)
+    noise = RandomKV(request.seed, model.device, model.dtype)
+    cases: list[Case] = []
+    spans: dict[str, list[Span]] = {}
+    finished = True
+    for load in loads:
+        candidates = _candidates(request, load, model, noise, refused, ids)
+        runs = Runs(candidates, load, ceilings, model.device.type == "cuda")
+        observer.stage(f"{load.context:,} tokens, batch {load.batch}", len(candidates) * request.repeat)
+        try:
+            runs.run_all(request.repeat, lambda: recording(model.device, request.nvtx), observer)
+        except KeyboardInterrupt:
+            finished = False
+        cases += [case for (at, _), case in refused.items() if at == load]
+        cases += runs.cases()
+        spans |= {case_name(label, load.context, load.batch): found for label, found in runs.spans.items()}
+        if not finished:
+            break
+    observer.stage_done()
+    environment, described = describe(model)
+    report = ProfileReport(environment, described, _options(request, loads), ceilings.as_dict(), cases, finished)
+    return Outcome(report, spans)
+
+
+def case_name(label: str, context: int, batch: int) -> str:
+    """What to call a case where all of them stand together."""
+    return f"{label} · {context:,} tokens" + (f" · batch {batch}" if batch > 1 else "")
+
+
+def _loads(request: ProfileRequest, ids: Sequence[int] | None) -> list[Load]:
+    contexts = request.contexts or ((DEFAULT_CONTEXT,) if ids is None else (len(ids),))
+    if ids is not None and len(ids) < max(contexts):
+        raise KvcliError(
+            f"the document has {len(ids):,} tokens, fewer than a context of {max(contexts):,}",
+            "leave --context out, or the document",
+            ExitCode.USAGE,
+        )
+    return [Load(context, batch, request.warmup, request.steps) for context in contexts for batch in request.batches]
+
+
+def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]) -> dict[tuple[Load, str], Case]:
+    """Find what memory does not hold, before the weights are read: by load and label, as the case to report."""
+    refused: dict[tuple[Load, str], Case] = {}
+    reads = request.read or request.document is not None
+    peers = peer_profiles(checkpoint.device) if request.peers else {}
+    wanted = [(entry.label, entry.kind, entry.profile) for entry in request.entries]
+    wanted += [(label, "peer", profile) for label, profile in peers.items()]
+    errors = []
+    for load, (label, kind, profile) in product(loads, wanted):
+        lengths = [load.context] * (load.batch + (1 if reads else 0))  # what was read stays beside its copies
+        try:
+            memory.check(profile, checkpoint, lengths, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
+        except KvcliError as error:
+            errors += [] if kind == "peer" else [error]
+            settings = None if kind == "peer" else profile.as_dict()
+            refused[load, label] = Case(label, kind, load.context, load.batch, settings, error=error.what)
+    if len(errors) == len(loads) * len(request.entries):
+        raise errors[0]
+    if reads:
+        for load in loads:
+            _check_together(request, checkpoint, load)
+    return refused
+
+
+def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> None:
+    """Refuse to read a prompt for more methods than memory holds side by side."""
+    each = [
+        memory.need(entry.profile, checkpoint.geometry, checkpoint.dtype, [load.context], load.max_tokens, 1).kv
+        for entry in request.entries
+    ]
+    kept = sum(footprint.device + footprint.host for footprint in each)
+    free = memory.available(checkpoint.device)["host"]
+    if checkpoint.device.type == "cpu" and kept + checkpoint.geometry.weight_bytes > free:
+        raise KvcliError(
+            f"the prompt of {load.context:,} tokens as {len(each)} methods keep it needs {format_bytes(kept)}, "
+            f"{format_bytes(free)} are free",
+            "name fewer methods at once, or leave --read out",
+            ExitCode.WILL_NOT_FIT,
+        )
+
+
+def _warn(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load], observer: Observer) -> None:
+    for peer in left_out(checkpoint.device) if request.peers else []:
+        observer.notice(f"left out, {peer}")
+    beyond = checkpoint.geometry.beyond_positions(max(load.capacity for load in loads), checkpoint.name)
+    if beyond is not None:
+        observer.notice(beyond)
+    for name in dict.fromkeys(entry.profile.method for entry in request.entries):
+        if request.ablate and not get_method(name).ablation:
+            observer.notice(f"--ablate: {name} declares no parts that can be taken out")
+    if request.ablate and checkpoint.device.type == "cpu":
+        observer.notice("--ablate: how pages are copied, and into how many buffers, makes no difference on a CPU")
+
+
+def _candidates(
+    request: ProfileRequest,
+    load: Load,
+    model: Model,
+    noise: RandomKV,
+    refused: Container[tuple[Load, str]],
+    ids: Sequence[int] | None,
+) -> list[Candidate]:
+    entries = [entry for entry in request.entries if (load, entry.label) not in refused]
+    source: ContextSource = RandomContext(noise)
+    if ids is not None or request.read:
+        if ids is None:
+            ids = seeded_tokens(load.context, model.geometry.vocab_size, request.seed)
+        source = ReadContext(ids[: load.context], [entry.profile for entry in entries])
+    methods = [Decoding(entry.label, entry.kind, entry.profile, model, source) for entry in entries]
+    peers = [Transformers(model, noise, offloading) for offloading in (False, True)]
+    offered = peer_profiles(model.device) if request.peers else ()
+    return [*methods, *(peer for peer in peers if peer.label in offered and (load, peer.label) not in refused)]
+
+
+def _options(request: ProfileRequest, loads: Sequence[Load]) -> dict[str, object]:
+    return {
+        "kv": "read" if request.read or request.document is not None else "made up",
+        "contexts": list(dict.fromkeys(load.context for load in loads)),
+        "batch_sizes": list(request.batches),
+        "steps": request.steps,
+        "warmup": request.warmup,
+        "repeat": request.repeat,
+        "seed": request.seed,
+    }

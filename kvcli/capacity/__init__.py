@@ -1,0 +1,1 @@
+"""What a run will take before it takes it: memory, rates of the machine, floors, planning."""

@@ -1,0 +1,92 @@
+"""What plans say, as tables a person reads; the console lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.capacity.ceilings import Ceilings, rates_text
+from kvcli.capacity.memory import RUNTIME_BYTES
+from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
+from kvcli.sizes import format_bytes
+from kvcli.ui.summary import Table, duration, without_empty_columns
+
+
+def tables(title: str, plans: Sequence[CapacityPlan]) -> list[tuple[str, Table]]:
+    """One row a combination; of a single one also where its memory and the time of a step go."""
+    found = [(title, _overview(plans))]
+    if len(plans) == 1:
+        found.append(("memory", _memory(plans[0])))
+        if plans[0].times is not None:
+            found.append(("the least that a decode step can do with", _phases(plans[0])))
+    return found
+
+
+def notes(plans: Sequence[CapacityPlan], ceilings: Ceilings | None, measured: bool) -> list[tuple[str, str]]:
+    """What is measured, what is counted and what is estimated of the figures."""
+    kv = ", ".join(dict.fromkeys(plan.kv_basis for plan in plans))
+    free = ", ".join(f"{format_bytes(size)} of {pool} memory free" for pool, size in plans[0].free.items())
+    rows = [("memory", f"{free}; weights counted, KV {kv}, workspace estimated")]
+    if ceilings is not None:
+        rows.append(("rates", ("measured: " if measured else "given: ") + rates_text(ceilings.as_dict())))
+    return rows + _time_notes(plans)
+
+
+def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:
+    """What the times of each row stand on, once where that is the same for all."""
+    if len({plan.time_basis for plan in plans}) == 1:
+        return [("times", plans[0].time_basis)]
+    return [("times", f"{plan.label} at {plan.context:,}, batch {plan.batch}: {plan.time_basis}") for plan in plans]
+
+
+def _overview(plans: Sequence[CapacityPlan]) -> Table:
+    pools = list(plans[0].needed)
+    rows = []
+    for plan in plans:
+        times = plan.times
+        rows.append(
+            (
+                plan.label,
+                f"{plan.context:,}",
+                str(plan.batch),
+                *(format_bytes(plan.needed[pool]) for pool in pools),
+                "yes" if plan.fits else "no",
+                f"over {LONGEST:,}" if plan.longest is None else f"{plan.longest:,}" if plan.longest else "none",
+                duration(1000 * times.prefill if times else None),
+                duration(1000 * times.step if times else None),
+                duration(1000 * times.floor if times else None),
+                f"{plan.batch / times.step:,.1f}" if times else "-",
+            )
+        )
+    columns = ("method", "context", "batch", *pools, "fits", "longest", "prefill", "step", "at least", "tokens/s")
+    return without_empty_columns(Table(columns, rows))
+
+
+def _memory(plan: CapacityPlan) -> Table:
+    need = plan.need
+    rows = [
+        ("weights", format_bytes(need.weights), "counted"),
+        ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
+        ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
+        ("workspace", format_bytes(need.workspace), "estimated"),
+        ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
+        *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
+    ]
+    return Table(("part", "size", ""), rows)
+
+
+def _phases(plan: CapacityPlan) -> Table:
+    assert plan.times is not None
+    rows = [
+        (
+            phase,
+            format_bytes(work.read),
+            format_bytes(work.to_device),
+            format_bytes(work.to_host),
+            f"{work.operations / 1e9:,.2f}" if work.operations else "0",
+            duration(1000 * seconds),
+        )
+        for phase, (work, seconds) in plan.times.floors.items()
+        if seconds
+    ]
+    columns = ("phase", "read", "to device", "to host", "Gop", "at least")
+    return without_empty_columns(Table(columns, rows))

@@ -1,0 +1,1 @@
+"""What a run is given: documents and questions in tokens, and settings profiles."""

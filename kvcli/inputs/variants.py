@@ -1,0 +1,63 @@
+"""What is compared: methods and profiles, each with every budget that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import Profile, resolve_profile
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: a method or a profile, at one budget where it has such a setting."""
+
+    name: str
+    budget: int | None
+    profile: Profile
+
+    @property
+    def label(self) -> str:
+        """A name that no other variant of the run has."""
+        return self.name if self.budget is None else f"{self.name} {self.budget}"
+
+
+def variants(
+    methods: Sequence[str], profiles: Sequence[str], budgets: Sequence[int], settings: Mapping[str, str]
+) -> list[Variant]:
+    """Combine what a command line names, methods first, budgets in the order given.
+
+    `settings` go to every method that has them. A method without a budget is there once; without `budgets` the others
+    keep their own.
+
+    Raises:
+        KvcliError: usage: an unknown name, a value that a method refuses, a setting that no method has, a name twice.
+    """
+    named = [(name, name, None) for name in methods] + [(name, None, name) for name in profiles]
+    found: dict[str, Variant] = {}
+    unused = set(settings) | ({"budget"} if budgets else set())
+    known: set[str] = set()
+    for name, method, profile in named:
+        fields = type(resolve_profile(method, profile).settings).model_fields
+        known |= set(fields)
+        shared = {key: value for key, value in settings.items() if key in fields}
+        unused -= set(fields)
+        for budget in budgets if budgets and "budget" in fields else [None]:
+            overrides: dict[str, str | object] = dict(shared)
+            if budget is not None:
+                overrides["budget"] = budget
+            chosen = resolve_profile(method, profile, overrides)
+            variant = Variant(chosen.name, getattr(chosen.settings, "budget", None), chosen)
+            if variant.label in found:
+                what = f"{variant.label} is there twice, as {name!r} again"
+                raise KvcliError(what, "name each method and profile once", ExitCode.USAGE)
+            found[variant.label] = variant
+    for key in sorted(unused):
+        close = get_close_matches(key, sorted(known), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
+        raise KvcliError(
+            f"none of {', '.join(name for name, _, _ in named)} has a setting {key!r}", hint, ExitCode.USAGE
+        )
+    return list(found.values())

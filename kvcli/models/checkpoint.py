@@ -1,0 +1,221 @@
+"""Where a model's files are, what is wrong with them, and what transformers' errors mean for the user.
+
+Directories are checked before transformers sees them: it reads a missing directory as a repository name, and finds
+a damaged file only after minutes of loading.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub import errors as hub
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from safetensors import SafetensorError
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.shapes import shape_names, shape_path
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_LFS = b"version https://git-lfs"
+_HINT = "name a directory with config.json, *.safetensors and a tokenizer, or a model on the Hugging Face hub"
+
+
+def find(name: str, dummy: bool) -> Path | None:
+    """The directory (for `dummy` also the config file) that `name` means; None where it is a hub id.
+
+    Raises KvcliError (usage) where it is neither, with the way out.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        if dummy:
+            return path
+        raise KvcliError(f"{name} is a file, not a checkpoint directory", _HINT, ExitCode.USAGE)
+    if name in shape_names():
+        if dummy:
+            return shape_path(name)
+        hint = "add --load-format dummy to run the shape with random weights, or name a checkpoint"
+        raise KvcliError(f"{name} is a shape without weights", hint, ExitCode.USAGE)
+    if dummy and "/" not in name:
+        near = get_close_matches(name, shape_names(), n=3, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint += f"Shapes: {', '.join(shape_names())}; or name a config.json"
+        raise KvcliError(f"no shape, file or directory called {name!r}", hint, ExitCode.USAGE)
+    if not _HUB_ID.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
+        raise KvcliError(f"no such directory: {name}", _HINT, ExitCode.USAGE)
+    return None
+
+
+def bundled_model() -> Path:
+    """The directory of the bundled demo model; raises KvcliError where the installation lacks it."""
+    path = Path(__file__).parent / "demo"
+    if not (path / "config.json").is_file():
+        raise KvcliError("this installation has no bundled demo model", "name a model with -m DIR or -m ORG/NAME")
+    return path
+
+
+def check_config(path: Path) -> None:
+    """Raise KvcliError unless the directory's config.json (or the file `path` itself) holds a JSON object."""
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise KvcliError(f"{path} is empty", _HINT, ExitCode.USAGE)
+        if not (path / "config.json").is_file():
+            raise KvcliError(f"{path} is not a checkpoint: it has no config.json", _HINT, ExitCode.USAGE)
+        path /= "config.json"
+    if not isinstance(_read_json(path), dict):
+        raise KvcliError(f"{path} is not a model config: it holds no JSON object", "get the file again")
+
+
+def check_files(path: Path) -> None:
+    """Raise KvcliError where the directory lacks weights, or a weight or tokenizer file is missing or damaged."""
+    if (path / "model.safetensors").is_file():
+        weights = [path / "model.safetensors"]
+    elif (index := path / "model.safetensors.index.json").is_file():
+        weights = _shards(index)
+    elif (path / "pytorch_model.bin").is_file():
+        weights = [path / "pytorch_model.bin"]
+    elif (index := path / "pytorch_model.bin.index.json").is_file():
+        weights = _shards(index)
+    else:
+        raise KvcliError(f"{path} has no weights: no model*.safetensors in it", _HINT, ExitCode.USAGE)
+    for file in weights:
+        if not file.is_file():
+            raise KvcliError(f"{file} is missing (the index names {len(weights)} shards)", "get that file again")
+        _check_pointer(file)
+        if file.suffix == ".safetensors":
+            _check_safetensors(file)
+    for file in path.glob("*token*"):
+        if file.suffix == ".json":
+            _read_json(file)
+        elif file.is_file():
+            _check_pointer(file)
+
+
+def _shards(index: Path) -> list[Path]:
+    names = _read_json(index)
+    names = names.get("weight_map") if isinstance(names, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise KvcliError(f"{index} names no weights", "get that file again")
+    return [index.parent / name for name in sorted(set(names.values()))]
+
+
+def _read_json(path: Path) -> Any:
+    _check_pointer(path)
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise KvcliError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise KvcliError(f"{path} is not valid JSON: {error}", "get that file again") from error
+
+
+def _check_pointer(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_LFS))
+    except OSError as error:
+        raise KvcliError(f"cannot read {path}: {error.strerror}") from error
+    if head == _LFS:
+        raise KvcliError(f"{path} is a Git LFS pointer, not the file itself", f"run `git lfs pull` in {path.parent}")
+
+
+def _check_safetensors(path: Path) -> None:
+    """Compare the size with what the header announces: 8 bytes of header length, JSON header, tensor data."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                raise ValueError("its header is cut off")
+            header = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise KvcliError(f"{path} is damaged ({error})", "get that file again") from error
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        raise KvcliError(f"{path} is truncated: {size} bytes of {expected}", "get that file again")
+
+
+def explain(error: Exception, name: str, offline: bool) -> KvcliError:
+    """Turn what transformers, the hub or torch raised while loading `name` into one line and a way out."""
+    chain = list(_chain(error))
+    text = " ".join(str(error).split())
+
+    def caused_by(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in chain)
+
+    if isinstance(error, KvcliError):
+        return error
+    if caused_by(torch.OutOfMemoryError) or "not enough memory" in text or "can't allocate memory" in text:
+        hint = "`kvcli plan` shows what would fit; a smaller dtype or model takes less"
+        return KvcliError(f"{name} does not fit into memory", hint, ExitCode.WILL_NOT_FIT)
+    if caused_by(hub.GatedRepoError) or "gated repo" in text:
+        hint = f"accept its terms at https://huggingface.co/{name}, then run `hf auth login`"
+        return KvcliError(f"{name} is gated: the hub refuses access to it", hint)
+    if caused_by(hub.RepositoryNotFoundError):
+        what = f"no directory and no model on the hub called {name}"
+        return KvcliError(what, f"{_HINT}; private models need `hf auth login`", ExitCode.USAGE)
+    if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+        if offline or caused_by(hub.OfflineModeIsEnabled):
+            hint = "go online once to download it, or name a directory"
+            return KvcliError(f"{name} is not a directory and not in the local hub cache", hint)
+        return KvcliError(f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + _HINT)
+    if caused_by(hub.EntryNotFoundError):
+        return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", _HINT, ExitCode.USAGE)
+    if caused_by(SafetensorError):
+        return KvcliError(f"the weights of {name} are damaged ({text})", "get them again")
+    if "custom code" in text or "trust_remote_code" in text:
+        hint = "choose a model whose architecture is part of transformers"
+        return KvcliError(f"{name} needs custom code, which kvcli never runs", hint, ExitCode.USAGE)
+    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+        hint = "check model_type in its config.json, or install a newer transformers"
+        what = f"{name} has an architecture that transformers {transformers.__version__} does not know"
+        return KvcliError(what, hint, ExitCode.USAGE)
+    if caused_by(ImportError):
+        return KvcliError(f"{name} needs a package that is not installed ({text})", "install it and try again")
+    return KvcliError(f"cannot load {name}: {text}", "run again with --debug for the traceback")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the progress bars, logs and warnings of transformers and the hub; what was set before comes back."""
+    log, hub_log = transformers.logging, huggingface_hub.logging
+    verbosity, hub_verbosity = log.get_verbosity(), hub_log.get_verbosity()
+    bars, hub_bars = log.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    log.set_verbosity(logging.CRITICAL)
+    hub_log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        hub_log.set_verbosity(hub_verbosity)
+        if bars:
+            log.enable_progress_bar()  # type: ignore[no-untyped-call]
+        # After transformers' own switch, which throws the hub's as well.
+        if hub_bars:
+            enable_progress_bars()
+        else:
+            disable_progress_bars()

@@ -1,0 +1,59 @@
+"""Made-up models: the right shapes with random weights, to measure time and memory without a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.checkpoint import bundled_model
+
+_SEED = 0
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Make the model of `config` on `device`, drawing each weight there once as its architecture initialises it.
+
+    The same config, dtype and device give the same weights; the global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(_SEED)
+        # Otherwise torch draws every weight first, and transformers draws it again.
+        with no_init_weights(), device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, trust_remote_code=False
+            )
+        model.init_weights()  # type: ignore[no-untyped-call]
+    return model
+
+
+def fallback_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
+    """Give a tokenizer whose ids a vocabulary of `vocab_size` holds: the demo model's where it fits, else bytes."""
+    try:
+        demo: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(bundled_model(), local_files_only=True)
+        if len(demo) <= vocab_size:
+            return demo
+    except (KvcliError, OSError, ValueError):
+        pass  # an installation without the demo model can still measure
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if len(alphabet) > vocab_size:
+        raise KvcliError(
+            f"a vocabulary of {vocab_size} is too small for any tokenizer",
+            f"a dummy model needs vocab_size {len(alphabet)} or more",
+            ExitCode.USAGE,
+        )
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,45 @@
+"""Telling models apart by their files, without reading gigabytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from kvcli.models.loading import Checkpoint
+
+_SAMPLE = 1 << 20  # bytes read at the start, in the middle and at the end of every file of weights
+_SUFFIXES = (".safetensors", ".bin")
+_IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Twelve hexadecimal digits over the config, and of the weights the names, sizes and three samples of each file.
+
+    Whatever retrains a model changes all of its weights, so samples tell; dummy weights are told by their shape alone.
+    """
+    digest = hashlib.sha256(_config(checkpoint.config.to_dict()).encode())
+    folder = None if checkpoint.spec.dummy else _folder(checkpoint)
+    files = [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in (0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:12]
+
+
+def _folder(checkpoint: Checkpoint) -> Path | None:
+    if checkpoint.path is not None:
+        return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = cached_file(str(checkpoint.spec.name), "config.json", local_files_only=True)
+    return None if config is None else Path(config).parent
+
+
+def _config(config: dict[str, Any]) -> str:
+    return json.dumps({key: value for key, value in config.items() if key not in _IGNORED}, sort_keys=True, default=str)

@@ -1,0 +1,257 @@
+"""Load a checkpoint, or make one up from its shape, with its tokenizer and its geometry.
+
+Nothing is ever silently random: a weight that the files lack is an error, and random weights are asked for with
+`load_format="dummy"`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.checkpoint import bundled_model, check_config, check_files, explain, find, quiet
+from kvcli.models.dummy import fallback_tokenizer, random_model
+from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+
+__all__ = [
+    "Checkpoint",
+    "LayerGeometry",
+    "Model",
+    "ModelGeometry",
+    "ModelSpec",
+    "geometry_of",
+    "load_model",
+    "open_checkpoint",
+    "read_config",
+    "resolve_device",
+    "resolve_dtype",
+]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the user asked for.
+
+    `name` is a directory, a hub id or, with load_format "dummy", a config.json or a shape; None is the bundled demo
+    model. `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16.
+    """
+
+    name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    offline: bool = False
+
+    @property
+    def dummy(self) -> bool:
+        """Whether the weights are made up."""
+        return self.load_format == "dummy"
+
+    @property
+    def label(self) -> str:
+        """The name to show."""
+        return "the bundled demo model" if self.name is None else self.name
+
+
+@dataclass
+class Model:
+    """A model ready to run: eval mode, no gradients, on `device` in `dtype`.
+
+    `source` says where its weights came from: bundled, directory, hub or dummy.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    geometry: ModelGeometry
+    device: torch.device
+    dtype: torch.dtype
+    name: str
+    source: str
+
+
+def read_config(spec: ModelSpec) -> PreTrainedConfig:
+    """Read the config that `spec` names, without its weights.
+
+    Raises KvcliError: usage where nothing supported is called so, runtime where the file is broken or out of reach.
+    """
+    path = _locate(spec)
+    if path is not None:
+        check_config(path)
+    try:
+        with quiet():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                _target(spec, path), local_files_only=_local(spec, path), trust_remote_code=False
+            )
+    except Exception as error:
+        raise explain(error, spec.label, spec.offline) from error
+    return config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model before its weights are read: all that is needed to tell what it can do and whether it will fit."""
+
+    spec: ModelSpec
+    path: Path | None
+    config: PreTrainedConfig
+    geometry: ModelGeometry
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        return "demo" if self.spec.name is None else self.spec.name
+
+    @property
+    def source(self) -> str:
+        """Where the weights come from: dummy, bundled, hub or directory."""
+        if self.spec.dummy:
+            return "dummy"
+        return "bundled" if self.spec.name is None else "hub" if self.path is None else "directory"
+
+    def load(self) -> Model:
+        """Read the weights, or make them up.
+
+        Raises KvcliError: runtime for weights that are missing or out of reach, will-not-fit where memory runs out.
+        """
+        try:
+            with quiet():
+                module = random_model(self.config, self.dtype, self.device) if self.spec.dummy else _weights(self)
+        except Exception as error:
+            raise explain(error, self.spec.label, self.spec.offline) from error
+        module.requires_grad_(False).train(False)
+        return Model(module, self.tokenizer, self.geometry, self.device, self.dtype, self.name, self.source)
+
+
+def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:
+    """Read everything of a model but its weights; `config` (perhaps changed) replaces the checkpoint's own.
+
+    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing or broken.
+    """
+    device = resolve_device(spec.device)
+    path = _locate(spec)
+    config = read_config(spec) if config is None else config
+    dtype = resolve_dtype(spec.dtype, config, device)
+    geometry = geometry_of(config, dtype)
+    if path is not None and not spec.dummy:
+        check_files(path)
+    try:
+        with quiet():
+            tokenizer = _tokenizer(spec, path, geometry)
+    except Exception as error:
+        raise explain(error, spec.label, spec.offline) from error
+    return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype)
+
+
+def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
+    """Open and load in one go; raises what `open_checkpoint` and `Checkpoint.load` raise."""
+    return open_checkpoint(spec, config).load()
+
+
+def resolve_device(name: str) -> torch.device:
+    """Choose the device: auto takes the current CUDA device where there is one; raises KvcliError (usage) if absent."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    kind, _, number = name.partition(":")
+    if name == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or (":" in name and not number.isdecimal()):
+        raise KvcliError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N", ExitCode.USAGE)
+    if not count:
+        raise KvcliError(
+            f"device {name!r} asked for, but torch sees no CUDA device", "use --device cpu", ExitCode.USAGE
+        )
+    index = int(number) if number else torch.cuda.current_device()
+    if index >= count:
+        known = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        raise KvcliError(f"there is no device {name!r}", f"there is {known}", ExitCode.USAGE)
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Choose the dtype: auto is the checkpoint's on CUDA (bfloat16 where it names none) and float32 on the CPU."""
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name != "auto":
+        raise KvcliError(f"unknown dtype {name!r}", f"use auto, {', '.join(_DTYPES)}", ExitCode.USAGE)
+    if device.type == "cpu":
+        return torch.float32
+    dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16
+    return dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype), torch.bfloat16)
+
+
+def _locate(spec: ModelSpec) -> Path | None:
+    return bundled_model() if spec.name is None else find(spec.name, spec.dummy)
+
+
+def _target(spec: ModelSpec, path: Path | None) -> str:
+    return str(spec.name if path is None else path)
+
+
+def _local(spec: ModelSpec, path: Path | None) -> bool:
+    return spec.offline or path is not None
+
+
+def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
+    """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
+    spec, path = checkpoint.spec, checkpoint.path
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        _target(spec, path),
+        config=checkpoint.config,
+        dtype=checkpoint.dtype,
+        device_map={"": checkpoint.device},
+        local_files_only=_local(spec, path),
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # so that they are named below
+        output_loading_info=True,
+    )
+    module: PreTrainedModel = loaded[0]
+    found: dict[str, Any] = loaded[1]
+    missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
+    if missing:
+        raise KvcliError(
+            f"{spec.label} lacks {len(missing)} of its weights, the first is {missing[0]}",
+            "the files are incomplete or belong to another config.json: get them again",
+        )
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise KvcliError(
+            f"{len(mismatched)} weights of {spec.label} do not have the shape that config.json says, the first is "
+            f"{name}: {list(stored)}, not {list(expected)}",
+            "config.json and weights belong to different models: get them again",
+        )
+    if found["error_msgs"]:
+        raise KvcliError(f"the weights of {spec.label} cannot be read: {' '.join(found['error_msgs'][0].split())}")
+    return module
+
+
+def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; a dummy model that has none gets one that fits its vocabulary."""
+    failure: Exception | None = None
+    if path is None or path.is_dir():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                _target(spec, path), local_files_only=_local(spec, path), trust_remote_code=False
+            )
+            # Without its files a tokenizer is made all the same, of its special tokens alone.
+            if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
+                return tokenizer
+        except Exception as error:
+            failure = error
+    if spec.dummy:
+        return fallback_tokenizer(geometry.vocab_size)
+    raise KvcliError(
+        f"{spec.label} has no usable tokenizer" + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
+        "put tokenizer.json and tokenizer_config.json beside config.json",
+    ) from failure

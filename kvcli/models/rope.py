@@ -1,0 +1,219 @@
+"""Rotary positions: tables in place of trigonometry at every step, and keys taken out of their rotation and back.
+
+Both start from the model's own rotary module, so that they know nothing of scaling rules. Some rules (dynamic,
+longrope) choose the frequencies by the length of the sequence: here the choice is made once for each sequence, for its
+full length, as the module itself would make it when that length is reached. Keys of one sequence then never mix two
+sets, and a sequence's frequencies do not depend on its company.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvcli.models.geometry import attention_modules, decoder_of, geometry_of, layer_type_of, refusal
+
+# Positions per call while a table is built: its float32 intermediates stay below 100 MB.
+_CHUNK = 1 << 16
+
+
+@contextmanager
+def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope]:
+    """Replace the rotary module of `model` by tables for sequences of these lengths, each when it ends, in tokens.
+
+    The original comes back at the end. Sequences whose frequencies are the same share a table.
+    """
+    decoder = decoder_of(model)
+    original = decoder.rotary_emb
+    assert isinstance(original, nn.Module)
+    rope = Rope(model, original, lengths)
+    decoder.rotary_emb = rope
+    try:
+        yield rope
+    finally:
+        decoder.rotary_emb = original
+
+
+class Rope(nn.Module):
+    """Drop-in for a decoder's `rotary_emb` that serves a batch of sequences of several lengths."""
+
+    def __init__(self, model: PreTrainedModel, original: nn.Module, lengths: Collection[int]):
+        super().__init__()
+        self._model, self._original = (model,), (original,)  # tuples: no modules of this one
+        self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
+        self._rotary: dict[int, list[Rotary | None]] = {}
+        for length in sorted(set(lengths), reverse=True):
+            self.cover(length)
+        self.use([max(lengths)])
+
+    def cover(self, length: int) -> None:
+        """Serve sequences of this length, too."""
+        if length in self._of_length:
+            return
+        (model,), (original,) = self._model, self._original
+        frequencies = Frequencies(original, length, model.device)
+        longer = [entry for entry in self._of_length.values() if entry[0].length > length]
+        same = [entry for entry in longer if frequencies.begin(entry[0])]
+        self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
+        if not same:
+            self._rotary[id(frequencies)] = _per_layer(model, frequencies)
+
+    def use(self, lengths: Sequence[int]) -> None:
+        """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
+        self._rows = [self._of_length[length][1] for length in lengths]
+
+    def rotary(self, length: int) -> list[Rotary | None]:
+        """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""
+        return self._rotary[id(self._of_length[length][0])]
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table."""
+        first, *others = self._rows
+        if all(table is first for table in others):
+            return first(x, position_ids, layer_type)  # type: ignore[no-any-return]
+        rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
+        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+
+
+class Frequencies:
+    """The cosines and sines of a rotary module whose frequencies are settled for sequences of `length` tokens."""
+
+    def __init__(self, rotary: nn.Module, length: int, device: torch.device):
+        self.length = length
+        self.device = device
+        # A copy: the frequencies live in buffers, and a longer sequence that the original saw may have changed them.
+        self.rotary = copy.deepcopy(rotary)
+        kinds = getattr(rotary, "rope_type", "default")
+        self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
+        self._last = torch.tensor([length - 1], device=device)
+        for layer_type in self.layer_types:
+            for position in (self._last.new_zeros(1), self._last):  # back to the start, then the full length
+                self._call(position, torch.float32, layer_type)
+        # From here on the module keeps what it has chosen, and asks for no maximum on the host.
+        self.rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
+
+    def at(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, r] of positions [n] < length, times the attention scaling; r as the model has it."""
+        # The last position is there for modules that scale by the largest one they see (phimoe).
+        cos, sin = self._call(torch.cat((positions, self._last)), dtype, layer_type)
+        return cos[:-1], sin[:-1]
+
+    def begin(self, longer: Frequencies) -> bool:
+        """Tell whether a sequence of the other's length has, as far as this one goes, the same cosines and sines."""
+        ends = torch.cat((self._last.new_ones(1), self._last))[: self.length]
+        pairs = (
+            (self.at(ends, torch.float32, kind), longer.at(ends, torch.float32, kind)) for kind in self.layer_types
+        )
+        return all(torch.equal(mine, theirs) for pair in pairs for mine, theirs in zip(*pair, strict=True))
+
+    def _call(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        arguments = () if layer_type is None else (layer_type,)
+        attention_observer = torch.empty(
+            1, 1, 1, dtype=dtype, device=self.device
+        )  # tells the module its dtype and device
+        cos, sin = self.rotary(attention_observer, positions[None], *arguments)
+        return cos[0], sin[0]
+
+
+class RopeTable(nn.Module):
+    """Looks up what a rotary module computes, bit for bit."""
+
+    def __init__(self, frequencies: Frequencies, dtype: torch.dtype):
+        super().__init__()
+        self.length = frequencies.length
+        for layer_type in frequencies.layer_types:
+            cos, sin = _tabulate(frequencies, dtype, layer_type)  # [length, r]
+            self.register_buffer(f"cos_{layer_type}", cos, persistent=False)
+            self.register_buffer(f"sin_{layer_type}", sin, persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype whatever `x` is."""
+        del x
+        cos, sin = self.get_buffer(f"cos_{layer_type}"), self.get_buffer(f"sin_{layer_type}")
+        return cos[position_ids], sin[position_ids]
+
+
+class Rotary:
+    """One layer's rotation, applied to keys or queries apart from the model, in float32.
+
+    It runs the model's own `apply_rotary_pos_emb`, so the layout of the pairs, partial rotation and the attention
+    scaling are the model's. `unrotate` inverts `rotate`: from float32 keys to 1e-6, from bfloat16 keys to the
+    rounding that they carry.
+    """
+
+    def __init__(self, frequencies: Frequencies, layer_type: str | None, apply: Callable[..., Any], head_dim: int):
+        self._frequencies = frequencies
+        self._layer_type = layer_type
+        self._apply = apply
+        cos, sin = self._angles(torch.zeros(1, dtype=torch.long, device=frequencies.device))
+        self.attention_scaling = float(cos[0, 0])  # the cosine of position 0 is one
+        self._rotated = head_dim
+        try:
+            self._turn(torch.empty(1, 1, 1, head_dim, device=cos.device), cos[None], sin[None])
+        except RuntimeError:  # models that cut the rotated part off before they call the function (phi, stablelm)
+            self._rotated = cos.shape[-1]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; returns float32."""
+        cos, sin = self._angles(positions.reshape(-1))
+        return self._run(x, positions, cos, sin)
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Undo `rotate`: x [..., n, d] rotated to positions [n] or [..., n] -> unrotated, float32."""
+        cos, sin = self._angles(positions.reshape(-1))
+        scaling = self.attention_scaling**2  # the rotation has put it in once, and the inverse once more
+        return self._run(x, positions, cos / scaling, -sin / scaling)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._frequencies.at(positions, torch.float32, self._layer_type)
+
+    def _run(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        *lead, n, d = x.shape
+        rows = math.prod(lead)
+        # One list of positions serves all rows, as heads of one sequence; else each row is a sequence of one head.
+        b, heads = (1, rows) if positions.dim() == 1 else (rows, 1)
+        x = x.float().reshape(b, heads, n, d)
+        turned = self._turn(x[..., : self._rotated], cos.view(b, n, cos.shape[-1]), sin.view(b, n, sin.shape[-1]))
+        return torch.cat((turned, x[..., self._rotated :]), dim=-1).view(*lead, n, d)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply to x [b, heads, n, d] the rotation of cos and sin [b, n, r]."""
+        turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function turns a query and a key
+        return turned
+
+
+def _tabulate(frequencies: Frequencies, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    width = frequencies.at(torch.zeros(1, dtype=torch.long, device=frequencies.device), dtype, layer_type)[0].shape[-1]
+    cos, sin = (torch.empty(frequencies.length, width, dtype=dtype, device=frequencies.device) for _ in range(2))
+    for start in range(0, frequencies.length, _CHUNK):
+        part = slice(start, min(start + _CHUNK, frequencies.length))
+        positions = torch.arange(part.start, part.stop, device=frequencies.device)
+        cos[part], sin[part] = frequencies.at(positions, dtype, layer_type)
+    return cos, sin
+
+
+def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary | None]:
+    text = model.config.get_text_config(decoder=True)
+    shared: dict[tuple[str | None, int], Rotary] = {}
+    rotary: list[Rotary | None] = []
+    for module, layer in zip(attention_modules(model), geometry_of(model.config, model.dtype).layers, strict=True):
+        if not layer.rope:
+            rotary.append(None)
+            continue
+        layer_type = layer_type_of(frequencies.rotary, text, layer.index)
+        apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        if apply is None:
+            raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
+        key = (layer_type, layer.head_dim)
+        if key not in shared:
+            shared[key] = Rotary(frequencies, layer_type, apply, layer.head_dim)
+        rotary.append(shared[key])
+    return rotary

@@ -1,0 +1,70 @@
+"""RazorAttention's retrieval heads, by echo and induction score (arXiv 2407.15891, section 3.2).
+
+They are found on random tokens that repeat (`kvcli.runtime.retrieval_heads`), as the method itself does without a file:
+text plays no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.methods.razor import Razor
+from kvcli.models.geometry import LayerGeometry
+from kvcli.quality.calibrate.matrices import SearchTarget, TensorSearch
+from kvcli.quality.fidelity import Passage
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.retrieval_heads import HeadScores
+from kvcli.ui.summary import Table
+
+
+class Heads(TensorSearch):
+    """One tensor, `heads`: bool [layers, KV heads]."""
+
+    def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
+        super().__init__(profile, layers)
+        self.kept = torch.zeros(len(layers), max(layer.num_kv_heads for layer in layers), dtype=torch.bool)
+        self.scores: HeadScores | None = None
+
+    def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
+        """See `TensorSearch.read`: let the method find its heads, once."""
+        if self.scores is None:
+            overrides = self.profile.settings.model_dump() | {"heads": ""}
+            method = engine.method(resolve_profile("razor", overrides=overrides), engine.context(passage.capacity, 0))
+            assert isinstance(method, Razor)
+            for layer, keep in method.keep.items():
+                self.kept[layer, : len(keep)] = keep
+            self.scores = engine.prepared("head_scores")
+        advance(len(engine.layers) * passage.capacity)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `TensorSearch.tensors`."""
+        return {"heads": self.kept}
+
+    def tables(self) -> list[tuple[str, Table]]:
+        """See `TensorSearch.tables`."""
+        if self.scores is None:
+            return []
+        columns = ("layer", *(f"KV head {head}" for head in range(self.kept.shape[1])))
+        rows = [
+            (
+                f"{layer.index}",
+                *(
+                    f"{float(echo):.3f} · {float(induction):.3f}{' kept' if keep else ''}"
+                    for echo, induction, keep in zip(
+                        self.scores.echo[layer.index],
+                        self.scores.induction[layer.index],
+                        self.kept[layer.index],
+                        strict=True,
+                    )
+                ),
+            )
+            for layer in self.layers
+        ]
+        return [("Echo and induction score of every KV head", Table(columns, rows))]
+
+
+TARGET = SearchTarget("heads", "retrieval heads", "heads", "razor", Heads, reads_text=False)

@@ -1,0 +1,139 @@
+"""What a method needs to know of a model once: found on text, saved as a safetensors file beside a profile."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from safetensors.torch import save
+from torch import Tensor
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import Profile
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods import get_method, method_names
+from kvcli.models.geometry import LayerGeometry
+from kvcli.quality.fidelity import Passage
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.prefill import PrefillConsumer
+from kvcli.store.calibrated import name_of
+from kvcli.ui.summary import Table
+
+SCHEMA_VERSION = 1
+
+
+class TensorSearch(PrefillConsumer, ABC):
+    """Finds tensors while an exact reading of the passages goes by; for layers that are not sliding windows."""
+
+    query_rows = 0
+
+    def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
+        self.profile = profile
+        self.layers = [layer for layer in layers if layer.window is None]
+
+    def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
+        """Take in a passage, all of it as one prompt."""
+        engine.show([*passage.prompt, *passage.continuation], self, advance)
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See `PrefillConsumer.observe`."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """See `PrefillConsumer.prefill`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What was found, by the names that the method looks for."""
+
+    @abstractmethod
+    def tables(self) -> list[tuple[str, Table]]:
+        """What it looks like, with titles."""
+
+
+@dataclass(frozen=True)
+class SearchTarget:
+    """A target: the setting that takes the file, the method that has it, and who finds what is in it."""
+
+    name: str
+    title: str
+    setting: str
+    method: str
+    source: Callable[[Profile, Sequence[LayerGeometry]], TensorSearch]
+    reads_text: bool = True
+
+    def check(self, profile: Profile, files: Sequence[str]) -> None:
+        """Refuse a method that cannot use what is found, and text that nobody would read. Raises KvcliError (usage)."""
+        if files and not self.reads_text:
+            raise KvcliError(
+                f"{self.name} are not found on text, but {files[0]} was given", "leave it out", ExitCode.USAGE
+            )
+        if self.setting not in type(profile.settings).model_fields:
+            having = [name for name in method_names() if self.setting in get_method(name).Config.model_fields]
+            raise KvcliError(
+                f"{profile.method} takes no {self.name} file", f"methods that do: {', '.join(having)}", ExitCode.USAGE
+            )
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search came to. Not `complete`: Ctrl-C came first, and it is what the passages until then gave."""
+
+    search: SearchTarget
+    profile: Profile
+    source: TensorSearch
+    provenance: dict[str, Any]
+    complete: bool
+
+    def tables(self) -> list[tuple[str, Table]]:
+        """What was found, each part with its title."""
+        return self.source.tables()
+
+    def to_json(self) -> str:
+        """Serialise as one JSON object, `schema_version` first; of the tensors their shapes."""
+        tables = [{"title": title, "columns": table.columns, "rows": table.rows} for title, table in self.tables()]
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "target": self.search.name,
+            "complete": self.complete,
+            "tensors": {name: list(tensor.shape) for name, tensor in self.source.tensors().items()},
+            "tables": tables,
+            "provenance": self.provenance,
+        }
+        return json.dumps(body, ensure_ascii=False)
+
+    def tensor_file(self) -> bytes:
+        """The tensors as a safetensors file, with the provenance in its header."""
+        return save(self.source.tensors(), metadata={"provenance": json.dumps(self.provenance)})
+
+    def to_toml(self, file: Path) -> str:
+        """The profile that uses `file`."""
+        settings = self.profile.settings.model_dump(mode="json") | {self.search.setting: str(file.resolve())}
+        return tomli_w.dumps(
+            {
+                "method": self.profile.method,
+                "description": f"{self.search.name} found for {self.provenance['model']}",
+                "paper": self.profile.paper,
+                "settings": {key: value for key, value in settings.items() if value is not None},
+                "provenance": {**self.provenance, "target": self.search.name},
+            }
+        )
+
+
+def by_layer(found: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """One tensor a layer, by the names of `store.calibrated`."""
+    return {name_of(layer): tensor.float().cpu().contiguous() for layer, tensor in sorted(found.items())}
+
+
+def shares(found: Mapping[int, Tensor], columns: int, title: str) -> tuple[str, Table]:
+    """By layer, what part of a sum the first columns hold: found [Hk, d] each, falling -> mean over the heads."""
+    shown = sorted({max(1, columns * eighth // 8) for eighth in range(1, 9)})
+    rows = []
+    for layer, parts in sorted(found.items()):
+        held = (parts.cumsum(1) / parts.sum(1, keepdim=True)).mean(0)  # [d]
+        rows.append((f"{layer}", *(f"{100 * float(held[min(count, len(held)) - 1]):.1f} %" for count in shown)))
+    return title, Table(("layer", *(f"{count}" for count in shown)), rows)

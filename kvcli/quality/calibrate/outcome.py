@@ -1,0 +1,184 @@
+"""What a calibration found: as tables, as JSON, and as a profile that `--profile` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tomli_w
+
+from kvcli.inputs.profiles import Profile
+from kvcli.quality.calibrate.curve import Choice, Cost, Point, told
+from kvcli.quality.calibrate.sweep import Sweep
+from kvcli.sizes import format_bytes
+from kvcli.ui.summary import Table, without_empty_columns
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The curve, the choice, what else was seen, and where all of it comes from.
+
+    `provenance` holds the model and its fingerprint, the text, seed, versions and date. Not `complete`: Ctrl-C came
+    first, and the curve is that of the passages until then.
+    """
+
+    sweep: Sweep
+    points: Sequence[Point]
+    profiles: Sequence[Profile]
+    choice: Choice
+    figures: dict[str, Any]
+    provenance: dict[str, Any]
+    complete: bool
+
+    @property
+    def chosen(self) -> Profile | None:
+        """The profile with the chosen settings."""
+        return None if self.choice.point is None else self.profiles[list(self.points).index(self.choice.point)]
+
+    def tables(self) -> list[tuple[str, Table]]:
+        """The curve and what else was seen, each with its title."""
+        return [
+            (_heading(self), curve_table(self.points, self.choice, self.sweep.relative)),
+            *figure_tables(self.figures),
+        ]
+
+    def to_json(self) -> str:
+        """Serialise as one JSON object, `schema_version` first."""
+        chosen = self.chosen
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "target": self.sweep.name,
+            "complete": self.complete,
+            "cost": asdict(self.sweep.cost),
+            "points": [asdict(point) for point in self.points],
+            "chosen": None if self.choice.point is None else self.choice.point.settings,
+            "reason": self.choice.reason,
+            "profile": None if chosen is None else chosen.as_dict(),
+            "figures": self.figures,
+            "provenance": self.provenance,
+        }
+        return json.dumps(body, ensure_ascii=False)
+
+    def to_toml(self) -> str:
+        """The chosen profile with its provenance and the curve. Raises ValueError where nothing was chosen."""
+        chosen, point = self.chosen, self.choice.point
+        if chosen is None or point is None:
+            raise ValueError("nothing was chosen")
+        settings = {key: value for key, value in chosen.settings.model_dump(mode="json").items() if value is not None}
+        curve = [_row(each) for each in self.points]
+        provenance = {**self.provenance, "target": self.sweep.name, "reason": self.choice.reason}
+        return tomli_w.dumps(
+            {
+                "method": chosen.method,
+                "description": f"{self.sweep.name} calibrated for {self.provenance['model']}",
+                "paper": chosen.paper,
+                "settings": settings,
+                "provenance": {
+                    **provenance,
+                    "loss": point.loss,
+                    "added": point.added,
+                    "added_bound": point.added_bound,
+                    "curve": curve,
+                },
+            }
+        )
+
+
+def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Table:
+    """A row a setting, the chosen one marked; `relative` where loss counts from that of the last one."""
+    keys = list(points[0].settings)
+    columns = (
+        *(key.replace("_", " ") for key in keys),
+        "loss, nats",
+        "added",
+        "at most",
+        "same token",
+        "mass",
+        "top found",
+        "output off",
+        "attended",
+        "corrected",
+        "waited for",
+        "moved",
+        "device KV",
+        "",
+    )
+    rows = [
+        (
+            *(told(point.settings[key]) for key in keys),
+            f"{point.loss:.3g}",
+            f"{point.added:.3g}" if relative else "-",
+            f"{point.added_bound:.3g}",
+            _part(point.agreement),
+            _part(point.mass),
+            _part(point.recall),
+            _part(point.error),
+            "-" if point.attended is None else f"{point.attended:,.0f}",
+            _part(point.heads_corrected),
+            format_bytes(point.bytes_exposed),
+            format_bytes(point.bytes_to_device),
+            format_bytes(point.device_kv_bytes),
+            "chosen" if point is choice.point else "-",
+        )
+        for point in points
+    ]
+    return without_empty_columns(Table(columns, rows))
+
+
+def figure_tables(figures: dict[str, Any]) -> list[tuple[str, Table]]:
+    """What a target looked at beside the curve."""
+    tables = []
+    if "similarity" in figures:
+        most = max(len(layer["heads"]) for layer in figures["similarity"])
+        rows = [
+            (
+                f"{layer['layer']}",
+                *(f"{cosine:.2f}" for cosine in layer["heads"]),
+                *["-"] * (most - len(layer["heads"])),
+            )
+            for layer in figures["similarity"]
+        ]
+        columns = ("layer", *(f"KV head {head}" for head in range(most)))
+        tables.append(("Mean cosine of consecutive queries", Table(columns, rows)))
+    if "spectrum" in figures:
+        shown = _ranks(max(len(layer["error"]) - 1 for layer in figures["spectrum"]))
+        rows = [
+            (
+                f"{layer['layer']}",
+                *(_part(layer["error"][rank]) if rank < len(layer["error"]) else "-" for rank in shown),
+            )
+            for layer in figures["spectrum"]
+        ]
+        tables.append(("Keys outside the first directions", Table(("layer", *(f"rank {r}" for r in shown)), rows)))
+    return tables
+
+
+def _heading(calibration: Calibration) -> str:
+    found = calibration.provenance
+    return (
+        f"{calibration.sweep.name} of {found['method']} on {found['model']}: {found['passages']} passages of "
+        f"{found['prompt_tokens']:,} tokens, {found['steps']:,} steps; bytes per step"
+    )
+
+
+def _row(point: Point) -> dict[str, Any]:
+    """A point as TOML has it: settings beside what they gave, and nothing that is missing."""
+    fields = {**point.settings, **asdict(point)}
+    return {key: value for key, value in fields.items() if key != "settings" and value is not None}
+
+
+def _ranks(width: int) -> list[int]:
+    return sorted({max(1, width * eighth // 8) for eighth in range(1, 9)})
+
+
+def _part(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def cost_text(cost: Cost, value: float) -> str:
+    """A cost with its unit."""
+    return format_bytes(value) if cost.unit == "bytes" else f"{value:,.0f} {cost.unit}"

@@ -1,0 +1,85 @@
+"""What a calibration is asked, and what it can say of itself: model, text, date."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import Profile
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.loading import Checkpoint, ModelSpec
+from kvcli.quality.calibrate.text import built_in, from_files
+from kvcli.quality.fidelity import Passage
+from kvcli.telemetry import report
+
+TEXT = ("text", "text_hash", "seed", "passages", "prompt_tokens", "steps")
+"""What `provenance` says of the text."""
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What to calibrate: a method by `profile`, on files or, without, on built-in text.
+
+    `length` are tokens of a prompt, `steps` those fed after it, `samples` passages. Where values are tried, `values`
+    replace the target's own, as texts that --set would take, and `max_loss` is what they may add, in nats. `per_layer`
+    tries a value of its own for each layer beside them.
+    """
+
+    model: ModelSpec
+    profile: Profile
+    files: Sequence[str] = ()
+    length: int = 4096
+    steps: int = 64
+    samples: int = 16
+    seed: int = 0
+    max_loss: float = 0.01
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    per_layer: bool = False
+
+
+def prompt_length(plan: CalibrationPlan, checkpoint: Checkpoint) -> int:
+    """Tokens of a prompt: what is asked for, as far as the model has positions."""
+    limit = checkpoint.geometry.max_positions
+    length = plan.length if limit is None else min(plan.length, limit - plan.steps)
+    if length < 1:
+        raise KvcliError(
+            f"{plan.steps:,} steps leave nothing of the {limit:,} positions of {checkpoint.name}",
+            "ask for fewer --steps",
+            ExitCode.USAGE,
+        )
+    return length
+
+
+def passages_of(plan: CalibrationPlan, checkpoint: Checkpoint) -> list[Passage]:
+    """Make the text ready. Raises KvcliError (usage) where it cannot be read or is too short."""
+    length = prompt_length(plan, checkpoint)
+    if plan.files:
+        return from_files(plan.files, checkpoint.tokenizer, length, plan.steps, plan.samples)
+    return built_in(checkpoint.tokenizer, length, plan.steps, plan.samples, plan.seed)
+
+
+def provenance(plan: CalibrationPlan, checkpoint: Checkpoint, passages: Sequence[Passage]) -> dict[str, Any]:
+    """Where a result comes from: the model and its fingerprint, the text that was used, seed, versions, date."""
+    found = report.environment()
+    text = json.dumps([[passage.prompt, passage.continuation] for passage in passages])
+    return {
+        "model": checkpoint.name,
+        "model_hash": fingerprint(checkpoint),
+        "model_type": checkpoint.config.model_type,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "method": plan.profile.method,
+        "text": [passage.source for passage in passages],
+        "text_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "seed": plan.seed,
+        "passages": len(passages),
+        "prompt_tokens": round(fmean(len(passage.prompt) for passage in passages)),
+        "steps": sum(len(passage.continuation) for passage in passages),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{name: found[name] or "" for name in ("kvcli", "torch", "transformers", "python")},
+    }

@@ -1,0 +1,148 @@
+"""One calibration of a value from its options to its outcome: load, measure every setting on every passage, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from kvcli.capacity import memory
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import Profile, reference_profile
+from kvcli.methods import get_method
+from kvcli.methods.base import Method
+from kvcli.models.loading import Checkpoint, Model, open_checkpoint
+from kvcli.quality.calibrate.curve import Tally, choose
+from kvcli.quality.calibrate.layerwise import layerwise
+from kvcli.quality.calibrate.outcome import Calibration
+from kvcli.quality.calibrate.plan import CalibrationPlan, passages_of, prompt_length, provenance
+from kvcli.quality.calibrate.sweep import Collector, Nothing, Sweep
+from kvcli.quality.fidelity import Passage, measure
+from kvcli.runtime.engine import engine
+from kvcli.sizes import format_bytes
+from kvcli.telemetry.observer import Observer
+
+
+def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibration:
+    """Measure every setting of the grid beside full attention and choose among them.
+
+    Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
+
+    Raises:
+        KvcliError: the model or a text cannot be read, a setting is not the method's or has no value for each layer
+            (usage), the caches of all settings do not fit into memory together (exit code 3).
+    """
+    observer.stage("load")
+    checkpoint = open_checkpoint(plan.model)
+    tried = sweep.profiles(plan.profile, checkpoint.geometry, prompt_length(plan, checkpoint), plan.values)
+    passages = passages_of(plan, checkpoint)
+    _check_fit(checkpoint, [profile for _, profile in tried], passages)
+    if plan.per_layer:
+        _check_per_layer(sweep, [settings for settings, _ in tried])
+    model = checkpoint.load()
+    collector = sweep.collector(plan.profile.settings)
+    tallies, done = _through(model, passages, tried, collector, observer)
+    if not done:
+        raise KeyboardInterrupt
+    complete = done == len(passages)
+    least = tallies[-1].losses if sweep.relative else None
+    if plan.per_layer and complete:
+        mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.setting: _by_layer(sweep, tallies, model)})
+        more, through = _through(model, passages, mixed, Nothing(), observer)
+        complete = through == len(passages)
+        if complete:
+            tried, tallies = [*mixed, *tried], [*more, *tallies]
+    points = [tally.point(least) for tally in tallies]
+    return Calibration(
+        sweep=sweep,
+        points=points,
+        profiles=[profile for _, profile in tried],
+        choice=choose(points, sweep.cost, plan.max_loss),
+        figures=collector.figures(),
+        provenance={
+            **provenance(plan, checkpoint, passages[:done]),
+            "max_loss": plan.max_loss,
+            "loss_counts_from": "the last setting" if sweep.relative else "full attention",
+        },
+        complete=complete,
+    )
+
+
+def _through(
+    model: Model,
+    passages: Sequence[Passage],
+    tried: Sequence[tuple[dict[str, Any], Profile]],
+    collector: Collector,
+    observer: Observer,
+) -> tuple[list[Tally], int]:
+    """Measure all settings; returns their tallies, and how many passages are through: with Ctrl-C not all of them."""
+    if not tried:
+        return [], len(passages)
+    tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
+    done = 0
+    with suppress(KeyboardInterrupt):
+        for done in _measure(model, passages, profiles, tallies, collector, observer):  # noqa: B007
+            pass
+    observer.stage_done()
+    return tallies, done
+
+
+def _check_per_layer(sweep: Sweep, tried: Sequence[dict[str, Any]]) -> None:
+    if not sweep.by_layer:
+        raise KvcliError(f"{sweep.name} has no value of its own for a layer", "leave --per-layer out", ExitCode.USAGE)
+    if any(len(settings) > 1 for settings in tried):
+        others = ", ".join(key for key in tried[0] if key != sweep.setting)
+        raise KvcliError(f"--per-layer with several values of {others}", "calibrate one of them first", ExitCode.USAGE)
+
+
+def _by_layer(sweep: Sweep, tallies: Sequence[Tally], model: Model) -> list[tuple[float, ...]]:
+    """Combinations of the values that were measured, no more than these: what fitted into memory fits again."""
+    found = {float(tally.settings[sweep.setting]): tally.by_layer() for tally in tallies}
+    values = sorted(found)
+    curves = {layer: [found[value][layer] for value in values] for layer in found[values[0]]}
+    return layerwise(values, curves, len(model.geometry.layers), len(tallies))
+
+
+def _measure(
+    model: Model,
+    passages: Sequence[Passage],
+    profiles: Sequence[Profile],
+    tallies: Sequence[Tally],
+    collector: Collector,
+    observer: Observer,
+) -> Iterator[int]:
+    """Add passage after passage to the tallies; yields how many are through."""
+    layers = len(model.geometry.layers)
+    windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
+    per_passage = [
+        layers * (len(each.prompt) * (1 + windowed) + len(each.continuation) * len(profiles)) for each in passages
+    ]
+    observer.stage("calibrate", sum(per_passage))
+    for index, passage in enumerate(passages):
+        attention_observer = collector.attention_observer()
+        along = {} if attention_observer is None else {len(profiles) - 1: attention_observer}
+        with engine(model, [passage.capacity], observer.notice) as ready:
+            measured, reference = measure(ready, passage, profiles, along, observer.advance)
+            collector.take(reference, passage)
+        for tally, each in zip(tallies, measured, strict=True):
+            tally.add(each)
+        yield index + 1
+
+
+def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Sequence[Passage]) -> None:
+    """Refuse what memory does not hold: the caches of all settings, and that of full attention, at once."""
+    longest = max(passages, key=lambda passage: passage.capacity)
+    geometry, dtype, prompt = checkpoint.geometry, checkpoint.dtype, len(longest.prompt)
+    alone = memory.need(reference_profile(), geometry, dtype, [prompt], len(longest.continuation), 1)
+    caches = (memory.kv_footprint(profile, geometry, longest.capacity, dtype, prompt) for profile in profiles)
+    needed = replace(alone, kv=sum(caches, alone.kv)).on(checkpoint.device)
+    free = memory.available(checkpoint.device)
+    for pool in needed:
+        if needed[pool] > free[pool]:
+            raise KvcliError(
+                f"{len(profiles)} settings beside full attention on {longest.capacity:,} tokens need "
+                f"{format_bytes(needed[pool])} of {pool} memory, {format_bytes(free[pool])} are free",
+                "try fewer values with --values, or a smaller --length",
+                ExitCode.WILL_NOT_FIT,
+            )

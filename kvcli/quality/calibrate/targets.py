@@ -1,0 +1,23 @@
+"""Everything that can be calibrated, by name: values that are tried, and files that are found."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.calibrate import budget, heads, pca, rank, skew, tau, threshold
+from kvcli.quality.calibrate.matrices import SearchTarget
+from kvcli.quality.calibrate.sweep import Sweep
+
+SWEEPS: dict[str, Sweep] = {module.TARGET.name: module.TARGET for module in (tau, rank, budget, threshold)}
+SEARCHES: dict[str, SearchTarget] = {module.TARGET.name: module.TARGET for module in (heads, skew, pca)}
+
+
+def target_of(name: str) -> Sweep | SearchTarget:
+    """The target of this name; raises KvcliError (usage) where there is none."""
+    targets: dict[str, Sweep | SearchTarget] = {**SWEEPS, **SEARCHES}
+    if name not in targets:
+        close = get_close_matches(name, targets, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"targets: {', '.join(targets)}"
+        raise KvcliError(f"unknown target {name!r}", hint, ExitCode.USAGE)
+    return targets[name]

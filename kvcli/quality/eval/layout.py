@@ -1,0 +1,127 @@
+"""A table of results in words and numbers a person reads; the console lays it out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcli.quality.eval.suite import PERPLEXITY
+from kvcli.quality.eval.table import Estimate, EvaluationTable, Result, VariantCost
+from kvcli.sizes import format_bytes
+from kvcli.ui import summary
+
+Titled = tuple[str, summary.Table]
+
+
+def tables(table: EvaluationTable) -> list[Titled]:
+    """Scores and costs of each length, one variant a row; what several samples give where there are several."""
+    found = []
+    for length in dict.fromkeys(result.length for result in table.results):
+        results = [result for result in table.results if result.length == length]
+        where = "" if length is None else f" at {length:,} tokens"
+        found.append((f"score{where}: {_what(results)}", _scores(results)))
+        if any(result.pass_at and result.depth is None for result in results):
+            found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
+        found.append((f"cost{where}: tokens attended per KV head, bytes, time", _costs(results)))
+    return found
+
+
+@dataclass(frozen=True)
+class DepthHeatMap:
+    """Scores of one variant in per cent, by depth of the needle (rows) and tokens of the prompt (columns)."""
+
+    variant: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+
+
+def heat_maps(table: EvaluationTable) -> list[DepthHeatMap]:
+    """One map a variant; none where the run has no needle grid."""
+    grid = [result for result in table.results if result.depth is not None]
+    depths = sorted({result.depth for result in grid if result.depth is not None})
+    lengths = sorted({result.length for result in grid if result.length is not None})
+    scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
+    return [
+        DepthHeatMap(
+            variant=variant,
+            rows=[f"{100 * depth:.0f} %" for depth in depths],
+            columns=[f"{length:,}" for length in lengths],
+            values=[[scores.get((variant, depth, length)) for length in lengths] for depth in depths],
+        )
+        for variant in dict.fromkeys(result.variant for result in grid)
+    ]
+
+
+def _what(results: Sequence[Result]) -> str:
+    counts = sorted({result.score.examples for result in results})
+    documents = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    depths = len({result.depth for result in results if result.depth is not None})
+    grid = f" (and each of {depths} depths)" if depths else ""
+    perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
+    return f"% ± standard error, documents a task: {documents}{grid}{perplexity}"
+
+
+def number(figure: Estimate) -> str:
+    """A value and its standard error: "98.0 ±2.0", "1.04 ±0.01"."""
+    digits = 1 if figure.value >= 10 or figure.value == 0 else 2
+    return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
+
+
+def mean(figures: Sequence[Estimate]) -> Estimate:
+    """Mean over tasks, each counting the same; the tasks' errors are independent of each other."""
+    errors = [figure.stderr for figure in figures if figure.stderr is not None]
+    whole = math.sqrt(sum(error**2 for error in errors)) / len(figures) if len(errors) == len(figures) else None
+    return Estimate(statistics.mean(figure.value for figure in figures), whole, sum(f.examples for f in figures))
+
+
+def _scores(results: Sequence[Result]) -> summary.Table:
+    tasks = list(dict.fromkeys(result.task for result in results))
+    averaged = {result.task for result in results if result.metric != PERPLEXITY}
+    rows = []
+    for variant in dict.fromkeys(result.variant for result in results):
+        by_task = {
+            task: mean([result.score for result in results if (result.variant, result.task) == (variant, task)])
+            for task in tasks
+            if any((result.variant, result.task) == (variant, task) for result in results)
+        }
+        cells = [number(by_task[task]) if task in by_task else "-" for task in tasks]
+        scores = [figure for task, figure in by_task.items() if task in averaged]
+        rows.append((variant, *cells, *([number(mean(scores)) if scores else "-"] if len(averaged) > 1 else [])))
+    return summary.Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
+
+
+def _passes(results: Sequence[Result]) -> summary.Table:
+    sampled = [result for result in results if result.pass_at and result.depth is None]
+    counts = sorted({k for result in sampled for k in result.pass_at})
+    heads = [f"pass@{k}" for k in counts]
+    rows = [
+        (
+            f"{result.variant}, {result.task}",
+            number(result.score),
+            *(number(result.pass_at[k]) if k in result.pass_at else "-" for k in counts),
+        )
+        for result in sampled
+    ]
+    return summary.Table(("", f"avg@{counts[-1]}", *heads), rows)
+
+
+def _costs(results: Sequence[Result]) -> summary.Table:
+    columns = ("", "attended", "of all KV", "device KV", "host KV", "to device / step", "step")
+    rows = []
+    for variant in dict.fromkeys(result.variant for result in results):
+        cost = VariantCost.sum([result.cost for result in results if result.variant == variant])
+        rows.append(
+            (
+                variant,
+                "-" if cost.attended is None else f"{cost.attended:,.0f}",
+                "-" if cost.attended_share is None else f"{100 * cost.attended_share:.1f} %",
+                format_bytes(cost.device_kv_bytes),
+                format_bytes(cost.host_kv_bytes),
+                "-" if cost.bytes_to_device_step is None else format_bytes(cost.bytes_to_device_step),
+                summary.duration(cost.step_ms),
+            )
+        )
+    return summary.without_empty_columns(summary.Table(columns, rows))

@@ -1,0 +1,203 @@
+"""Asking: every example is read once for all variants with exact prefill, then answered by each on its own.
+
+Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.capacity import memory
+from kvcli.inputs.prompts import Template
+from kvcli.inputs.variants import Variant
+from kvcli.methods.base import Method
+from kvcli.models.loading import Model
+from kvcli.quality.eval.encoding import Encoded, Teacher, encode_example
+from kvcli.quality.eval.example import Cell, Example
+from kvcli.quality.eval.predictions import Prediction, Predictions
+from kvcli.quality.eval.scorers import score
+from kvcli.quality.eval.suite import PERPLEXITY
+from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.telemetry.observer import Observer
+from kvcli.ui import summary
+
+# Part of the free memory that the caches of variants read together may take.
+_SHARE = 0.5
+
+
+@dataclass
+class Reading:
+    """What one sequence looked at, summed over its steps."""
+
+    steps: int = 0
+    attended: float = 0.0  # tokens, mean over KV heads and layers of retrieval
+    share: float = 0.0  # of all KV, over all layers
+
+    def note(self, method: Method[Any, Any]) -> None:
+        """Add the step that `method` has just done."""
+        masks = {layer: method.attended(layer) for layer in range(len(method.caches))}  # bool [Hk, length]
+        chosen = [masks[layer] for layer in method.retrieval] or list(masks.values())
+        self.steps += 1
+        self.attended += sum(float(mask.sum(1).float().mean()) for mask in chosen) / len(chosen)
+        self.share += sum(float(mask.float().mean()) for mask in masks.values()) / len(masks)
+
+
+@dataclass
+class Evaluation:
+    """A model, variants and a way to sample; `run` fills `predictions`."""
+
+    model: Model
+    variants: Sequence[Variant]
+    sampling: Sampling
+    template: Template
+    predictions: Predictions
+    observer: Observer
+    max_tokens: int | None = None
+    """Longest answer; None leaves it to the task."""
+    max_length: int | None = None
+    """Tokens of prompt and answer, at most: a longer prompt loses its middle."""
+    _engine: Engine = field(init=False)
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Ask every example of every cell that has no prediction yet."""
+        self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.variants))
+        for number, cell in enumerate(cells, 1):
+            begun, known = time.perf_counter(), len(self.predictions)
+            samples = range(self._samples(cell.metric))
+            for index in range(cell.size):
+                place = cell.task, cell.length, cell.depth, index
+                missing = [
+                    variant
+                    for variant in self.variants
+                    if any((*place, variant.label, sample) not in self.predictions for sample in samples)
+                ]
+                self.observer.advance(len(self.variants) - len(missing))
+                if missing:
+                    self._ask(cell, index, missing)
+            if len(self.predictions) > known:
+                taken = summary.duration(1000 * (time.perf_counter() - begun))
+                self.observer.notice(f"{cell.title}: done in {taken} ({number} of {len(cells)})")
+
+    def _samples(self, metric: str) -> int:
+        """A text that is fed is the same each time."""
+        return 1 if metric == PERPLEXITY else self.sampling.num_samples
+
+    def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
+        example = cell.make(index)
+        read = encode_example(example, self.template, self.model.tokenizer, self.max_tokens, self.max_length)
+        capacity = len(read.ids) + read.max_tokens
+        with engine(self.model, [capacity], self.observer.notice) as self._engine:
+            for group in self._groups(variants, len(read.ids), capacity):
+                for variant, answers in self._answers(example, read, group):
+                    self.predictions.add(
+                        Prediction(cell.task, cell.length, cell.depth, index, variant.label, **answer)
+                        for answer in answers
+                    )
+                    self.observer.advance()
+
+    def _groups(self, variants: Sequence[Variant], prompt_tokens: int, capacity: int) -> Iterator[list[Variant]]:
+        """Split variants so that the caches of each part fit into memory together; one alone is tried anyway."""
+        free = memory.available(self.model.device)
+        group: list[Variant] = []
+        taken = {"host": 0, "device": 0}
+        for variant in variants:
+            kv = memory.kv_footprint(variant.profile, self.model.geometry, capacity, self.model.dtype, prompt_tokens)
+            size = {"host": kv.host, "device": kv.device}
+            if "device" not in free:
+                size = {"host": kv.host + kv.device, "device": 0}
+            size = {pool: taken[pool] + self.sampling.num_samples * size[pool] for pool in taken}
+            if group and any(size[pool] > _SHARE * free[pool] for pool in free):
+                yield group
+                group, size = [], {pool: size[pool] - taken[pool] for pool in taken}
+            group.append(variant)
+            taken = size
+        yield group
+
+    def _answers(
+        self, example: Example, read: Encoded, variants: Sequence[Variant]
+    ) -> Iterator[tuple[Variant, list[dict[str, Any]]]]:
+        """Let variants read a prompt together, and answer one after another."""
+        contexts = [self._engine.context(len(read.ids), read.max_tokens, read.question) for _ in variants]
+        methods = [
+            self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
+        ]
+        begun = time.perf_counter()
+        logits = self._engine.read(read.ids, methods)
+        prefill_ms = 1000 * (time.perf_counter() - begun)
+        while methods:  # a method's memory is given back once it has answered
+            yield variants[-len(methods)], self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms)
+
+    def _answer(
+        self, example: Example, read: Encoded, method: Method[Any, Any], logits: Tensor, prefill_ms: float
+    ) -> list[dict[str, Any]]:
+        """Continue one method's samples, all of them as one batch."""
+        forks = [
+            method.fork(self._engine.context(len(read.ids), read.max_tokens, read.question).counters, "sequence 0")
+            for _ in range(self._samples(example.metric) - 1)
+        ]
+        sequences = [self._sequence(read, each, sample, prefill_ms) for sample, each in enumerate([method, *forks])]
+        for sequence in sequences:
+            sequence.accept(logits)
+        readings = [Reading() for _ in sequences]
+        for step in self._engine.decode(sequences):
+            for sequence, _ in step:
+                readings[sequence.sample].note(sequence.method)
+        return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
+
+    def _sequence(self, read: Encoded, method: Method[Any, Any], sample: int, prefill_ms: float) -> RunningSequence:
+        return RunningSequence(
+            index=sample,
+            source="prompt",
+            sample=sample,
+            prompt_tokens=len(read.ids),
+            method=method,
+            counters=method.context.counters,
+            sampler=Teacher(read.fed) if read.fed else Sampler(self.sampling, sample, self.model.device),
+            stream=StreamingDetokenizer(self.model.tokenizer, self.sampling.stop),
+            eos=frozenset() if read.fed else self._engine.eos,
+            max_tokens=read.max_tokens,
+            prefill_ms=prefill_ms,
+        )
+
+
+def _entry(example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
+    """A prediction's fields, all but what it is of."""
+    kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
+    teacher = sequence.sampler if isinstance(sequence.sampler, Teacher) else None
+    text = sequence.stream.text
+    return {
+        "sample": sequence.sample,
+        "text": text,
+        "score": None if teacher else _score(text, example),
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(read.ids),
+        "cut_tokens": read.cut,
+        "output_tokens": len(sequence.token_ids),
+        "nll": teacher.nll if teacher else None,
+        "prefill_ms": sequence.prefill_ms,
+        "decode_ms": sum(sequence.decode_ms),
+        "steps": len(sequence.decode_ms),
+        "attended": reading.attended / reading.steps if reading.steps else None,
+        "attended_share": reading.share / reading.steps if reading.steps else None,
+        "device_kv_bytes": kv.device,
+        "host_kv_bytes": kv.host,
+        "bytes_to_device": cache.bytes_to_device,
+        "heads_checked": correction.heads_checked,
+        "heads_corrected": correction.heads_corrected,
+        "pages_requested": cache.pages_requested,
+        "misses": cache.misses,
+    }
+
+
+def _score(text: str, example: Example) -> float:
+    if example.first_line:
+        text = text.lstrip("\n").split("\n")[0]
+    return score(example.metric, text, example.references, example.choices)

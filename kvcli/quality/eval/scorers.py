@@ -1,0 +1,180 @@
+"""Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench count (InfiniteBench's stand beside).
+
+RULER: arXiv 2404.06654. LongBench: arXiv 2308.14508, metrics.py and eval.py of its repository, whose choices are kept
+where they are surprising; v2: arXiv 2412.15204.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.eval import infinitebench
+from kvcli.quality.tasks import recall
+
+Scorer = Callable[[str, Sequence[str], Sequence[str]], float]
+"""Text, references, and the classes to choose from where there are any."""
+
+_PUNCTUATION_ZH = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
+    "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + _PUNCTUATION_ZH)
+_NO_CODE = ("`", "#", "//")
+
+
+def score(metric: str, text: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """Score an answer. Raises KvcliError (usage) where a library that counts is not installed."""
+    return SCORERS[metric](text, references, choices)
+
+
+def best(one: Callable[[str, str], float]) -> Scorer:
+    """Score against each reference and take the best."""
+    return lambda text, references, _: max((one(text, reference) for reference in references), default=0.0)
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles, as for SQuAD."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def characters_zh(text: str) -> str:
+    """Lower-case characters without punctuation, Chinese included, and blanks."""
+    return "".join(text.lower().translate(_NO_PUNCTUATION_ZH).split())
+
+
+def f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall of tokens, repeated ones counted."""
+    same = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * same / (len(found) + len(wanted)) if same else 0.0
+
+
+def contains(text: str, reference: str) -> float:
+    """Whether the reference stands in the text, case ignored: RULER's `string_match_part`."""
+    return float(reference.lower() in text.lower())
+
+
+def qa_f1(text: str, reference: str) -> float:
+    """F1 of words."""
+    return f1(words(text), words(reference))
+
+
+def qa_f1_zh(text: str, reference: str) -> float:
+    """F1 of Chinese words as jieba cuts them."""
+    return f1(*([word for word in map(characters_zh, _cut_zh(each)) if word] for each in (text, reference)))
+
+
+def character_f1(text: str, reference: str) -> float:
+    """F1 of characters: InfiniteBench's for Chinese."""
+    return f1(characters_zh(text), characters_zh(reference))
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """F1 of ROUGE-L by the package rouge, LongBench's choice; 0 where either is empty."""
+    try:
+        scores = _library("rouge").Rouge(metrics=["rouge-l"]).get_scores([text], [reference])
+    except (ValueError, RecursionError):  # the benchmark counts what the package cannot score as 0
+        return 0.0
+    return float(scores[0]["rouge-l"]["f"])
+
+
+def rouge_l_zh(text: str, reference: str) -> float:
+    """The same over Chinese words as jieba cuts them."""
+    return rouge_l(" ".join(_cut_zh(text)), " ".join(_cut_zh(reference)))
+
+
+def rouge_lsum(text: str, reference: str) -> float:
+    """F1 of ROUGE-Lsum by the package rouge-score: InfiniteBench's choice, without stemming."""
+    scorer = _library("rouge_score.rouge_scorer").RougeScorer(["rougeLsum"])
+    return float(scorer.score(reference, text)["rougeLsum"].fmeasure)
+
+
+def code_similarity(text: str, reference: str) -> float:
+    """Edit similarity of the first line that is code with the reference, in whole per cent as fuzzywuzzy gives it."""
+    lines = text.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in _NO_CODE)), "")
+    return float(round(_library("rapidfuzz.fuzz").ratio(line, reference))) / 100
+
+
+def share_of_numbers(text: str, reference: str) -> float:
+    """Share of the numbers in the text that are the reference's first."""
+    wanted = re.search(r"\d+", reference)
+    numbers = re.findall(r"\d+", text)
+    return numbers.count(wanted[0]) / len(numbers) if wanted and numbers else 0.0
+
+
+def classification(text: str, references: Sequence[str], choices: Sequence[str]) -> float:
+    """One over the number of classes that the text names, where the right one is among them.
+
+    A class whose name is part of the right one's does not count beside it.
+    """
+
+    def one(reference: str) -> float:
+        named = [name for name in choices if name in text]
+        for name in named:  # the benchmark removes while it iterates: of two in a row the second one stays
+            if name in reference and name != reference:
+                named.remove(name)
+        return 1.0 / len(named) if reference in named else 0.0
+
+    return max(map(one, references), default=0.0)
+
+
+def choice_in_sentence(text: str, reference: str) -> float:
+    """Whether "The correct answer is (B)" names the right letter, stars dropped, brackets or not."""
+    found = re.search(r"The correct answer is \(([A-D])\)", text.replace("*", ""))
+    found = found or re.search(r"The correct answer is ([A-D])", text.replace("*", ""))
+    return float(found is not None and found[1] == reference)
+
+
+def _cut_zh(text: str) -> list[str]:
+    jieba = _library("jieba")
+    jieba.setLogLevel("WARNING")  # it would tell how long its dictionary took
+    return list(jieba.cut(text, cut_all=False))
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        what = f"this score needs {name.partition('.')[0]}, which is not installed"
+        raise KvcliError(what, "pip install 'kvcli[eval]'", ExitCode.USAGE) from None
+
+
+SCORERS: dict[str, Scorer] = {
+    "recall": lambda text, references, _: recall(text, references),
+    "contains": best(contains),
+    "qa_f1": best(qa_f1),
+    "qa_f1_zh": best(qa_f1_zh),
+    "character_f1": best(character_f1),
+    "rouge_l": best(rouge_l),
+    "rouge_l_zh": best(rouge_l_zh),
+    "rouge_lsum": best(rouge_lsum),
+    "code_similarity": best(code_similarity),
+    "count": best(share_of_numbers),
+    "retrieval": best(share_of_numbers),
+    "classification": classification,
+    "choice_in_sentence": best(choice_in_sentence),
+    **infinitebench.SCORERS,
+}
+"""By the names that the tables of prompts, and a row's own field `metric`, use."""
+
+NEEDS: dict[str, str] = {
+    "qa_f1_zh": "jieba",
+    "rouge_l": "rouge",
+    "rouge_l_zh": "jieba",
+    "rouge_lsum": "rouge_score",
+    "code_similarity": "rapidfuzz",
+}
+"""Libraries that a metric needs beside those of kvcli."""
+
+
+def check_installed(metric: str) -> None:
+    """Refuse before the work is done. Raises KvcliError (usage)."""
+    if metric in NEEDS:
+        _library(NEEDS[metric])

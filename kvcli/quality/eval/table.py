@@ -1,0 +1,207 @@
+"""From predictions to figures: a mean with its standard error in every cell, and what a variant took."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvcli.inputs.variants import Variant
+from kvcli.quality.eval.example import Cell
+from kvcli.quality.eval.predictions import Prediction
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value over `examples` with its standard error (None for a single example)."""
+
+    value: float
+    stderr: float | None
+    examples: int
+
+    @classmethod
+    def of(cls, scores: Sequence[float]) -> Estimate:
+        """Mean in per cent of scores 0..1, one for each example."""
+        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
+        return cls(100 * statistics.mean(scores), None if error is None else 100 * error, len(scores))
+
+    @classmethod
+    def perplexity(cls, nlls: Sequence[float], tokens: Sequence[int]) -> Estimate:
+        """Perplexity over all tokens: from every example's negative log-likelihood in nats, and its tokens.
+
+        The error is that of a ratio of two sums over examples, to first order.
+        """
+        count, total = len(nlls), sum(tokens)
+        mean = sum(nlls) / total
+        value = math.exp(mean)
+        if count < 2:
+            return cls(value, None, count)
+        squares = sum((nll - mean * length) ** 2 for nll, length in zip(nlls, tokens, strict=True))
+        return cls(value, value * math.sqrt(squares * count / (count - 1)) / total, count)
+
+
+def pass_at(samples: int, right: int, k: int) -> float:
+    """Chance that one of k answers out of `samples`, of which `right` are, is right: unbiased (arXiv 2107.03374)."""
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+@dataclass(frozen=True)
+class VariantCost:
+    """What a variant took: means over predictions, or None where nothing was decoded.
+
+    `attended` is tokens per KV head and layer of retrieval, `attended_share` of all KV over all layers; `_step` is per
+    decode step.
+    """
+
+    attended: float | None
+    attended_share: float | None
+    device_kv_bytes: float
+    host_kv_bytes: float
+    bytes_to_device_step: float | None
+    step_ms: float | None
+    steps: int
+    heads_checked: int
+    heads_corrected: int
+    pages_requested: int
+    misses: int
+
+    @classmethod
+    def sum(cls, costs: Sequence[VariantCost]) -> VariantCost:
+        """What several took together: every one's bytes count the same, and every step its own."""
+        steps = sum(cost.steps for cost in costs)
+
+        def a_step(name: str) -> float | None:
+            return sum((getattr(cost, name) or 0.0) * cost.steps for cost in costs) / steps if steps else None
+
+        def total(name: str) -> int:
+            return sum(getattr(cost, name) for cost in costs)
+
+        return cls(
+            attended=a_step("attended"),
+            attended_share=a_step("attended_share"),
+            device_kv_bytes=statistics.mean(cost.device_kv_bytes for cost in costs),
+            host_kv_bytes=statistics.mean(cost.host_kv_bytes for cost in costs),
+            bytes_to_device_step=a_step("bytes_to_device_step"),
+            step_ms=a_step("step_ms"),
+            steps=steps,
+            heads_checked=total("heads_checked"),
+            heads_corrected=total("heads_corrected"),
+            pages_requested=total("pages_requested"),
+            misses=total("misses"),
+        )
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> VariantCost:
+        """What one prediction took."""
+        steps = prediction.steps
+        return cls(
+            attended=prediction.attended,
+            attended_share=prediction.attended_share,
+            device_kv_bytes=prediction.device_kv_bytes,
+            host_kv_bytes=prediction.host_kv_bytes,
+            bytes_to_device_step=prediction.bytes_to_device / steps if steps else None,
+            step_ms=prediction.decode_ms / steps if steps else None,
+            steps=steps,
+            heads_checked=prediction.heads_checked,
+            heads_corrected=prediction.heads_corrected,
+            pages_requested=prediction.pages_requested,
+            misses=prediction.misses,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant in one cell.
+
+    `score` is a mean in per cent over examples, each the mean of its samples (avg@k); for the metric ppl it is the
+    perplexity. `pass_at` says for numbers of samples k how often one of k is entirely right.
+    """
+
+    variant: str
+    task: str
+    length: int | None
+    depth: float | None
+    metric: str
+    score: Estimate
+    pass_at: dict[int, Estimate]
+    cost: VariantCost
+
+
+@dataclass(frozen=True)
+class EvaluationTable:
+    """Everything a run of `kvcli eval` found out. `complete` is False where examples are missing."""
+
+    environment: dict[str, Any]
+    configuration: dict[str, Any]
+    hash: str
+    variants: Sequence[Variant]
+    results: Sequence[Result]
+    complete: bool
+
+    def to_json(self) -> str:
+        """One JSON object, `schema_version` first."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "hash": self.hash,
+            "complete": self.complete,
+            "environment": self.environment,
+            "configuration": self.configuration,
+            "variants": [
+                {"label": variant.label, "name": variant.name, "budget": variant.budget, **variant.profile.as_dict()}
+                for variant in self.variants
+            ],
+            "results": [asdict(result) for result in self.results],
+        }
+        return json.dumps(body, ensure_ascii=False)
+
+
+def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction]) -> list[Result]:
+    """Count predictions by cell and variant, in the order of the run; what has none is left out."""
+    by_place: dict[Any, list[Prediction]] = defaultdict(list)
+    for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
+        place = prediction.task, prediction.length, prediction.depth, prediction.variant
+        by_place[place].append(prediction)
+    found = []
+    for cell in cells:
+        for variant in variants:
+            given = by_place[cell.task, cell.length, cell.depth, variant.label]
+            if not given:
+                continue
+            score, passes = _figures(given)
+            found.append(
+                Result(
+                    variant=variant.label,
+                    task=cell.task,
+                    length=cell.length,
+                    depth=cell.depth,
+                    metric=cell.metric,
+                    score=score,
+                    pass_at=passes,
+                    cost=VariantCost.sum([VariantCost.of(each) for each in given]),
+                )
+            )
+    return found
+
+
+def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:
+    """Score and pass@k of the predictions of one variant in one cell."""
+    nlls = [prediction.nll for prediction in given if prediction.nll is not None]
+    if nlls:
+        return Estimate.perplexity(nlls, [prediction.output_tokens for prediction in given]), {}
+    scores: dict[int, list[float]] = defaultdict(list)
+    for prediction in given:
+        scores[prediction.index].append(prediction.score or 0.0)
+    figure = Estimate.of([statistics.mean(each) for each in scores.values()])
+    samples = min(map(len, scores.values()))
+    counts = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
+    passes = {
+        k: Estimate.of([pass_at(len(each), sum(score == 1 for score in each), k) for each in scores.values()])
+        for k in counts
+    }
+    return figure, passes if samples > 1 else {}

@@ -1,0 +1,269 @@
+"""How close a method comes to full attention, measured beside it on the same tokens.
+
+Two runs read the same prompt and are fed the same tokens, whatever either would have said: the method's, and one with
+full attention, the reference. At a step that is looked at, and in every layer in which the method chooses what to
+attend to, the query is the method's own, for that is the one it chose by; keys and values are the reference's, for
+they are what an exact run would have had. So a figure holds all that the method does to this layer's attention: what
+it leaves out, what it keeps in another form, and how far its cache has drifted from the exact one. With w_h the weights
+of query head h over all tokens, of the G heads of a KV head, S the tokens it attended to and o its output:
+
+    mass       mean over the G heads of sum_{j in S} w_hj / sum_j w_hj
+    recall     part of the `TOP` tokens of the largest sum_h w_hj that are in S
+    error      ||o - o*|| / ||o*|| over the G heads together, o* = sum_j w_hj v_j
+    attended   tokens in S
+
+What the layers add up to shows in the next token's distributions, p of the reference and p' of the method:
+
+    kl         KL(p || p') in nats
+    agreement  whether both are largest at the same token
+
+Everything streams into sums: what is held does not grow with the context, and by seven numbers with a step looked at.
+Beside the method's own memory the reference takes a full KV cache on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.inputs.profiles import Profile, reference_profile
+from kvcli.kernels.block_attention import attention_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import AttentionObserver, Method, SequenceContext
+from kvcli.runtime.engine import Engine
+
+TOP = 64
+"""Tokens that recall asks for; all of them where there are fewer."""
+ATTENTION = ("mass", "recall", "error", "attended")
+_WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.minimum, torch.maximum, torch.maximum)
+
+
+def compare_attention(
+    q: Tensor, out: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax: Softmax, top: int = TOP
+) -> Tensor:
+    """What `ATTENTION` names, [4, Hk], of q [H, d] that got out [H, d] by looking at the tokens `attended` [Hk, n].
+
+    k, v [Hk, n, d] are all there is. A logit of the softmax that carries no value takes no part in the mass.
+    """
+    by_group = (k.shape[0], -1, k.shape[2])
+    scores = attention_scores(q.view(by_group), k, softmax)  # [Hk, G, n]
+    norm = scores.logsumexp(-1, keepdim=True)
+    weights = torch.exp(scores - norm)
+    mass = weights.where(attended[:, None], 0.0).sum(-1).mean(-1)
+    best = weights.sum(1).topk(min(top, k.shape[1]), dim=-1).indices  # [Hk, top]
+    recall = attended.gather(1, best).to(mass.dtype).mean(-1)
+    true = weights @ v.to(weights.dtype)  # [Hk, G, d]
+    if softmax.sinks is not None:
+        true = true * torch.sigmoid(norm - softmax.sinks.view(*norm.shape))
+    error = (out.view(by_group).to(true.dtype) - true).flatten(1).norm(dim=-1) / true.flatten(1).norm(dim=-1)
+    return torch.stack((mass, recall, error, attended.sum(1).to(mass.dtype)))
+
+
+@dataclass
+class HeadSums:
+    """Running sums of one layer: of what `ATTENTION` names by KV head, and the worst of each."""
+
+    steps: int
+    total: Tensor  # [4, Hk]
+    worst: Tensor
+
+    @classmethod
+    def of(cls, figures: Tensor) -> HeadSums:
+        """Begin with one step's figures [4, Hk]."""
+        return cls(1, figures, figures)
+
+    def __add__(self, other: HeadSums) -> HeadSums:
+        rows = (worse(a, b) for worse, a, b in zip(_WORST, self.worst, other.worst, strict=True))
+        return HeadSums(self.steps + other.steps, self.total + other.total, torch.stack(list(rows)))
+
+    @property
+    def mean(self) -> Tensor:
+        """By head: [4, Hk]."""
+        return self.total / self.steps
+
+
+@dataclass(frozen=True)
+class StepFidelity:
+    """One step that was looked at; of attention the means over layers and KV heads, None without a layer."""
+
+    step: int
+    mass: float | None
+    recall: float | None
+    error: float | None
+    attended: float | None
+    kl: float
+    agrees: bool
+
+
+@dataclass
+class Fidelity:
+    """What was found so far, of one sequence or of several added up."""
+
+    layers: dict[int, HeadSums] = field(default_factory=dict)
+    steps: list[StepFidelity] = field(default_factory=list)
+    _now: dict[int, Tensor] = field(default_factory=dict)  # layer -> figures of the step that is being looked at
+
+    def note_layer(self, layer: int, figures: Tensor) -> None:
+        """Take what `ATTENTION` names, [4, Hk], of a layer at the current step."""
+        self._now[layer] = figures
+
+    def note_step(self, step: int, reference: Tensor, logits: Tensor) -> None:
+        """End a step: the next token's logits [vocab] of both runs."""
+        expected, found = (each.double().log_softmax(-1) for each in (reference, logits))
+        kl = float((expected.exp() * (expected - found)).sum())
+        agrees = bool(reference.argmax() == logits.argmax())
+        figures = {layer: each.double().cpu() for layer, each in self._now.items()}
+        means = torch.cat(list(figures.values()), 1).mean(1).tolist() if figures else [None] * len(ATTENTION)
+        mass, recall, error, attended = means
+        self.steps.append(StepFidelity(step, mass, recall, error, attended, max(0.0, kl), agrees))
+        self._add({layer: HeadSums.of(each) for layer, each in figures.items()})
+        self._now = {}
+
+    def add(self, other: Fidelity) -> None:
+        """Add what was found in another sequence."""
+        self.steps += other.steps
+        self._add(other.layers)
+
+    @property
+    def kl(self) -> float:
+        """Mean over the steps, in nats."""
+        return fmean(step.kl for step in self.steps)
+
+    @property
+    def agreement(self) -> float:
+        """Part of the steps at which both runs have the same likeliest token."""
+        return fmean(step.agrees for step in self.steps)
+
+    def attention(self) -> dict[str, float | None]:
+        """What `ATTENTION` names, each the mean over steps, KV heads and layers; None where no layer chose."""
+        if not self.layers:
+            return dict.fromkeys(ATTENTION)
+        mean = torch.cat([sums.mean for sums in self.layers.values()], 1).mean(1)
+        return dict(zip(ATTENTION, mean.tolist(), strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data for a report; nothing where nothing was looked at. Lists by KV head have their heads in order."""
+        if not self.steps:
+            return {}
+        return {
+            "steps_audited": len(self.steps),
+            "top": TOP,
+            **self.attention(),
+            "kl": self.kl,
+            "kl_max": max(step.kl for step in self.steps),
+            "agreement": self.agreement,
+            "layers": [_by_head(layer, sums) for layer, sums in sorted(self.layers.items())],
+            "steps": [vars(step) for step in self.steps],
+        }
+
+    def _add(self, layers: Mapping[int, HeadSums]) -> None:
+        for layer, sums in layers.items():
+            self.layers[layer] = self.layers[layer] + sums if layer in self.layers else sums
+
+
+def _by_head(layer: int, sums: HeadSums) -> dict[str, Any]:
+    means = {name: row.tolist() for name, row in zip(ATTENTION, sums.mean, strict=True)}
+    worst = {f"{name}_worst": row.tolist() for name, row in zip(ATTENTION, sums.worst, strict=True)}
+    return {"layer": layer, **means, **worst}
+
+
+class FidelityProbe:
+    """Compares one method with the reference, which is ahead of it: it has read the current token already.
+
+    As long as `looking`, it is the method's attention observer; another one may look along.
+    """
+
+    def __init__(self, reference: Method[Any, Any], along: AttentionObserver | None = None):
+        self.reference, self.along = reference, along
+        self.fidelity = Fidelity()
+        self.looking = True
+
+    def __call__(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
+        """See `AttentionObserver`."""
+        if self.along is not None:
+            self.along(method, layer, q, out, softmax)
+        if self.looking and layer in method.retrieval:
+            attended = method.attended(layer)
+            kv = self.reference.retrieval[layer]
+            k, v = (each[:, : attended.shape[1]] for each in (kv.k, kv.v))
+            self.fidelity.note_layer(layer, compare_attention(q, out, k, v, attended, softmax))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Text to measure on: a prompt, and the tokens that all runs are fed after it; the question's, if it has one."""
+
+    source: str
+    prompt: list[int]
+    continuation: list[int]
+    question: list[int] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens when it has been fed whole."""
+        return len(self.prompt) + len(self.continuation)
+
+
+@dataclass
+class TeacherForcedRun:
+    """A method's run over a passage: its tokens are told, not chosen."""
+
+    method: Method[Any, Any]
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache: the newest one has no KV yet."""
+        return self.prompt_tokens + len(self.token_ids) - 1
+
+
+@dataclass(frozen=True)
+class MeasuredMethod:
+    """A method after a passage, and how close it came."""
+
+    method: Method[Any, Any]
+    fidelity: Fidelity
+
+
+def measure(
+    engine: Engine,
+    passage: Passage,
+    profiles: Sequence[Profile],
+    along: Mapping[int, AttentionObserver] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> tuple[list[MeasuredMethod], Method[Any, Any]]:
+    """Feed a passage to a method for each profile, all beside one reference; returns them, and the reference.
+
+    The continuation's tokens go in one by one, each a step, and are compared at all of them. `along` gives the method
+    of some profiles an attention observer of their own. `advance` is called with the tokens that a layer has just done,
+    those of the prompt once for all methods that read it exactly.
+    """
+    prompt, continuation = passage.prompt, passage.continuation
+
+    def new(profile: Profile) -> tuple[Method[Any, Any], SequenceContext]:
+        context = engine.context(len(prompt), len(continuation), passage.question)
+        return engine.method(profile, context), context
+
+    reference, _ = new(reference_profile())
+    made = [new(profile) for profile in profiles]
+    methods = [method for method, _ in made]
+    engine.read(prompt, [*methods, reference], advance)
+    expected = engine.extend(continuation, reference, keep=len(continuation))  # [n, vocab]
+    rows = [TeacherForcedRun(method, len(prompt)) for method in methods]
+    probes = [FidelityProbe(reference, (along or {}).get(index)) for index in range(len(rows))]
+    for (_, context), attention_observer in zip(made, probes, strict=True):
+        context.attention_observer = attention_observer
+    for step, token in enumerate(continuation):
+        for row, (_, context) in zip(rows, made, strict=True):
+            row.token_ids.append(token)
+            context.counters.next_step()
+        for attention_observer, logits in zip(probes, engine.step(rows), strict=True):
+            attention_observer.fidelity.note_step(step, expected[step], logits)
+        advance(len(engine.layers) * len(rows))
+    return [MeasuredMethod(*pair) for pair in zip(methods, (each.fidelity for each in probes), strict=True)], reference

@@ -1,0 +1,91 @@
+"""Synthetic long-context tasks in RULER's row format (arXiv 2404.06654): seeded generators and their scorer.
+
+`make_row` is the way in; `TASKS` names the generators. Nothing here needs torch: lengths are measured with the token
+counter that the caller passes.
+"""
+
+import random
+from collections.abc import Callable
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.tasks.cwe import common_words
+from kvcli.quality.tasks.fwe import frequent_words
+from kvcli.quality.tasks.haystacks import needles_only, noise, uuids_only
+from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, single
+from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, TaskRow
+from kvcli.quality.tasks.score import recall, string_match_all
+from kvcli.quality.tasks.vt import variable_tracking
+
+TASKS: dict[str, Callable[..., Draft]] = {
+    "niah_single": single,
+    "niah_multikey": multikey,
+    "niah_multivalue": multivalue,
+    "niah_multiquery": multiquery,
+    "vt": variable_tracking,
+    "fwe": frequent_words,
+    "cwe": common_words,
+    "niah_single_1": noise,
+    "niah_multikey_2": needles_only,
+    "niah_multikey_3": uuids_only,
+}
+"""The generators by name. FidelityProbe RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with
+sentences
+of our own and values of nine digits, where RULER has seven:
+
+- `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `cwe`, `fwe`: RULER's of that name, made the same way;
+- `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
+  essays, and with a fact every 80 tokens in `niah_multikey`, where RULER has four in all;
+- `niah_multivalue`, `niah_multiquery`: RULER's of that name in that filler, among facts about other names;
+- `vt`: RULER's the other way round, see `kvcli/quality/tasks/vt.py`.
+"""
+
+EVALUATION = "evaluation"
+"""The split that rows belong to unless the caller says otherwise. The demo model is trained on split "train"."""
+
+
+def make_row(
+    task: str,
+    *,
+    length: int,
+    seed: int,
+    count_tokens: CountTokens,
+    depth: float | None = None,
+    index: int = 0,
+    split: str = EVALUATION,
+    **options: float,
+) -> TaskRow:
+    """Return row `index` of a task.
+
+    Args:
+        task: a key of `TASKS`.
+        length: tokens of the row's `input`, at most; the row is shorter by less than one sentence.
+        seed: together with split, task and index it determines the row.
+        count_tokens: number of tokens of a text.
+        depth: where the first asked statement stands, 0 (start) to 1 (end); at random when None.
+        index: number of the row.
+        split: rows of different splits come from different random streams.
+        options: the task's own, such as `keys` or `hops`; see its generator.
+
+    Raises:
+        KvcliError: unknown task, or a length, depth or option that cannot be had.
+    """
+    if task not in TASKS:
+        raise KvcliError(f"unknown task {task!r}", f"choose from {', '.join(TASKS)}", ExitCode.USAGE)
+    rng = random.Random(f"{split}/{task}/{seed}/{index}")
+    draft = TASKS[task](rng, length=length, count_tokens=count_tokens, depth=depth, **options)
+    text = draft.document + SEPARATOR + draft.question
+    return TaskRow(
+        index=index,
+        input=text,
+        outputs=draft.outputs,
+        length=count_tokens(text),
+        task=task,
+        seed=seed,
+        depth=draft.depth,
+        document=draft.document,
+        question=draft.question,
+        answer=draft.answer,
+    )
+
+
+__all__ = ["EVALUATION", "SEPARATOR", "TASKS", "CountTokens", "TaskRow", "make_row", "recall", "string_match_all"]

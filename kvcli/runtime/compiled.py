@@ -1,0 +1,57 @@
+"""Decode steps on a CPU with what lies between the attention of two layers compiled: matrix products, norms, MLP.
+
+One token reads every weight once. The loop that torch.compile makes of a product and a sum reads them at the rate of
+memory, where the libraries that torch calls reach half of it for small matrices (`benchmarks/cpu_decode.py`). It takes
+a C++ compiler, and some seconds at the first step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvcli.errors import KvcliError
+from kvcli.models.rope import Rope
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.gpu.compiled import compiled_layers
+from kvcli.runtime.linear import fused_rows
+from kvcli.runtime.sequence import RunningSequence
+
+
+def cpp_compiler() -> str | None:
+    """Path of the compiler that torch.compile calls for a CPU, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+class CompiledStepper(BlockingStepper):
+    """Steps by `BlockingPipeline`, compiled but for attention.
+
+    Raises:
+        KvcliError: at the first step, what the compiler cannot do.
+    """
+
+    def __init__(self, model: PreTrainedModel, hook: Hook, rope: Rope | None, backend: str = "inductor"):
+        super().__init__(model, hook, rope)
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.left = ExitStack()  # what is to be undone at the end
+        self.left.enter_context(fused_rows(model))
+        self.left.enter_context(compiled_layers(model, backend, [head]))
+
+    def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
+        """See `Stepper.step`."""
+        try:
+            return super().step(batch)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
+            raise KvcliError(f"the layers cannot be compiled: {reason}", "take --pipeline blocking") from error
+
+    def finish(self) -> None:
+        """See `Stepper.finish`."""
+        self.left.close()

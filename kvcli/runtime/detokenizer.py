@@ -1,0 +1,63 @@
+"""Text as it comes: tokens to pieces that never break a character or show the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class StreamingDetokenizer:
+    """Decodes one sequence incrementally and watches for stop strings.
+
+    A piece is released once no later token can change it: an incomplete character at the end, or a tail that may yet
+    become a stop string, is held back. New tokens are decoded together with the few before them, because what a token
+    spells can depend on its left neighbour (the space that begins a word).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.text = ""  # released
+        self.stopped = False
+        self._held = ""  # decoded, not released
+        self._ids: list[int] = []
+        self._context = self._decoded = 0  # ids[context:decoded] are the left neighbours of what is not decoded yet
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the piece of text that is now certain. Sets `stopped` when a stop string came."""
+        self._ids.append(token)
+        piece = self._new_text()
+        if piece.endswith(_INCOMPLETE):
+            return ""
+        self._context, self._decoded = self._decoded, len(self._ids)
+        self._held += piece
+        found = [at for at in (self._held.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        return self._release(len(self._held) - max((_overlap(self._held, stop) for stop in self.stop), default=0))
+
+    def finish(self) -> str:
+        """Release what was held back; no more tokens come."""
+        if self.stopped:
+            return ""
+        self._held += self._new_text()
+        self._decoded = len(self._ids)
+        return self._release(len(self._held))
+
+    def _new_text(self) -> str:
+        known = self.tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
+        both = self.tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)
+        return str(both[len(known) :])
+
+    def _release(self, size: int) -> str:
+        piece, self._held = self._held[:size], self._held[size:]
+        self.text += piece
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest tail of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,37 @@
+"""What lies between the attention of two layers, compiled: norms, rotation, projections, MLP.
+
+The model's own code launches some 40 small kernels a layer for it; torch.compile fuses them into a few. Attention stays
+as it is: the compiler stops at its door. Compiling takes a while at the first step, less where torch's cache knows the
+model. This is for a GPU; what a CPU wants beside it is in `kvcli.runtime.compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch._dynamo
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvcli.runtime.attention_hook import uncompiled
+
+BATCH_SIZES = 64
+"""For so many a layer is compiled anew; torch's own limit is met soon, and it then goes on uncompiled."""
+
+
+@contextmanager
+def compiled_layers(
+    model: PreTrainedModel, backend: str = "inductor", besides: Sequence[nn.Module] = ()
+) -> Iterator[None]:
+    """Compile the decoder layers of a model, and other parts, for one token a sequence; leaves them as they were."""
+    parts: list[nn.Module] = [*model.get_decoder().layers, *besides]  # type: ignore[no-untyped-call]
+    with uncompiled(), torch._dynamo.config.patch(recompile_limit=BATCH_SIZES):
+        for part in parts:
+            part.compile(dynamic=False, backend=backend)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._compiled_call_impl = None

@@ -1,0 +1,137 @@
+"""A decode step over slots: the newest tokens through the model, captured in a CUDA graph where that can be.
+
+The graph holds the whole step: positions, every layer with its streams, the choice of the next token where it is
+greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcli.models.rope import Rope
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.gpu.compiled import compiled_layers
+from kvcli.runtime.gpu.layers import SpeculativeLayer
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.streams import Streams, streams_for
+from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.sequence import RunningSequence
+
+WARM_UP = 3
+"""Steps tried out before one is captured: libraries choose their kernels then, and Triton compiles."""
+
+
+class SlotStepper:
+    """Steps of a batch that was prefilled; takes the caches of its method objects over.
+
+    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `compiled`:
+    see `kvcli.runtime.gpu.compiled`; `rates`: see `kvcli.runtime.gpu.synthetic`.
+
+    Raises:
+        ValueError: the sequences' method cannot be served over slots.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hook: Hook,
+        sequences: Sequence[RunningSequence],
+        rope: Rope | None,
+        notice: Callable[[str], None] = lambda _: None,
+        compiled: bool = False,
+        streams: Streams | None = None,
+        rates: DecisionRates | None = None,
+    ):
+        self.model, self.hook, self.sequences = model, hook, sequences
+        methods = [sequence.method for sequence in sequences]
+        lengths = [sequence.length for sequence in sequences]
+        self.pipeline = SlotPipeline(methods, lengths, streams or streams_for(model.device), rates)
+        self.left = ExitStack()  # what is to be undone at the end
+        if compiled:
+            self.left.enter_context(compiled_layers(model))
+        self.greedy = all(sequence.greedy for sequence in sequences)
+        self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.logits: Tensor | None = None  # [b, vocab] of the last step
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.taking_part = list(range(len(sequences)))
+        if rope is not None:
+            rope.use([method.context.capacity for method in methods])
+        if model.device.type == "cuda":
+            self._capture(notice)
+        self.pipeline.start()
+        self._feed()
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[RunningSequence]) -> list[tuple[Tensor, int | None]]:
+        """See `kvcli.runtime.decode.Stepper.step`; logits are those of this step until the next one overwrites them."""
+        self._leave(batch)
+        if not self.greedy:
+            self._feed()
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+        self.pipeline.stepped()
+        assert self.logits is not None
+        chosen = self.tokens[:, 0].tolist() if self.greedy else [None] * len(self.tokens)
+        return [(self.logits[row], chosen[row]) for row in self.taking_part]
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """See `kvcli.runtime.decode.Stepper.finish`."""
+        self.left.close()
+        self.pipeline.count()
+
+    def _run(self) -> None:
+        """Do all that a step consists of; no line of it asks the device for anything."""
+        self.pipeline.advance()
+        self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
+        self.hook.handler = self.pipeline
+        out = self.model(input_ids=self.tokens, position_ids=self.positions, use_cache=False, logits_to_keep=1)
+        self.logits = out.logits[:, -1]
+        if self.greedy:
+            self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+        self.pipeline.settle()
+
+    def _leave(self, batch: Sequence[RunningSequence]) -> None:
+        """Let all but `batch` take part no more; those are in the order of the beginning."""
+        staying = [row for row in self.taking_part if any(self.sequences[row] is sequence for sequence in batch)]
+        for row in set(self.taking_part) - set(staying):
+            self.pipeline.end(row)
+        self.taking_part = staying
+
+    def _feed(self) -> None:
+        self.tokens.copy_(torch.tensor([[sequence.token_ids[-1]] for sequence in self.sequences]))
+
+    def _capture(self, notice: Callable[[str], None]) -> None:
+        """Try a step out while no sequence takes part, then capture one."""
+        device = self.model.device
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UP):
+                self._run()
+        torch.cuda.current_stream(device).wait_stream(beside)
+        if any(isinstance(layer, SpeculativeLayer) and layer.recall.waits_for_device for layer in self.pipeline.layers):
+            return  # asked for, so nothing to tell
+        gc.collect()  # memory that is freed while a graph is captured may break it off
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # On the same stream, which is none of the streams'; left here, since a capture that fails does not leave
+            # it.
+            with torch.cuda.stream(beside), torch.cuda.graph(graph, stream=beside):
+                self._run()
+        except RuntimeError as error:
+            cause = error.__context__ or error  # ending what was broken off fails, too, and knows less
+            reason = str(cause).strip().splitlines()[0]
+            notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {reason}")
+        else:
+            self.graph = graph

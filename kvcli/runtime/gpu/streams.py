@@ -1,0 +1,102 @@
+"""Where the phases of a step run: a main stream, others beside it, and points that they wait for.
+
+Work of one stream runs in the order in which it was given. Nothing else orders two streams but the points named in
+`after`, `wait` and `join`: whoever writes what another stream reads has to name one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Point = Any
+"""A place in a stream that others can wait for."""
+
+Work = Callable[[], None]
+
+PRIORITIES = {"correction": -1}
+"""Streams that the main one waits for go before those that it does not; a lower number is more urgent."""
+
+
+class Streams(ABC):
+    """The streams of one step after another."""
+
+    @abstractmethod
+    def mark(self) -> Point:
+        """Name the point that the main stream has reached."""
+
+    @abstractmethod
+    def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:
+        """Do work in a stream, once all points of `after` are reached; gives the point at which it is done."""
+
+    @abstractmethod
+    def wait(self, point: Point) -> None:
+        """Let the main stream wait."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let the main stream wait for everything: called at the end of a step."""
+
+
+class SerialStreams(Streams):
+    """All work is done at once, by whoever gives it: for a CPU, which has nothing to overlap with."""
+
+    def mark(self) -> Point:
+        """See `Streams.mark`."""
+
+    def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:  # noqa: ARG002
+        """See `Streams.submit`."""
+        work()
+
+    def wait(self, point: Point) -> None:
+        """See `Streams.wait`."""
+
+    def join(self) -> None:
+        """See `Streams.join`."""
+
+
+class CudaStreams(Streams):
+    """A CUDA stream for each stream, forked from the current one; may be captured in a graph.
+
+    `delay` is called in a stream before its work, for tests that make streams late at random.
+    """
+
+    def __init__(self, device: torch.device, delay: Work = lambda: None):
+        self.device, self.delay = device, delay
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.forked: set[str] = set()  # since the last join; a graph must not wait for a stream that is not in it
+
+    def mark(self) -> Point:
+        """See `Streams.mark`."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:
+        """See `Streams.submit`; work that names no point begins with the main stream's."""
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITIES.get(name, 0))  # type: ignore[no-untyped-call]
+        stream = self.streams[name]
+        for point in after or [self.mark()]:
+            stream.wait_event(point)
+        self.forked.add(name)
+        with torch.cuda.stream(stream):
+            self.delay()
+            work()
+            return stream.record_event()
+
+    def wait(self, point: Point) -> None:
+        """See `Streams.wait`."""
+        torch.cuda.current_stream(self.device).wait_event(point)
+
+    def join(self) -> None:
+        """See `Streams.join`."""
+        for name in sorted(self.forked):
+            torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
+        self.forked.clear()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Choose what the device has."""
+    return CudaStreams(device) if device.type == "cuda" else SerialStreams()

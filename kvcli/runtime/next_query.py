@@ -1,0 +1,133 @@
+"""The next layer's query, made ahead of time from the attention input of the layer before (InfiniGen, OSDI 2024).
+
+A decoder layer adds little to what runs through it, so that the attention input of layer l, put through the query
+projection of layer l+1, is close to the query that layer l+1 will have. A method that wants it
+(`Method.wants_next_query`) gets it before layer l attends, in time to select and to fetch for layer l+1.
+
+The projection is done here once more, apart from the model: the query's weights, its norm, its rotation.
+`check_next_queries` holds that against the queries that the model itself makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.base import Method
+from kvcli.models.rope import Rope
+from kvcli.runtime.attention_hook import Hook
+
+
+@contextmanager
+def next_queries(hook: Hook, methods: Sequence[Method[Any, Any]]) -> Iterator[None]:
+    """Inside, a decode step of these sequences tells each method that wants it the queries of layers to come.
+
+    Where none does, nothing is done.
+    """
+    takers = [(row, method) for row, method in enumerate(methods) if method.wants_next_query]
+    if not takers:
+        yield
+        return
+
+    def tell(before: int, hidden: Tensor) -> None:  # hidden [b, 1, D]
+        layer = before + 1
+        wanting = [(row, method) for row, method in takers if layer in method.retrieval]
+        if wanting:
+            queries = project_query(hook.modules[layer], hidden[:, -1])  # [b, H, d]
+            for row, method in wanting:
+                method.take_next_query(layer, _rotated(method, layer, queries[row], method.caches[layer].length))
+
+    with _listening(hook, tell):
+        yield
+
+
+def project_query(attention: Any, x: Tensor) -> Tensor:
+    """The query of an attention module before its rotation, from attention inputs x [b, D] -> [b, H, d].
+
+    Raises AttributeError for a module that has no query projection known here.
+    """
+    d: int = attention.head_dim
+    if hasattr(attention, "q_proj"):
+        q: Tensor = attention.q_proj(x)
+    else:  # queries, keys and values side by side, the queries first
+        fused, rows = attention.qkv_proj, attention.config.num_attention_heads * d
+        q = functional.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
+    heads = q.view(len(x), -1, d)
+    norm = getattr(attention, "q_norm", None)
+    if norm is not None:  # of each head, or over all of them
+        heads = norm(heads) if norm.weight.shape[-1] == d else norm(q).view_as(heads)
+    return heads
+
+
+@torch.inference_mode()
+def check_next_queries(model: PreTrainedModel, hook: Hook, rope: Rope, method: Method[Any, Any]) -> None:
+    """Run one token through the model, and compare in every layer that retrieves the query with the one made here.
+
+    Raises:
+        KvcliError: they differ, or the attention has no form known here (usage).
+    """
+    position = method.context.capacity - 1
+    made: dict[int, Tensor] = {}  # layer -> [H, d]
+
+    def make(layer: int, hidden: Tensor) -> None:
+        if layer in method.retrieval:
+            try:
+                query = project_query(hook.modules[layer], hidden[:, -1])[0]
+            except AttributeError as error:
+                raise _refusal(model, f"the attention of layer {layer} has no known query projection") from error
+            made[layer] = _rotated(method, layer, query, position)
+
+    def compare(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG001
+        if layer in made:
+            captured = q[0, :, 0].float()
+            error = float((made[layer].float() - captured).norm() / captured.norm())
+            if not error < (1e-4 if q.dtype == torch.float32 else 2e-2):
+                raise _refusal(model, f"the query of layer {layer} comes out {error:.1%} off")
+        return torch.zeros_like(q.transpose(1, 2))
+
+    rope.use([method.context.capacity])
+    hook.handler = compare
+    token = torch.tensor([[model.config.get_text_config(decoder=True).vocab_size // 2]], device=model.device)
+    with _listening(hook, make):
+        model(input_ids=token, position_ids=token.new_tensor([[position]]), use_cache=False, logits_to_keep=1)
+
+
+@contextmanager
+def _listening(hook: Hook, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside, let `hear` have each layer's attention input [b, n, D] before that layer attends."""
+
+    def before(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hear(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    handles = [
+        module.register_forward_pre_hook(partial(before, layer), with_kwargs=True)
+        for layer, module in enumerate(hook.modules)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rotated(method: Method[Any, Any], layer: int, q: Tensor, position: int) -> Tensor:
+    """Rotate q [H, d] to a position; a layer without rotary positions leaves it as it is."""
+    rotary = method.context.rotary[layer]
+    return q if rotary is None else rotary.rotate(q[:, None], torch.tensor([position], device=q.device))[:, 0]
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> KvcliError:
+    return KvcliError(
+        f"queries of model type {model.config.model_type!r} cannot be made a layer ahead: {reason}",
+        "take a method that selects with the layer's own query, such as freekv or arkvale",
+        ExitCode.USAGE,
+    )

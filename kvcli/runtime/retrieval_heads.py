@@ -1,0 +1,86 @@
+"""Retrieval heads of a model, found on a text of random tokens that repeats (RazorAttention, arXiv 2407.15891, 3.2).
+
+Random tokens mean nothing, so a head that attends to what stood around a token's former occurrences does so because it
+looks things up. Each KV head gets two scores, the better of each over its query heads:
+
+    echo       attention from a token to its former occurrences, mean over the tokens of all repetitions
+    induction  attention from a token to what followed its former occurrences, likewise
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.repeat_attention import repeat_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
+from kvcli.models.loading import Model
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.prefill import prefill
+
+PERIOD, REPEATS = 2500, 4  # section 3.2
+
+
+class HeadScores(NamedTuple):
+    """Echo and induction score of every KV head, [layers, Hk] in fp32 on the host; -inf in sliding-window layers."""
+
+    echo: Tensor
+    induction: Tensor
+
+
+@dataclass(frozen=True)
+class RepeatedTokens:
+    """Token ids: one to begin with, and then `period` random ones `REPEATS` times."""
+
+    ids: list[int]
+    period: int
+
+    @classmethod
+    def of(cls, model: Model, period: int = PERIOD) -> RepeatedTokens:
+        """Make the probe of a model, shorter where it has no positions for more; the same one every time."""
+        limit = model.geometry.max_positions
+        if limit is not None:
+            period = max(1, min(period, (limit - 1) // REPEATS))
+        tokenizer = model.tokenizer
+        special = set(tokenizer.all_special_ids)
+        size = min(len(tokenizer), model.geometry.vocab_size)
+        vocabulary = torch.tensor([token for token in range(size) if token not in special])
+        chosen = torch.randint(len(vocabulary), (period,), generator=torch.Generator().manual_seed(0))
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else int(vocabulary[0])
+        return cls([first, *vocabulary[chosen].tolist() * REPEATS], period)
+
+
+def head_scores(model: Model, hook: Hook, probe: RepeatedTokens) -> HeadScores:
+    """Read the probe once, with exact attention; nothing is kept but the scores."""
+    listener = _Listener(model.geometry.layers, probe.period)
+    prefill(model.module, hook, probe.ids, listener, model.geometry.layers, lambda _: None)
+    tokens = (REPEATS - 1) * probe.period  # that have a former occurrence
+    return HeadScores(listener.echo / tokens, listener.induction / tokens)
+
+
+class _Listener:
+    """Takes a prompt's keys and queries as they come, layer by layer, and sums what goes to former occurrences."""
+
+    query_rows = 0
+
+    def __init__(self, layers: tuple[LayerGeometry, ...], period: int):
+        self.period = period
+        most = max(layer.num_kv_heads for layer in layers)
+        self.echo, self.induction = (torch.full((len(layers), most), -torch.inf) for _ in range(2))
+        self.sums = {layer.index: torch.zeros(2, layer.num_heads) for layer in layers if layer.window is None}
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See `PrefillConsumer.observe`."""
+        if layer not in self.sums:
+            return
+        for total, part in zip(self.sums[layer], repeat_attention(q, k, softmax, self.period, first=1), strict=True):
+            total += part.cpu()
+        for scores, total in zip((self.echo, self.induction), self.sums[layer], strict=True):
+            scores[layer, : k.shape[0]] = total.view(k.shape[0], -1).amax(1)
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """See `PrefillConsumer.prefill`: nothing is kept."""

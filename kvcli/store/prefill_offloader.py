@@ -1,0 +1,53 @@
+"""A layer's prompt KV on its way from the computation to the method's store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class PrefillOffloader:
+    """Lends a buffer for each layer's KV, and gives it away while the next layer computes.
+
+    On CUDA that happens on a stream of its own, and layers take turns with two buffers; one is lent again once the
+    work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in one buffer.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._turns = 1 if self.stream is None else 2
+        # The work stays with its buffer, so that whatever else it reads outlives it too.
+        self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Lend an uninitialised buffer."""
+        if len(self._lent) == self._turns:
+            buffer, _, done = self._lent.popleft()
+            if done is not None:
+                torch.cuda.current_stream(self.device).wait_event(done)
+            if buffer.shape == shape and buffer.dtype == dtype:
+                return buffer
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def start(self, buffer: Tensor, work: Callable[[], None]) -> None:
+        """Do `work`, which reads `buffer`, after all that was computed so far."""
+        done = None
+        if self.stream is None:
+            work()
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                work()
+                done = self.stream.record_event()
+        self._lent.append((buffer, work, done))
+
+    def finish(self) -> None:
+        """Wait until all work is done."""
+        if self.stream is not None:
+            self.stream.synchronize()

@@ -1,0 +1,136 @@
+"""A layer that evicts the page that has been of no use for longest (RaaS, arXiv 2502.11147, section 3).
+
+Every page carries a stamp: the length of the sequence when it was last worth keeping. Slots stand in this order, and
+the valid rows of a head are always a prefix of them:
+
+    [ prompt and sink pages, never evicted | kept pages, one set a KV head | window pages, the partly filled one last ]
+
+Until there are more pages than slots, slot j simply holds page j. Then each new page pushes the oldest window page out
+of the window, and each KV head evicts its stalest page, that one among them; ties go to the older page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.pages import PageBudget, paged
+
+
+class TimestampedPageCache(LayerCache):
+    """Pages in slots, k and v [Hk, slots, p, d], with the bounds of their keys, their stamps and their numbers.
+
+    `prompt` is its length where it is known; else there is room for any. Where the prompt takes the budget up, window
+    pages find room beside it.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        prompt: int | None,
+        budget: PageBudget,
+        tiers: Tiers,
+    ):
+        self.length = 0
+        self.budget = budget
+        self.protected, self.num_slots = self._split(capacity if prompt is None else prompt)
+        slots = min(self.num_slots, budget.count(capacity))
+        self.k, self.v = (tiers.on_device(num_kv_heads, slots, budget.size, head_dim) for _ in range(2))
+        self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
+        self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
+
+    @property
+    def evicted(self) -> int:
+        """Pages that each KV head has evicted."""
+        return max(0, self.budget.count(self.length) - self.num_slots)
+
+    @property
+    def summaries(self) -> Tensor:
+        """Bounds of the keys of the full pages held: [Hk, n, 2, d]."""
+        return self.bounds[:, : self._rows // self.budget.size]
+
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.load`."""
+        self.length, size = k.shape[1], self.budget.size
+        self.protected, self.num_slots = self._split(self.length)
+        for slots, tokens in ((self.k, k), (self.v, v)):
+            slots.flatten(1, 2)[:, : self.length] = tokens
+        full, held = self.length // size, self.budget.count(self.length)
+        if full:
+            self.bounds[:, :full] = page_summary(paged(k[:, : full * size], size))
+        self.pages[:, :held] = torch.arange(held, device=k.device)
+        self.stamps[:, :held] = self.length
+        return 0
+
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """See `LayerCache.append`; evicts a page of each KV head where there is no slot for a new one."""
+        page, row = divmod(self.length, self.budget.size)
+        if row == 0 and page >= self.num_slots:
+            self._evict()
+        slot = min(page, self.num_slots - 1)
+        self.k[:, slot, row] = k
+        self.v[:, slot, row] = v
+        self.length += 1
+        if row == 0:
+            self.pages[:, slot] = page
+            self.stamps[:, slot] = self.length
+        if row == self.budget.size - 1:
+            self.bounds[:, slot : slot + 1] = page_summary(self.k[:, slot : slot + 1])
+        return 0
+
+    def stamp(self, used: Tensor) -> None:
+        """Give the full pages that are `used` [Hk, n] the newest stamp."""
+        self.stamps[:, : used.shape[1]].masked_fill_(used, self.length)
+
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """See `LayerCache.attend`."""
+        k, v = (slots.flatten(1, 2)[:, : self._rows] for slots in (self.k, self.v))
+        return decode_attention(q, k, v, softmax)
+
+    def attended(self) -> Tensor:
+        """See `LayerCache.attended`."""
+        pages = self.pages[:, : -(-self._rows // self.budget.size)]
+        mask = pages.new_zeros(len(pages), self.budget.count(self.length), self.budget.size, dtype=torch.bool)
+        mask[torch.arange(len(pages), device=pages.device)[:, None], pages] = True
+        return mask.flatten(1)[:, : self.length]
+
+    def footprint(self) -> Footprint:
+        """See `LayerCache.footprint`."""
+        return Footprint(device=nbytes(self.k, self.v, self.bounds, self.stamps, self.pages))
+
+    def traffic(self, length: int) -> Traffic:
+        """See `LayerCache.traffic`; the full pages held are scored, and their stamps compared."""
+        size = self.budget.size
+        held = length - max(0, self.budget.count(length) - self.num_slots) * size
+        return Traffic(
+            attended=sum(nbytes(slots.flatten(1, 2)[:, :held]) for slots in (self.k, self.v)),
+            scored=nbytes(self.bounds[:, : held // size]),
+            scores=4 * self.k.shape[0] * (held // size),
+        )
+
+    @property
+    def _rows(self) -> int:
+        """Tokens held by each KV head."""
+        return self.length - self.evicted * self.budget.size
+
+    def _split(self, prompt: int) -> tuple[int, int]:
+        """How many slots are protected after a prompt of so many tokens, and how many there are in all."""
+        protected = max(self.budget.sink, self.budget.count(prompt))
+        return protected, max(self.budget.total, protected + self.budget.window)
+
+    def _evict(self) -> None:
+        """Free the last slot: the stalest page goes, what left the window takes its slot, the window moves on."""
+        leaving = self.num_slots - self.budget.window
+        stale = slice(self.protected, leaving + 1)
+        age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]
+        victim = self.protected + age.argmin(1)  # [Hk]
+        heads = torch.arange(len(victim), device=victim.device)
+        for slots in (self.k, self.v, self.bounds, self.stamps, self.pages):
+            slots[heads, victim] = slots[:, leaving]
+            slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()

@@ -1,0 +1,142 @@
+"""Counters of a sequence: exact counts by step and layer, and by KV head, read once at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from operator import add
+
+import torch
+from torch import Tensor
+
+from kvcli.telemetry import report
+
+
+class Count(IntEnum):
+    """What is counted; heads are KV heads, one page of one KV head counts one."""
+
+    HEADS_CHECKED = 0
+    HEADS_CORRECTED = 1
+    FIRST_RETRIEVALS = 2
+    PAGES_REQUESTED = 3
+    MISSES = 4
+    BYTES_TO_DEVICE = 5
+    BYTES_TO_HOST = 6
+    BYTES_EXPOSED = 7
+
+
+class Counters:
+    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept.
+
+    What heads do alike or apart is summed up by KV head as well, over all steps but the first `warmup`.
+    """
+
+    def __init__(self, num_layers: int):
+        self.num_layers = num_layers
+        self.warmup = 0
+        self.counts: list[list[list[int]]] = []  # [steps][layers][Count]
+        self.heads: list[dict[Count, list[int]]] = [{} for _ in range(num_layers)]  # [layers][Count][Hk]
+        self.prefill_bytes_to_host = 0
+
+    def next_step(self) -> None:
+        """Begin the next decode step."""
+        self.counts.append([[0] * len(Count) for _ in range(self.num_layers)])
+
+    def add(self, layer: int, count: Count, amount: int, step: int = -1) -> None:
+        """Count in a step, by default the current one."""
+        if self.counts:
+            self.counts[step][layer][count] += amount
+        elif count is Count.BYTES_TO_HOST:
+            self.prefill_bytes_to_host += amount
+
+    def add_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
+        """Count in the current step, head by head: `amounts` [Hk]."""
+        self.add(layer, count, sum(amounts))
+        if len(self.counts) > self.warmup:
+            self.sum_heads(layer, count, amounts)
+
+    def sum_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
+        """Add `amounts` [Hk] to the sums by head alone: their steps are counted otherwise."""
+        sums = self.heads[layer].get(count, [0] * len(amounts))
+        self.heads[layer][count] = list(map(add, sums, amounts))
+
+    def add_all(self, layer: int, amounts: Sequence[int], step: int) -> None:
+        """Count everything of a layer and step at once, in the order of `Count`."""
+        self.counts[step][layer] = list(map(add, self.counts[step][layer], amounts))
+
+    def correction(self) -> report.Correction:
+        """Total what speculation did."""
+        counts = self._done()
+        return report.Correction(
+            heads_checked=_total(counts, Count.HEADS_CHECKED),
+            heads_corrected=_total(counts, Count.HEADS_CORRECTED),
+            layer_steps_checked=int((counts[..., Count.HEADS_CHECKED] > 0).sum()),
+            layer_steps_corrected=int((counts[..., Count.HEADS_CORRECTED] > 0).sum()),
+            first_retrievals=_total(counts, Count.FIRST_RETRIEVALS),
+        )
+
+    def cache(self) -> report.Cache:
+        """Total what was asked for and moved, with the layers one by one."""
+        counts = self._done()
+        requested, misses = _total(counts, Count.PAGES_REQUESTED), _total(counts, Count.MISSES)
+        return report.Cache(
+            pages_requested=requested,
+            hits=requested - misses,
+            misses=misses,
+            bytes_to_device=_total(counts, Count.BYTES_TO_DEVICE),
+            bytes_exposed=_total(counts, Count.BYTES_EXPOSED),
+            bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
+            prefill_bytes_to_host=self.prefill_bytes_to_host,
+            layers=[_layer(index, row, self.by_head(index)) for index, row in enumerate(counts.sum(0).tolist())],
+        )
+
+    def by_head(self, layer: int) -> report.HeadCounts | None:
+        """What each KV head of a layer asked for, missed and corrected; None where no pages were asked for."""
+        sums = self.heads[layer]
+        if not any(sums.get(Count.PAGES_REQUESTED, ())):
+            return None
+        none = [0] * len(sums[Count.PAGES_REQUESTED])
+        return report.HeadCounts(
+            pages_requested=sums[Count.PAGES_REQUESTED],
+            misses=sums.get(Count.MISSES, none),
+            heads_checked=sums.get(Count.HEADS_CHECKED, none),
+            heads_corrected=sums.get(Count.HEADS_CORRECTED, none),
+        )
+
+    def steps(self, times_ms: list[float]) -> list[report.Step]:
+        """Put the counts of each step beside its time."""
+        rows = self._done().sum(1).tolist()  # [steps][Count]
+        return [
+            report.Step(
+                step=index,
+                ms=ms,
+                heads_checked=row[Count.HEADS_CHECKED],
+                heads_corrected=row[Count.HEADS_CORRECTED],
+                pages_requested=row[Count.PAGES_REQUESTED],
+                misses=row[Count.MISSES],
+                bytes_to_device=row[Count.BYTES_TO_DEVICE],
+                bytes_to_host=row[Count.BYTES_TO_HOST],
+            )
+            for index, (ms, row) in enumerate(zip(times_ms, rows, strict=False))
+        ]
+
+    def _done(self) -> Tensor:
+        """Everything counted: [steps, layers, Count]."""
+        return torch.tensor(self.counts, dtype=torch.int64).view(-1, self.num_layers, len(Count))
+
+
+def _total(counts: Tensor, count: Count) -> int:
+    return int(counts[..., count].sum())
+
+
+def _layer(index: int, row: list[int], by_head: report.HeadCounts | None) -> report.LayerCacheCounts:
+    return report.LayerCacheCounts(
+        layer=index,
+        pages_requested=row[Count.PAGES_REQUESTED],
+        hits=row[Count.PAGES_REQUESTED] - row[Count.MISSES],
+        misses=row[Count.MISSES],
+        heads_checked=row[Count.HEADS_CHECKED],
+        heads_corrected=row[Count.HEADS_CORRECTED],
+        bytes_to_device=row[Count.BYTES_TO_DEVICE],
+        by_head=by_head,
+    )

@@ -1,0 +1,205 @@
+"""Results as data: what a generation was, took and moved, and its JSON form.
+
+The names are a contract with readers of `--json`: add to them, never rename. Times are milliseconds on the host
+clock, sizes are bytes, counts are exact. Rates are not stored: a reader divides a count by the count beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall times of one sequence; the first token's time is `ttft_ms` and not part of `decode_ms`."""
+
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    decode_ms: list[float] = field(default_factory=list)
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    tokens_per_s: float | None = None
+
+    @classmethod
+    def of(cls, prefill_ms: float, ttft_ms: float, decode_ms: list[float]) -> Timing:
+        """Summarise step times; percentiles are None where there is no decode step."""
+        total = sum(decode_ms)
+        rate = 1000 * len(decode_ms) / total if total else None
+        return cls(
+            prefill_ms,
+            ttft_ms,
+            decode_ms,
+            percentile(decode_ms, 50),
+            percentile(decode_ms, 90),
+            percentile(decode_ms, 99),
+            rate,
+        )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How often speculation had to be corrected; counts only steps where retrieval was active."""
+
+    heads_checked: int = 0
+    heads_corrected: int = 0
+    layer_steps_checked: int = 0
+    layer_steps_corrected: int = 0
+    first_retrievals: int = 0
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """The same counts of a layer's KV heads, one after another: [Hk] each."""
+
+    pages_requested: list[int]
+    misses: list[int]
+    heads_checked: list[int]
+    heads_corrected: list[int]
+
+
+@dataclass(frozen=True)
+class LayerCacheCounts:
+    """What one layer asked for and moved over the whole decode; `by_head` is None where it asked for nothing."""
+
+    layer: int
+    pages_requested: int
+    hits: int
+    misses: int
+    heads_checked: int
+    heads_corrected: int
+    bytes_to_device: int
+    by_head: HeadCounts | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Hits and misses of the selected pages (one page of one KV head counts one), and what crossed the bus.
+
+    `bytes_exposed` is the part of `bytes_to_device` that attention waited for, the rest came after it, for later steps.
+    `bytes_to_host` is all that was written out, `prefill_bytes_to_host` the prompt's part of it.
+    """
+
+    pages_requested: int = 0
+    hits: int = 0
+    misses: int = 0
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    prefill_bytes_to_host: int = 0
+    layers: list[LayerCacheCounts] = field(default_factory=list)
+    bytes_exposed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one sequence, summed over its layers."""
+
+    step: int
+    ms: float
+    heads_checked: int
+    heads_corrected: int
+    pages_requested: int
+    misses: int
+    bytes_to_device: int
+    bytes_to_host: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
+
+    `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
+    attention, see `kvcli.quality.fidelity`.
+    """
+
+    source: str
+    sample: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    timing: Timing = field(default_factory=Timing)
+    correction: Correction = field(default_factory=Correction)
+    cache: Cache = field(default_factory=Cache)
+    steps: list[Step] = field(default_factory=list)
+    method: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    fidelity: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the bytes were. On a CPU both tiers are host memory and nothing is pinned.
+
+    `device_kv_bytes` is what the method keeps on the device for all sequences at the end of the run,
+    `host_kv_bytes` what lies in the host tier.
+    """
+
+    device_peak_bytes: int | None = None
+    host_pinned_bytes: int = 0
+    device_kv_bytes: int = 0
+    host_kv_bytes: int = 0
+    process_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a run of `kvcli generate` found out."""
+
+    environment: dict[str, Any]
+    model: dict[str, Any]
+    profile: dict[str, Any]
+    sequences: list[Sequence]
+    memory: Memory
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        """Serialise as one JSON object; keys in declaration order, `schema_version` first."""
+        body = asdict(self)
+        return json.dumps({"schema_version": body.pop("schema_version"), **body}, ensure_ascii=False)
+
+
+def percentile(values: list[float], q: float) -> float | None:
+    """Percentile `q` in [0, 100] with linear interpolation between ranks; None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * q / 100
+    low, high = math.floor(rank), math.ceil(rank)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def environment() -> dict[str, Any]:
+    """Name the versions and the machine a result depends on."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    packages = ("kvcli", "torch", "transformers", "triton")
+    return {
+        **{package: installed(package) for package in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def processor() -> str:
+    """The CPU as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

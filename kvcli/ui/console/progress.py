@@ -1,0 +1,106 @@
+"""A run while it goes on: bars, notes, and text handed to whoever writes it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kvcli.telemetry.observer import Observer
+from kvcli.ui.console.messages import print_note, stderr_console
+
+_BAR = 24
+
+
+class TextSink(Protocol):
+    """Where the pieces of text go."""
+
+    def text(self, sequence: int, piece: str) -> None:
+        """Take a piece of text of `sequence`."""
+
+    def finished(self, sequence: int) -> None:
+        """Take note that `sequence` is complete."""
+
+
+class RunConsole(Observer):
+    """Shows a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
+
+    With `text_on_screen` the growing text is the progress and no bar runs beside it.
+    """
+
+    def __init__(self, sink: TextSink | None, quiet: bool, text_on_screen: bool, console: Console | None = None):
+        self._console = console or stderr_console()
+        self._sink = sink
+        self._quiet = quiet
+        self._text_on_screen = text_on_screen
+        self._progress: Progress | None = None
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Show a bar, or a spinner where the end is not known."""
+        self.stage_done()
+        if self._quiet or not self._console.is_terminal:
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"))
+        bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left,"))
+        counted = bar if total is not None else ()
+        self._progress = Progress(
+            *columns,
+            *counted,
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._progress.add_task(name, total=total)
+        self._progress.start()
+
+    def advance(self, amount: int = 1) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0], amount)
+
+    def stage_done(self) -> None:
+        """Take the bar away."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            # Ctrl-C within rich's own start or stop leaves it half set up; the cursor has to come back all the same.
+            with suppress(IndexError):
+                progress.stop()
+            self._console.show_cursor(True)
+
+    def text(self, sequence: int, piece: str) -> None:
+        """Hand the piece on; a bar must not share the screen with it."""
+        if self._text_on_screen:
+            self.stage_done()
+        if self._sink is not None:
+            self._sink.text(sequence, piece)
+
+    def finished(self, sequence: int) -> None:
+        """Hand on that the sequence is complete."""
+        if self._sink is not None:
+            self._sink.finished(sequence)
+
+    def notice(self, message: str) -> None:
+        """Show a note above the bar."""
+        if not self._quiet:
+            print_note(message, self._console)
+
+    def step(self, done: int, total: int) -> None:
+        """Show the decode steps as a bar where no text shows them."""
+        if self._text_on_screen or self._quiet or not self._console.is_terminal:
+            return
+        if self._progress is None:
+            self.stage("decode", total)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done, total=total)

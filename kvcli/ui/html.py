@@ -1,0 +1,170 @@
+"""Reports as one self-contained HTML page: text, tables and charts, without a network.
+
+    check_installed()                            # first thing: refuses where the extra is missing
+    page = Page("kvcli profile", "llama-3.1-8b, dummy weights")
+    page.section("Step time", "Median of five runs each.")
+    page.chart(alt.Chart(alt.Data(values=rows)).mark_bar().encode(...), "What the picture shows, in a sentence.")
+    page.table(summary.Table(columns, rows), "The same as figures.")
+    page.facts([("device", "CPU"), ("threads", "2")])
+    write_file(path, page.render())
+
+Charts are Altair's, single or layered views (a concatenation cannot take the width of the window); leave width, fonts
+and axis colours to the page, and take colours from `colour` or `PALETTE`, so that they follow light and dark. What a
+chart shows should stand in a table, too: not everybody sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from html import escape
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.ui.summary import Table
+
+if TYPE_CHECKING:
+    from altair import Chart, FacetChart, LayerChart
+
+# The colours are variables of page.css: the browser fills them in, for light or for dark.
+PALETTE = tuple(f"var(--c{index})" for index in range(10))
+"""Colours for categories, told apart with colour-blind eyes as well, in the order of use."""
+
+_FONT = "system-ui, sans-serif"
+_CONFIG: dict[str, Any] = {
+    "background": "transparent",
+    "font": _FONT,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--muted)",
+        "titleColor": "var(--muted)",
+        "titleFontWeight": "normal",
+        "gridColor": "var(--line)",
+        "domainColor": "var(--line)",
+        "tickColor": "var(--line)",
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+    },
+    "legend": {
+        "labelColor": "var(--ink)",
+        "titleColor": "var(--muted)",
+        "titleFontWeight": "normal",
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "orient": "top",
+        "symbolType": "square",
+        "symbolBaseFillColor": "var(--muted)",
+        "symbolBaseStrokeColor": "var(--muted)",
+    },
+    "text": {"color": "var(--ink)", "fontSize": 12},
+    "rule": {"color": "var(--ink)"},
+}
+# Draws all charts; the width of a chart is that of the page, anew when the window changes.
+_DRAW = """
+document.querySelectorAll("script[type='application/vega-lite+json']").forEach((script) => {
+  const spec = JSON.parse(script.textContent), place = script.previousElementSibling;
+  spec.config.legend.columns = Math.max(2, Math.floor((0.7 * place.clientWidth) / 120));
+  spec.config.axis.labelLimit = Math.max(100, 0.3 * place.clientWidth);
+  vegaEmbed(place, spec, { renderer: "svg", actions: false, mode: "vega-lite", logLevel: 1 });
+});
+"""
+
+
+def colour(index: int) -> str:
+    """The colour of category `index`; they come again after the last one."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def check_installed() -> None:
+    """Refuse at once if charts cannot be made. Raises KvcliError (usage)."""
+    missing = [name for name in ("altair", "vl_convert") if find_spec(name) is None]
+    if missing:
+        raise KvcliError(
+            f"an HTML page needs {missing[0]}, which is not installed", "pip install 'kvcli[html]'", ExitCode.USAGE
+        )
+
+
+class Page:
+    """A page that grows from top to bottom; `render` gives the whole file."""
+
+    def __init__(self, title: str, subtitle: str = ""):
+        self.title = title
+        self._charts = 0
+        self._parts = [f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>"]
+
+    def section(self, title: str, text: str = "") -> None:
+        """Begin a section."""
+        self._parts.append(f"<h2>{escape(title)}</h2>")
+        if text:
+            self.text(text)
+
+    def text(self, text: str) -> None:
+        """Add a paragraph."""
+        self._parts.append(f"<p>{escape(text)}</p>")
+
+    def chart(self, chart: Chart | LayerChart | FacetChart, caption: str) -> None:
+        """Add a chart as wide as the page; `caption` says what it shows, to those who do not see it as well."""
+        spec = chart.to_dict()
+        spec["config"] = _CONFIG  # Altair's own theme has fixed colours
+        spec["width"] = "container"
+        spec["autosize"] = {"type": "fit-x", "contains": "padding"}
+        spec["description"] = caption
+        data = json.dumps(spec, ensure_ascii=False).replace("</", "<\\/")
+        self._charts += 1
+        self._parts.append(
+            f'<figure><div class="chart"></div><script type="application/vega-lite+json">{data}</script>'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        )
+
+    def table(self, table: Table, caption: str = "") -> None:
+        """Add a table; all but its first column are numbers."""
+        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+        rows = "".join(f"<tr>{_row(*cells)}</tr>" for cells in table.rows)
+        label = f"<caption>{escape(caption)}</caption>" if caption else ""
+        self._parts.append(
+            '<div class="scroll" tabindex="0" role="region" aria-label="table">'
+            f"<table>{label}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        )
+
+    def facts(self, rows: Iterable[tuple[str, object]]) -> None:
+        """Add labels with their values: texts, numbers, lists and mappings of them; what has no value is left out."""
+        told = [(label, _told(value)) for label, value in rows]
+        pairs = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in told if value)
+        self._parts.append(f"<dl>{pairs}</dl>")
+
+    def render(self) -> str:
+        """The file: style, text, charts and what draws them."""
+        style = (files("kvcli.ui") / "page.css").read_text()
+        script = f"<script>{_bundle()}</script>" if self._charts else ""
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta name="color-scheme" content="light dark">\n<title>{escape(self.title)}</title>\n'
+            f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+            + "\n".join(self._parts)
+            + f"\n</main>\n{script}\n</body>\n</html>\n"
+        )
+
+
+def _row(first: str, *cells: str) -> str:
+    return f'<th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Mapping):
+        parts = ((str(key), _told(each)) for key, each in value.items())
+        return ", ".join(f"{key}: {part}" for key, part in parts if part)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_told, value))
+    return "" if value is None else str(value)
+
+
+@cache
+def _bundle() -> str:
+    """The drawing library with our few lines as one script, from the package: nothing is fetched."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle(_DRAW).replace("</script", "<\\/script")

@@ -1,0 +1,288 @@
+"""What a report says, in words and numbers a person reads; the console lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.sizes import format_bytes
+from kvcli.telemetry.report import Report, Sequence, Step
+
+_NAME = 18
+_GAP = 2  # between columns
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small table: heads of the columns and its rows; all but the first column are numbers."""
+
+    columns: tuple[str, ...]
+    rows: Many[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """One decode step, or the sum over a range of them; `ms` is the mean time a step."""
+
+    first: int
+    last: int
+    ms: float
+    heads_checked: int
+    heads_corrected: int
+    pages_requested: int
+    misses: int
+    bytes_to_device: int
+    bytes_to_host: int
+
+
+def duration(ms: float | None) -> str:
+    """Three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s", "22 h 5 min"."""
+    if ms is None:
+        return "-"
+    if ms < 1:
+        return f"{1000 * ms:.0f} us"
+    if ms < 1000:
+        return _digits(ms, "ms") if ms < 999.5 else "1.00 s"
+    if ms < 99_950:
+        return _digits(ms / 1000, "s")
+    minutes, seconds = divmod(round(ms / 1000), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: "1 run", "5 runs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def rate(part: int, whole: int) -> str:
+    """A count, its denominator and the share: "12 / 340 (3.5 %)"; the share is left out where there is no whole."""
+    return f"{part:,} / {whole:,}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
+
+
+def per_second(tokens: int, ms: float) -> str:
+    """Throughput: "3,154 tokens/s", "-" where no time passed."""
+    return _speed(1000 * tokens / ms if ms else None)
+
+
+def heading(report: Report) -> str:
+    """One line: model, method, and the settings that were chosen."""
+    model = report.model.get("name") or report.model.get("source") or "model"
+    profile = report.profile
+    parts = [str(model), str(profile.get("method", ""))]
+    if profile.get("name") not in (None, profile.get("method")):
+        parts.append(f"profile {profile['name']}")
+    settings = profile.get("settings", {})
+    parts += [f"{key} {settings[key]:,}" for key in ("budget", "sink", "window") if key in settings]
+    tau = settings.get("tau")
+    parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
+    return " · ".join(parts)
+
+
+def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
+    """Label and value of everything that applies to one sequence."""
+    timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
+    steps = len(timing.decode_ms)
+    rows = [
+        ("prompt", f"{sequence.prompt_tokens:,} tokens"),
+        ("prefill", f"{duration(timing.prefill_ms)} · {per_second(sequence.prompt_tokens, timing.prefill_ms)}"),
+        ("first token", f"{duration(timing.ttft_ms)}"),
+        ("output", f"{sequence.output_tokens:,} tokens, ended by {ending(sequence)}"),
+    ]
+    if steps:
+        percentiles = " · ".join(f"p{q} {duration(getattr(timing, f'p{q}_ms'))}" for q in (50, 90, 99))
+        rows.append(("decode", f"{_speed(timing.tokens_per_s)} · step {percentiles}"))
+    if correction.layer_steps_checked:
+        heads = rate(correction.heads_corrected, correction.heads_checked)
+        layers = rate(correction.layer_steps_corrected, correction.layer_steps_checked)
+        rows.append(("corrected", f"KV heads {heads} · layer-steps {layers}"))
+    if correction.first_retrievals:
+        rows.append(("first recalls", f"{correction.first_retrievals:,} KV heads, not counted as corrections"))
+    if cache.pages_requested:
+        recalls = cache.misses or cache.bytes_to_device
+        value = rate(cache.hits, cache.pages_requested) if recalls else f"{cache.pages_requested:,}, all on the device"
+        rows.append(("page hits" if recalls else "pages read", value))
+    if cache.bytes_to_device:
+        rows.append(("to device", _moved(cache.bytes_to_device, steps)))
+    if cache.bytes_to_host:
+        prefill = f"prefill {format_bytes(cache.prefill_bytes_to_host)} · decode "
+        rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps)))
+    for key, value in sequence.method.items():
+        if isinstance(value, int | float | str):  # longer data is for the JSON
+            rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
+    rows += fidelity_rows(sequence.fidelity)
+    budget = report.profile.get("settings", {}).get("budget")
+    if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
+        rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
+    return rows
+
+
+def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an audit found: nothing where none was asked for."""
+    if not fidelity:
+        return []
+    steps = fidelity["steps_audited"]
+    rows = [("audit", f"{steps:,} of the steps, every {fidelity['every']:,}., beside full attention")]
+    if fidelity["mass"] is not None:
+        found = f"top {fidelity['top']} tokens found {fidelity['recall']:.1%}"
+        rows.append(("attention", f"mass {fidelity['mass']:.2%} · {found} · output off by {fidelity['error']:.2%}"))
+    divergence = f"KL {fidelity['kl']:.2g} nats, most {fidelity['kl_max']:.2g}"
+    agreeing = rate(round(fidelity["agreement"] * steps), steps)
+    return [*rows, ("next token", f"{divergence} · same likeliest {agreeing}")]
+
+
+def memory_rows(report: Report) -> list[tuple[str, str]]:
+    """Where the KV was, and the most that was held at once."""
+    memory = report.memory
+    cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
+    if memory.host_kv_bytes:
+        cache.append(f"{format_bytes(memory.host_kv_bytes)} on the host")
+    if memory.host_pinned_bytes:
+        cache.append(f"{format_bytes(memory.host_pinned_bytes)} of it pinned")
+    peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]
+    peak = " · ".join(f"{name} {format_bytes(size)}" for name, size in peaks if size)
+    return [("KV cache", " · ".join(cache))] + ([("peak memory", peak)] if peak else [])
+
+
+def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
+    """Several sequences, one a row: times, and below them what was selected and moved where anything was."""
+    times: list[tuple[str, ...]] = []
+    moves: list[tuple[str, ...]] = []
+    for label, sequence in zip(titles, report.sequences, strict=True):
+        name = _short(label)
+        timing, cache = sequence.timing, sequence.cache
+        if not sequence.output_tokens:  # it failed, or was interrupted before its turn came
+            times.append((name, "-", "-", "-", "-", sequence.finish_reason, "-", "-", "-"))
+            continue
+        times.append(
+            (
+                name,
+                f"{sequence.prompt_tokens:,}",
+                duration(timing.prefill_ms),
+                duration(timing.ttft_ms),
+                f"{sequence.output_tokens:,}",
+                sequence.finish_reason,
+                _speed(timing.tokens_per_s).removesuffix(" tokens/s"),
+                duration(timing.p50_ms),
+                duration(timing.p99_ms),
+            )
+        )
+        if cache.pages_requested or cache.bytes_to_device or cache.bytes_to_host:
+            moves.append(_moves(name, [sequence]))
+    columns = ("", "prompt", "prefill", "first token", "output", "end", "tok/s", "p50", "p99")
+    tables = [Table(columns, times)]
+    if len(moves) > 1:
+        moves.append(_moves("all", report.sequences))
+    if moves:
+        tables.append(Table(("", "KV heads corrected", "page hits", "to device", "to host"), moves))
+    audits = [(label, sequence.fidelity) for label, sequence in zip(titles, report.sequences, strict=True)]
+    if any(fidelity for _, fidelity in audits):
+        heads = ("audit", "steps", "mass", "top found", "output off", "KL, nats", "same token")
+        tables.append(Table(heads, [_audit(_short(label), fidelity) for label, fidelity in audits if fidelity]))
+    return [without_empty_columns(table) for table in tables]
+
+
+def layer_table(sequence: Sequence) -> Table:
+    """What each layer asked for and moved; of the layers that did."""
+    rows = [
+        (
+            f"{layer.layer}",
+            rate(layer.heads_corrected, layer.heads_checked),
+            rate(layer.hits, layer.pages_requested),
+            f"{layer.misses:,}",
+            format_bytes(layer.bytes_to_device),
+        )
+        for layer in sequence.cache.layers
+        if layer.pages_requested or layer.bytes_to_device
+    ]
+    table = Table(("layer", "KV heads corrected", "page hits", "misses", "to device"), rows)
+    return without_empty_columns(table)
+
+
+def timeline_rows(steps: Many[Step], most: int) -> list[TimelineRow]:
+    """At most `most` rows: a row a step where they fit, equal ranges of steps otherwise."""
+    width = max(1, -(-len(steps) // most))
+    return [_merge(steps[start : start + width]) for start in range(0, len(steps), width)]
+
+
+def ending(sequence: Sequence) -> str:
+    """Why a sequence ended, in words."""
+    words = {"eos": "the end-of-text token", "stop": "--stop", "length": "--max-tokens", "interrupted": "Ctrl-C"}
+    return words.get(sequence.finish_reason, sequence.finish_reason)
+
+
+def settings_line(profile: dict[str, Any]) -> str:
+    """Every setting of a profile with its value, and the hash."""
+    settings = ", ".join(f"{key}={value}" for key, value in profile.get("settings", {}).items())
+    return f"{settings or 'no settings'} (hash {profile.get('hash', '-')})"
+
+
+def _merge(steps: Many[Step]) -> TimelineRow:
+    return TimelineRow(
+        steps[0].step,
+        steps[-1].step,
+        sum(step.ms for step in steps) / len(steps),
+        sum(step.heads_checked for step in steps),
+        sum(step.heads_corrected for step in steps),
+        sum(step.pages_requested for step in steps),
+        sum(step.misses for step in steps),
+        sum(step.bytes_to_device for step in steps),
+        sum(step.bytes_to_host for step in steps),
+    )
+
+
+def _short(label: str) -> str:
+    """A name that fits into a table; paths differ at their end."""
+    return label if len(label) <= _NAME else "…" + label[1 - _NAME :]
+
+
+def _audit(name: str, fidelity: dict[str, Any]) -> tuple[str, ...]:
+    parts = ("-" if fidelity[key] is None else f"{fidelity[key]:.1%}" for key in ("mass", "recall", "error"))
+    return name, f"{fidelity['steps_audited']:,}", *parts, f"{fidelity['kl']:.2g}", f"{fidelity['agreement']:.1%}"
+
+
+def _moves(name: str, sequences: Many[Sequence]) -> tuple[str, ...]:
+    return (
+        name,
+        rate(sum(s.correction.heads_corrected for s in sequences), sum(s.correction.heads_checked for s in sequences)),
+        rate(sum(s.cache.hits for s in sequences), sum(s.cache.pages_requested for s in sequences)),
+        format_bytes(sum(s.cache.bytes_to_device for s in sequences)),
+        format_bytes(sum(s.cache.bytes_to_host for s in sequences)),
+    )
+
+
+def _digits(value: float, unit: str) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def _moved(size: int, steps: int) -> str:
+    return format_bytes(size) + (f" · {format_bytes(size / steps)} a step" if steps else "")
+
+
+def _speed(tokens_per_s: float | None) -> str:
+    if tokens_per_s is None:
+        return "-"
+    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else _digits(tokens_per_s, "tokens/s")
+
+
+def without_empty_columns(table: Table) -> Table:
+    """Leave out the columns in which no row has anything to say."""
+    nothing = {"", "-", "0", "0 / 0", "0 B"}
+    keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
+    return Table(tuple(table.columns[i] for i in keep), [tuple(row[i] for i in keep) for row in table.rows])
+
+
+def folded(table: Table, width: int) -> list[Table]:
+    """Split a table that is wider than `width` characters by its columns; every part begins with the first column."""
+    widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return [
+        Table(tuple(table.columns[i] for i in part), [tuple(row[i] for i in part) for row in table.rows])
+        for part in parts
+    ]

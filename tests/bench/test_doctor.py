@@ -1,0 +1,106 @@
+import pytest
+import torch
+
+from kvcli.bench import doctor
+from kvcli.bench.doctor import Check, State, examine, usable
+from kvcli.capacity import ceilings
+from kvcli.capacity import cgroup as control_group
+from kvcli.cli import app
+from kvcli.cli.guard import run
+from kvcli.errors import KvcliError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(ceilings, "_BUFFER", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(ceilings, "_SQUARE", {"cpu": 64, "cuda": 64})
+
+
+def found(name):
+    return next(check for check in examine() if check.name == name)
+
+
+def test_here_everything_that_is_needed_is_there():
+    checks = list(examine())
+    assert usable(checks)
+    assert [check.name for check in checks] == list(doctor._CHECKS)
+    for check in checks:
+        assert check.found
+        assert bool(check.fix) == (check.state is not State.OK), check
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
+    def fails():
+        raise RuntimeError("no such driver\nand more")
+
+    def knows():
+        raise KvcliError("the model is gone", "install it again")
+
+    monkeypatch.setattr(doctor, "_CHECKS", {"triton": fails, "demo model": knows, "rest": lambda: (State.OK, "fine")})
+    broken, gone, rest = examine()
+    assert broken == Check("triton", State.BROKEN, "RuntimeError: no such driver", doctor._FIXES["triton"])
+    assert gone == Check("demo model", State.BROKEN, "the model is gone", "install it again")
+    assert rest.state is State.OK
+    assert not usable([rest, gone])
+
+
+@pytest.mark.parametrize(("state", "code"), [(State.OK, 0), (State.NOTE, 0), (State.BROKEN, 1)])
+def test_the_exit_code_says_whether_it_can_be_used(monkeypatch, capsys, state, code):
+    monkeypatch.setattr(doctor, "_CHECKS", {"disk": lambda: (state, "what there is", "what to do")})
+    assert run(app, ["doctor"]) == code
+    out = capsys.readouterr().out
+    for word in (state.value, "disk", "what there is", "what to do"):
+        assert word in out
+
+
+def test_a_requirement_that_is_missing_or_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["torch>=99", "nonesuch>=1", 'absent; extra == "dev"'])
+    check = found("requirements")
+    assert check.state is State.BROKEN
+    assert "nonesuch is missing" in check.found
+    assert f"torch {doctor.metadata.version('torch')} is not >=99" in check.found
+    assert "absent" not in check.found
+
+
+def test_a_missing_compiler_is_a_note_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found("C++ compiler").state is State.NOTE
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert found("C++ compiler").state is State.OK
+
+
+def test_more_threads_than_cores_are_a_note(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    check = found("threads")
+    assert check.state is State.NOTE
+    assert check.fix == "set OMP_NUM_THREADS=1"
+
+
+def test_a_full_disk_is_a_note(monkeypatch):
+    usage = doctor.shutil.disk_usage("/")._replace(free=1 << 30)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    check = found("disk")
+    assert check.state is State.NOTE
+    assert "1.00 GiB free" in check.found
+
+
+def test_the_traceback_of_a_check_is_for_debug(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_CHECKS", {"triton": lambda: 1 / 0})
+    (check,) = examine()
+    assert (check.state, capsys.readouterr().err) == (State.BROKEN, "")
+    list(examine(debug=True))
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
+    monkeypatch.setattr(control_group, "ROOT", tmp_path)
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert "may take 1.00 GiB" in found("memory").found
+    assert found("threads").fix == "set OMP_NUM_THREADS=1"  # half a core
+    for file in tmp_path.iterdir():
+        file.write_text("max\n")
+    assert "may take" not in found("memory").found

@@ -1,0 +1,177 @@
+"""A profile as tables and as a page."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from kvcli.bench.html import page
+from kvcli.bench.report import Breakdown, Case, Counts, Part, ProfileReport, Spread
+from kvcli.bench.run import Outcome, case_name
+from kvcli.bench.tables import notes, parts_table, steps_table, tables
+from kvcli.telemetry.report import HeadCounts
+from kvcli.telemetry.timeline import Span
+from kvcli.ui import html as pages
+
+PHASES = ("projections", "attention", "mlp", "score", "select", "recall", "correction", "offload", "sampling", "host")
+
+
+def case(label="full", context=1024, batch=1, ms=2.0, offloaded=False, hidden=0.0):
+    parts = [Part(phase, ms / 2 if phase in ("attention", "host") else 0.0, 0.0, ms / 20) for phase in PHASES]
+    parts[5] = replace(parts[5], hidden_ms=hidden)
+    steps, layers = 3, 2
+    return Case(
+        label=label,
+        kind="method",
+        context=context,
+        batch=batch,
+        profile={"settings": {"budget": 96}},
+        runs_ms=[ms, ms],
+        step_ms=Spread(ms, 0.9 * ms, 1.2 * ms),
+        tokens_per_s=1000 * batch / ms,
+        ratio=Spread(2.0 / ms, 1.0 / ms, 3.0 / ms),
+        floor_ms=ms / 2,
+        breakdown=Breakdown(ms, 4, parts, Spread(1.05, 0.98, 1.1)),
+        counts=Counts(
+            heads_checked=[[0, 4]] * steps if offloaded else [[0, 0]] * steps,
+            heads_corrected=[[0, 1]] * steps if offloaded else [[0, 0]] * steps,
+            pages_requested=[[0, 10]] * steps,
+            misses=[[0, 5], [0, 0], [0, 10]] if offloaded else [[0] * layers] * steps,
+            bytes_to_device=[[0, 4096]] * steps if offloaded else [[0, 0]] * steps,
+            bytes_exposed=[[0, 1024]] * steps if offloaded else [[0, 0]] * steps,
+            by_head=[None, HeadCounts([15, 15], [15, 0], [6, 6], [3, 0])] if offloaded else [None, None],
+        ),
+        device_kv_bytes=4096,
+        host_kv_bytes=8192 if offloaded else 0,
+    )
+
+
+FAILED = Case("quest", "method", 1024, 1, {"settings": {}}, error="out of memory")
+PEER = replace(case("transformers", ms=4.0), kind="peer", profile=None, breakdown=None, counts=None, floor_ms=None)
+
+
+def report(*cases, **options):
+    rate = {"median": 2.0**30, "least": 1.0, "most": 1.0}
+    return ProfileReport(
+        environment={"torch": "2", "device": "EPYC", "threads": 1, "cores": 2, "load": 0.5},
+        model={
+            "name": "tiny",
+            "source": "dummy",
+            "dtype": "float32",
+            "device": "cpu",
+            "layers": 2,
+            "weight_bytes": 1 << 20,
+        },
+        options={
+            "kv": "made up",
+            "contexts": sorted({each.context for each in cases}),
+            "batch_sizes": sorted({each.batch for each in cases}),
+            "steps": 3,
+            "warmup": 1,
+            "repeat": 2,
+            **options,
+        },
+        ceilings=dict.fromkeys(("read", "copy", "to_device", "to_host", "matmul"), rate),
+        cases=list(cases),
+    )
+
+
+def columns(table):
+    return {name: [row[i] for row in table.rows] for i, name in enumerate(table.columns)}
+
+
+def test_a_table_of_steps_has_spread_ratio_and_floor():
+    found = columns(steps_table([case(), case("freekv", ms=1.0, offloaded=True), FAILED, PEER]))
+    assert found[""] == ["full", "freekv", "quest", "transformers"]
+    assert found["step"] == ["2.00 ms", "1.00 ms", "out of memory", "4.00 ms"]
+    assert found["least to most"][0] == "1.80 ms to 2.40 ms"
+    assert found["speed, full = 1"][1] == "2.00x (1.00 to 3.00)"
+    assert found["of floor"] == ["2.0x", "2.0x", "-", "-"]
+    assert found["heads corrected"] == ["-", "3 / 12 (25.0 %)", "-", "-"]
+    assert found["pages missed"] == ["-", "15 / 30 (50.0 %)", "-", "-"]
+    assert found["recalled a step"] == ["-", "4.00 KiB", "-", "-"]
+    assert found["waited for"] == ["-", "25%", "-", "-"]
+
+
+def test_columns_that_say_nothing_are_left_out():
+    assert "heads corrected" not in steps_table([case()]).columns
+    assert "recall" not in parts_table([case()]).columns
+    assert parts_table([PEER]).rows == []
+
+
+def test_a_table_of_parts_shows_what_is_hidden_and_how_far_it_was_disturbed():
+    found = columns(parts_table([case(), case("freekv", hidden=0.25)]))
+    assert found[""] == ["full", "  of floor", "freekv", "  of floor"]
+    assert found["attention"] == ["1.00", "10.0x", "1.00", "10.0x"]
+    assert found["hidden"] == ["-", "", "recall 0.250", ""]
+    assert found["disturbed by"][0] == "+5% (-2% to +10%)"
+
+
+def test_each_context_and_batch_size_has_its_tables():
+    titles = [title for title, _ in tables(report(case(), case(batch=2), case(context=2048), FAILED))]
+    assert titles[:3] == [
+        "step at 1,024 tokens, batch 1",
+        "where the step goes at 1,024 tokens, batch 1, ms",
+        "step at 1,024 tokens, batch 2",
+    ]
+
+
+def test_notes_say_what_the_kv_was():
+    made_up, read = (" ".join(notes(report(case(), kv=kv))) for kv in ("made up", "read"))
+    assert "seeded noise" in made_up
+    assert "random weights" in made_up
+    assert "read by the model" in read
+    assert "seeded noise" not in read
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    monkeypatch.setattr(pages.page, "_bundle", lambda: "")
+    spans = [Span("attention", "sequence 0", 1000, 3000, 0, {"layer": 1}), Span("step", "run", 0, 4000)]
+
+    def show(*cases):
+        found = {case_name(each.label, each.context, each.batch): spans for each in cases if each.breakdown}
+        html = page(Outcome(report(*cases), found))
+        charts = re.findall(r'<script type="application/vega-lite\+json">(.*?)</script>', html, re.DOTALL)
+        return html, [json.loads(chart) for chart in charts]
+
+    return show
+
+
+def values(chart):
+    return [row for layer in chart.get("layer", [chart]) for row in layer["data"]["values"]]
+
+
+def test_a_page_has_the_pictures_and_the_figures(shown):
+    html, charts = shown(
+        case(), case("freekv", offloaded=True), case(context=2048), case("freekv", 2048, offloaded=True)
+    )
+    parts, contexts, timeline, corrected_heads, corrected, missed_heads, missed = charts
+    assert {row["phase"] for row in values(parts) if "phase" in row} == set(PHASES)
+    assert {row["case"] for row in values(parts)} == {"full · 1K", "freekv · 1K", "full · 2K", "freekv · 2K"}
+    assert [row["floor"] for row in values(parts) if "floor" in row] == [1.0] * 4
+    assert {row["context"] for row in values(contexts)} == {1024, 2048}
+    assert [(row["start"], row["end"], row["layer"]) for row in values(timeline)] == [(1, 3, 1)] * 2
+    assert {row["share"] for row in values(corrected)} == {0.25}
+    assert [(row["step"], row["layer"], row["share"]) for row in values(missed)] == [(0, 1, 0.5), (1, 1, 0), (2, 1, 1)]
+    for chart, shares in ((corrected_heads, [0.5, 0]), (missed_heads, [1, 0])):
+        found = [(row["layer"], row["KV head"], row["share"]) for row in values(chart)]
+        assert found == [(1, head, share) for head, share in enumerate(shares)]
+    assert html.count("<table>") == 4
+    assert "1.00 GiB/s, measured" in html
+
+
+def test_hidden_time_is_a_bar_of_its_own(shown):
+    _, charts = shown(case("freekv", hidden=0.25))
+    assert [row["ms"] for row in values(charts[0]) if row["case"] == "freekv, hidden"] == [0.25]
+
+
+def test_what_there_is_nothing_of_is_left_out(shown):
+    html, charts = shown(case(), FAILED)
+    assert len(charts) == 2
+    assert "<h2>What was corrected" not in html
+    assert "Step time and context" not in html
+    html, charts = shown(PEER)
+    assert charts == []
+    assert "transformers" in html

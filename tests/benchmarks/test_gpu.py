@@ -1,0 +1,206 @@
+"""`benchmarks/gpu.py` where there is no GPU: its frame, its arithmetic, and a part of its smoke run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from gpu_parts import ablation, clock, targets  # noqa: E402
+from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
+from gpu_parts.made_up import SharedHost  # noqa: E402
+from gpu_parts.tables import target_line  # noqa: E402
+
+
+def rows(*found, then=lambda: None):
+    yield from ({"found": each} for each in found)
+    then()
+
+
+def fail():
+    raise ValueError("two\nlines")
+
+
+def not_here():
+    raise NotHere("no such thing")
+
+
+def outcomes(limit=30.0, at_once=1, **works):
+    found = {}
+    for name, message in in_processes(works, limit, at_once):
+        found.setdefault(name, []).append(message if isinstance(message, Ended) else message["found"])
+    return found
+
+
+def test_rows_and_ends_of_processes():
+    found = outcomes(
+        good=partial(rows, 1, 2),
+        bad=partial(rows, 3, then=fail),
+        dead=partial(rows, 4, then=partial(os._exit, 7)),
+        elsewhere=partial(rows, then=not_here),
+        last=partial(rows, 5),
+    )
+    assert found["good"] == [1, 2, Ended()]
+    assert found["bad"][0] == 3
+    assert found["bad"][1].error.startswith("ValueError: two (tests/test_gpu_benchmark.py:")
+    assert found["dead"] == [4, Ended("the process died with exit code 7")]
+    assert found["elsewhere"] == [Ended("no such thing", not_here=True)]
+    assert found["last"] == [5, Ended()]
+
+
+def test_what_hangs_is_stopped_and_leaves_the_others_alone():
+    hang = partial(rows, 1, then=partial(time.sleep, 60))
+    started = time.monotonic()
+    found = outcomes(limit=2.0, at_once=2, first=hang, second=hang, third=partial(rows, 2))
+    assert time.monotonic() - started < 30
+    assert found == {"first": [1, Ended("stopped after 2 s")], "second": [1, Ended("stopped after 2 s")],
+                     "third": [2, Ended()]}  # fmt: skip
+
+
+def test_what_it_has_started_is_stopped_too(tmp_path):
+    mark = tmp_path / "mark"
+
+    def inner():
+        time.sleep(2.5)
+        mark.touch()
+        yield {}
+
+    def outer():
+        for _ in in_processes({"inner": inner}, 60.0):
+            yield {}
+
+    assert outcomes(limit=1.0, outer=outer)["outer"] == [Ended("stopped after 1 s")]
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
+def results(**parts):
+    return {name: {"state": "done", "error": None, "rows": found} for name, found in parts.items()}
+
+
+def step(case, *rounds, **more):
+    return {"case": case, "rounds_ms": list(rounds), "step_ms": {"median": sorted(rounds)[len(rounds) // 2]}, **more}
+
+
+def judged(found, what):
+    return next(row for row in targets.judged(found) if row["what"].startswith(what))
+
+
+def test_ratios_are_taken_round_by_round():
+    speed = [
+        step("streaming", 4.0, 8.0, 4.0),
+        step("freekv 0%", 4.0, 8.0, 4.0),
+        step("freekv 10%", 4.1, 8.2, 4.1),
+        step("freekv 30%", 4.4, 8.0, 4.2, floor_ms=4.0),
+        step("freekv 100%", 6.0, 8.8, 4.4),
+    ]
+    found = results(speed=speed)
+    some = judged(found, "freekv, 0 to 30 %")
+    assert (some["measured"], some["least"], some["most"]) == pytest.approx((1.05, 1.0, 1.1))
+    assert some["met"]
+    assert judged(found, "freekv, all")["measured"] == pytest.approx(1.1)
+    floor = judged(found, "freekv against the floor, short")
+    assert floor["measured"] == pytest.approx(1.1)
+    assert target_line(floor).endswith("1.10 x (1.05 to 2.00)      wanted <= 1.4: met")
+
+
+def test_bounds_have_sides():
+    looped = {"median": 5.0, "min": 4.0, "max": 8.0}
+    own = step("freekv 30%", 3.0, 3.0, 3.0, floor_ms=None, looped_ms=looped)
+    peers = [own, step("transformers", 19.0), step("transformers offloaded", 400.0)]
+    found = results(peers=peers, batch=[step("batch 1", 4.0, 4.0), step("batch many", 6.0, 6.4, batch=8)])
+    resident = judged(found, "transformers, resident")
+    assert (resident["measured"], resident["least"], resident["most"]) == pytest.approx((3.8, 19 / 8, 19 / 4))
+    assert not resident["met"]
+    assert judged(found, "transformers, offloaded")["met"]
+    assert judged(found, "tokens a second")["measured"] == pytest.approx((8 * 4 / 6 + 8 * 4 / 6.4) / 2)
+    assert judged(found, "freekv against the floor, middle")["missing"].startswith("ceilings")
+
+
+def test_reading_and_recall():
+    above = {"above_bytes": 3 << 29}
+    reading = [
+        {"case": "kvcli", "seconds": 10.0, **above},
+        {"case": "transformers", "seconds": 10.0},
+        {"case": "kvcli", "seconds": 11.0, **above},
+        {"case": "transformers", "seconds": 10.0},
+        {"case": "kvcli", "seconds": 12.0, **above},
+    ]
+    of_plain = {"median": 0.84, "min": 0.8, "max": 0.9}
+    gathered = {"layout": "hnd", "missing": 1.0, "default": True, "of_plain": of_plain}
+    found = results(reading=reading, ceilings=[{**gathered, "default": False}, gathered])
+    last = judged(found, "prefill against")
+    assert (last["measured"], last["least"], last["most"]) == (1.1, 1.0, 1.1)
+    assert judged(found, "prefill, device memory") | {"met": True} == judged(found, "prefill, device memory")
+    recall = judged(found, "recall")
+    assert (recall["measured"], recall["met"]) == (pytest.approx(84), False)
+
+
+def test_what_was_not_measured_is_not_judged():
+    parts = {"speed": {"state": "not finished", "error": "stopped after 60 s", "rows": [step("streaming", 1.0)]}}
+    table = targets.judged(parts)
+    assert all(row["met"] is None and row["measured"] is None for row in table)
+    assert "speed: stopped after 60 s" in target_line(table[0])
+    assert "peers: not asked for" in target_line(judged(parts, "transformers, resident"))
+
+
+def test_nothing_measured_on_a_cpu_is_judged():
+    found = results(speed=[step("streaming", 1.0), step("freekv 100%", 1.0)])
+    assert judged(found, "freekv, all")["met"]
+    assert all(row["met"] is None for row in targets.judged(found, judge=False))
+
+
+def test_the_ablation_says_what_is_without_speculation():
+    cases = ablation.cases(100)
+    assert len({case.name for case in cases}) == len(cases) == 7
+    assert all((case.corrected == 1.0) == ("no speculation" in case.name) for case in cases)
+
+
+def test_turns_are_taken_in_every_round():
+    calls = []
+    works = {"a": (lambda: calls.append("a"), 2), "b": (lambda: calls.append("b"), 1)}
+    times = clock.in_turn(works, 3, torch.device("cpu"))
+    assert "".join(calls) == 4 * "aab"
+    assert [len(times[name]) for name in "ab"] == [3, 3]
+    late = clock.in_turn(works, 7, torch.device("cpu"), deadline=time.monotonic())
+    assert [len(late[name]) for name in "ab"] == [2, 2]
+
+
+def test_shared_host_memory_begins_elsewhere_every_time():
+    pool = torch.arange(5 * 4096.0)
+    cpu = torch.device("cpu")
+    tiers = SharedHost(cpu, cpu, torch.float32, None, pool)
+    starts = [int(tiers.on_host(3, 1000).flatten()[0]) for _ in range(4)]
+    assert starts == [0, 4096, 8192, 12288]
+    assert tiers.on_host(2, 5 * 4096).shape == (2, 5 * 4096)  # more than there is: its own
+
+
+def test_smoke(tmp_path):
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine,ceilings,length,phases"]
+    run = subprocess.run([*command, "-o", output], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(output.read_text())
+    states = {name: part["state"] for name, part in found["parts"].items()}
+    assert {name for name, state in states.items() if state == "done"} == {"machine", "ceilings", "length"}
+    assert found["parts"]["phases"]["error"] == "there are no kernels to trace on a CPU"
+    assert found["parts"]["speed"]["error"] == "not asked for"
+    gathers = [row for row in found["parts"]["ceilings"]["rows"] if "arrives" in row]
+    assert gathers
+    assert all(row["arrives"] for row in gathers)
+    assert all(row["missed_pages"] > 0 for row in found["parts"]["length"]["rows"])
+    measured = {row["what"] for row in found["targets"] if row["measured"] is not None}
+    assert measured == {"long context against short, first layer dense", "long context against short, no dense layer",
+                        "recall against plain copies"}  # fmt: skip
+    assert "long context against short" in run.stdout
+    more = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine", "-o", output]
+    subprocess.run(more, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(output.read_text())["parts"]["ceilings"] == found["parts"]["ceilings"]

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_config, tiny_model
+
+from kvcli.capacity import memory
+from kvcli.capacity.ceilings import Ceilings, Rate
+from kvcli.capacity.floors import PHASES, Work, least_seconds, step_work
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.methods import get_method, method_names
+from kvcli.models.geometry import geometry_of
+from kvcli.store.cache import Traffic
+
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12}
+SMALL |= {"outliers": 2, "local": 1, "prefill_window": 20, "group": 8}
+LENGTH, HK, D, ITEM = 77, 2, 16, 4
+TOKEN = 2 * HK * D * ITEM  # bytes of KV of a token in a layer
+
+
+def profile(name, **settings):
+    fields = get_method(name).Config.model_fields
+    wanted = {key: value for key, value in {**SMALL, **settings}.items() if key in fields}
+    return resolve_profile(method=name, overrides=wanted)
+
+
+def traffic(name, length=LENGTH, layer=2, **settings):
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    return memory.planned_method(profile(name, **settings), geometry, 200, torch.float32, 60).traffic(layer, length)
+
+
+def test_a_dense_layer_reads_what_there_is():
+    assert traffic("full") == Traffic(attended=LENGTH * TOKEN)
+    assert traffic("freekv", layer=0) == Traffic(attended=LENGTH * TOKEN)
+
+
+def test_streaming_reads_its_budget():
+    assert traffic("streaming") == Traffic(attended=48 * TOKEN)
+    assert traffic("streaming", length=31) == Traffic(attended=31 * TOKEN)
+
+
+def test_pages_are_scored_by_their_bounds_and_recalled_where_they_are_away():
+    pages = 10 - 1 - 1  # of 77 tokens, without sink and window
+    attended = (48 - 3) * TOKEN  # the last page has 5 of its 8 tokens
+    bounds, scores = pages * TOKEN, 4 * HK * pages
+    assert traffic("quest") == Traffic(attended, bounds, scores)
+    assert traffic("freekv") == Traffic(attended, bounds, scores, recalled=4 * 8 * TOKEN)
+
+
+def test_only_the_bus_goes_on_beside_the_phases():
+    rate = Rate.given(1.0)
+    ceilings = Ceilings(read=rate, copy=rate, to_device=Rate.given(0.5), to_host=rate, matmul=rate)
+    work = {
+        "attention": Work(read=3),
+        "mlp": Work(operations=4),
+        "recall": Work(to_device=2),
+        "offload": Work(to_host=9),
+    }
+    assert least_seconds(work, ceilings, overlapped=False) == 3 + 4 + 4 + 9
+    assert least_seconds(work, ceilings, overlapped=True) == 9  # both ways at once
+    assert least_seconds({**work, "offload": Work()}, ceilings, overlapped=True) == 3 + 4
+
+
+@pytest.mark.parametrize("name", ["quest", "freekv", "fier", "shadowkv", "infllm"])
+def test_within_the_budget_nothing_is_scored(name):
+    assert traffic(name, length=40) == Traffic(attended=40 * TOKEN)
+
+
+def test_single_tokens_are_scored_by_their_bits():
+    groups, candidates = 8, LENGTH - 8 - 8  # the groups that hold a candidate
+    codes, ranges = HK * groups * 8 * D // 8, groups * TOKEN
+    assert traffic("fier") == Traffic(48 * TOKEN, codes + ranges, 4 * HK * candidates)
+    assert traffic("fier", offload=True).recalled == (48 - 8 - 8) * TOKEN
+
+
+def test_shadowkv_recalls_values_alone():
+    chunks = 60 // 4 - 1  # of the prompt, without the local one
+    found = traffic("shadowkv", budget=32)
+    assert found.scored == chunks * TOKEN // 2
+    assert found.recalled == 32 * TOKEN // 2
+    assert found.attended == (2 * 4 + 32 + LENGTH - chunks * 4) * TOKEN
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_traffic_is_that_of_a_run(name):
+    """What a run counts is not more than what its method says on the meta device, and nothing is left unsaid."""
+    model, chosen = tiny_model("llama"), profile(name)
+    ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    (sequence,) = run(model, name, chosen.settings.model_dump(), [ids], 9)
+    geometry = geometry_of(model.config, model.dtype)
+    meta = memory.planned_method(chosen, geometry, sequence.method.context.capacity, model.dtype, len(ids))
+    for layer in geometry.layers:
+        stated = [meta.traffic(layer.index, 60 + step) for step in range(1, 9)]
+        if not sequence.method.planned_is_bound:
+            assert stated == [sequence.method.traffic(layer.index, 60 + step) for step in range(1, 9)]
+        moved = sequence.counters.cache().layers[layer.index]
+        assert moved.bytes_to_device <= sum(step.recalled for step in stated)
+        if moved.pages_requested:
+            assert all(step.scored and step.scores for step in stated)
+        held = sum(vars(meta.footprint()).values())
+        assert all(0 < step.attended <= held and step.scored <= held for step in stated)
+
+
+def test_a_step_reads_every_weight_once_and_its_kv_for_each_sequence():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    method = memory.planned_method(profile("freekv"), geometry, 200, torch.float32)
+    one, two = (step_work(geometry, ITEM, [(method, LENGTH)] * batch) for batch in (1, 2))
+    assert tuple(one) == PHASES
+    linear = sum(one[phase].read for phase in ("projections", "mlp"))
+    embedding = VOCAB * geometry.hidden_size * ITEM
+    assert linear + embedding + geometry.hidden_size * ITEM == geometry.weight_bytes  # the last norm's
+    assert [two[phase].read for phase in ("projections", "mlp")] == [
+        one[phase].read for phase in ("projections", "mlp")
+    ]
+    for phase in ("attention", "score", "select", "recall", "offload"):
+        assert two[phase] == one[phase] + one[phase]
+    assert one["offload"].to_host == 3 * TOKEN  # the first layer is dense
+    assert one["recall"].to_device == 3 * 4 * 8 * TOKEN
+    assert step_work(geometry, ITEM, [(method, LENGTH)], 0.5)["recall"].to_device == 3 * 2 * 8 * TOKEN
+    assert one["attention"].operations == 2 * 2 * one["attention"].read // ITEM  # two query heads a KV head
+
+
+def test_experts_that_no_token_goes_through_are_not_read():
+    geometry = geometry_of(tiny_config("qwen3_moe"), torch.float32)
+    parts = geometry.parts
+    assert parts.experts == 4 * 4 * 3 * 64 * 32 * ITEM  # layers, experts, matrices
+    assert parts.used(1) == parts.mlp + parts.experts // 2
+    assert parts.used(2) == parts.mlp + parts.experts * 3 // 4
+    assert parts.used(1000) == parts.mlp + parts.experts
+
+
+def test_the_slowest_part_of_the_work_decides():
+    ceilings = Ceilings(*(Rate.given(rate) for rate in (100.0, 50.0, 10.0, 20.0, 1000.0)))
+    assert Work(read=500, to_device=20, to_host=20, operations=100).seconds(ceilings) == 5
+    assert Work(read=500, to_device=90).seconds(ceilings) == 9
+    assert Work(read=500, to_host=200).seconds(ceilings) == 10
+    assert Work(operations=7000).seconds(ceilings) == 7
+    assert Work().seconds(ceilings) == 0

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
+
+from kvcli.capacity import memory
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.methods import get_method, method_names
+from kvcli.models.geometry import geometry_of
+from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime.sampling import Sampling
+from kvcli.store.cache import Footprint
+
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
+
+
+def profile(name, **settings):
+    fields = type(resolve_profile(method=name).settings).model_fields
+    wanted = {**SMALL, **settings}
+    return resolve_profile(method=name, overrides={key: value for key, value in wanted.items() if key in fields})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", method_names())
+def test_planned_kv_is_what_a_run_allocates(name, family):
+    planned, held = planned_and_held(profile(name), family)
+    if get_method(name).planned_is_bound:
+        assert held.device <= planned.device
+        assert held.host <= planned.host
+        planned, held = planned_and_held(profile(name, **{"budget": 4096, **get_method(name).exact}), family)
+    assert planned == held
+
+
+def planned_and_held(profile, family):
+    model = tiny_model(family)
+    ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    (sequence,) = run(model, profile.method, profile.settings.model_dump(), [ids], 9)
+    geometry = geometry_of(model.config, model.dtype)
+    planned = memory.kv_footprint(profile, geometry, sequence.method.context.capacity, model.dtype, len(ids))
+    return planned, sequence.method.footprint()
+
+
+def test_freekv_holds_o_of_budget_on_the_device_and_everything_on_the_host():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    short, long = (memory.kv_footprint(profile("freekv"), geometry, n, torch.float32) for n in (4096, 8192))
+    kv_of_a_layer = 2 * 2 * 16 * 4  # K and V, 2 KV heads, head_dim 16, fp32: bytes a token
+    summaries = kv_of_a_layer // 8 * 3  # one pair of bounds a page of 8 tokens, 3 layers
+    assert long.device - short.device == 4096 * (kv_of_a_layer + summaries)  # the dense first layer, and the summaries
+    assert long.host - short.host == 4096 * kv_of_a_layer * 3
+
+
+def test_what_does_not_fit_is_refused_with_what_would(monkeypatch, tmp_path):
+    tiny_checkpoint("llama", tmp_path)
+    checkpoint = open_checkpoint(ModelSpec(str(tmp_path)))
+    sampling = Sampling(max_tokens=16)
+    memory.check(profile("freekv"), checkpoint, [3000], sampling)
+    free = memory.need(profile("freekv"), checkpoint.geometry, torch.float32, [2000], 16, 1).on(torch.device("cpu"))
+    monkeypatch.setattr(memory, "available", lambda _: free)
+    memory.check(profile("freekv"), checkpoint, [2000], sampling)
+    with pytest.raises(KvcliError) as caught:
+        memory.check(profile("freekv"), checkpoint, [3000, 5], sampling)
+    assert caught.value.exit_code is ExitCode.WILL_NOT_FIT
+    assert "3,000 tokens" in caught.value.what
+    fitting = int(caught.value.hint.removeprefix("up to ").partition(" ")[0].replace(",", ""))
+    assert 1900 < fitting < 2001
+    memory.check(profile("freekv"), checkpoint, [fitting, 5], sampling)
+    with pytest.raises(KvcliError):
+        memory.check(profile("freekv"), checkpoint, [fitting + 1, 5], sampling)
+
+
+def test_no_room_for_the_weights(monkeypatch, tmp_path):
+    tiny_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1000})
+    with pytest.raises(KvcliError, match="1000 B are free") as caught:
+        memory.check(profile("full"), open_checkpoint(ModelSpec(str(tmp_path))), [10], Sampling())
+    assert "not even the weights fit" in caught.value.hint
+
+
+def test_need_adds_up_sequences_and_samples():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    one = memory.need(profile("freekv"), geometry, torch.float32, [500], 20, 1)
+    many = memory.need(profile("freekv"), geometry, torch.float32, [500, 500], 20, 3)
+    assert many.kv == sum([one.kv] * 6, Footprint())
+    assert (many.weights, many.workspace) == (one.weights, one.workspace)
+    assert sum(one.on(torch.device("cuda")).values()) == one.on(torch.device("cpu"))["host"] + memory.RUNTIME_BYTES
+
+
+def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
+    tiny_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 30})
+    with pytest.raises(KvcliError) as caught:
+        memory.check(profile("full"), open_checkpoint(ModelSpec(str(tmp_path))), [10], Sampling(max_tokens=10**9))
+    assert "with 1,000,000,000 tokens of output no context fits" in caught.value.hint
+
+
+def test_a_prompt_read_by_windows_needs_no_workspace_as_long_as_itself():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    workspaces = [
+        [memory.need(profile(name), geometry, torch.float32, [n], 9, 1).workspace for n in (4096, 8192)]
+        for name in ("full", "actqkv")
+    ]
+    tables = 4096 * 2 * 16 * 4
+    assert workspaces[1][1] - workspaces[1][0] == tables
+    assert workspaces[0][1] - workspaces[0][0] > 4 * tables

@@ -1,0 +1,143 @@
+import io
+import types
+
+import pytest
+from families import tiny_tokenizer
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.prompts import FailedPrompt, Prompt, Template, encode, encode_question, read_document, read_prompts
+
+
+def refused(function, *arguments):
+    """The error of a call that has to be refused as a usage error with a hint, in one line."""
+    with pytest.raises(KvcliError) as raised:
+        function(*arguments)
+    error = raised.value
+    assert error.exit_code == ExitCode.USAGE
+    assert error.hint
+    assert "\n" not in error.what + error.hint
+    return error
+
+
+def test_byte_order_mark_and_line_ends_are_made_plain(tmp_path):
+    path = tmp_path / "dos.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_document(str(path)) == "one\ntwo\nthree\n"
+
+
+def test_standard_input_is_a_document(monkeypatch):
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO("grün".encode())))
+    assert read_prompts(["-"], "what?") == [Prompt("stdin", "grün", "what?")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b" \r\n\t", "holds only blanks"),
+        (b"ab\0c", "NUL byte at 2"),
+        (b"ab\xff", "byte 0xff at 2"),
+        ("grün".encode("utf-16"), "NUL byte"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, content, words):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    error = refused(read_document, str(path))
+    assert str(path) in error.what
+    assert words in error.what
+
+
+@pytest.mark.parametrize(("name", "words"), [("missing.txt", "no such file"), (".", "is a directory")])
+def test_what_is_no_file_is_refused(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    error = refused(read_document, name)
+    assert error.what == f"{name}: {words}"
+
+
+def test_an_unreadable_file_is_refused(monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", deny)
+    assert refused(read_document, "secret.txt").what == "secret.txt: permission denied"
+
+
+def test_a_path_that_cannot_exist_is_refused():
+    assert "cannot be read" in refused(read_document, "a\0b").what
+    assert "cannot be read" in refused(read_document, "x" * 5000).what
+
+
+def test_a_prompt_without_documents_stands_alone():
+    assert read_prompts([], "hello") == [Prompt("prompt", "hello")]
+
+
+def test_one_bad_document_of_several_fails_alone(tmp_path):
+    good = tmp_path / "good.txt"
+    good.write_text("words\n")
+    first, second = read_prompts([str(tmp_path / "missing.txt"), str(good)], "why?")
+    assert isinstance(first, FailedPrompt)
+    assert "no such file" in first.error.what
+    assert second == Prompt(str(good), "words\n", "why?")
+
+
+def test_nothing_to_read_is_refused_with_an_example():
+    assert "kvcli generate" in refused(read_prompts, [], None).hint
+    refused(read_prompts, [], " \n")
+    refused(read_prompts, ["-", "-"], None)
+
+
+def test_the_question_follows_the_document_after_a_blank_line():
+    assert Prompt("x", "document\n", "question?").content == "document\n\nquestion?"
+    assert Prompt("x", "document\n").content == "document\n"
+
+
+def test_a_question_is_also_encoded_alone():
+    tokenizer = tiny_tokenizer(chat=True)
+    assert tokenizer.decode(encode_question(Prompt("x", "the fox", "why?"), tokenizer)) == "why?"
+    assert encode_question(Prompt("x", "the fox"), tokenizer) == []
+
+
+def test_the_chat_template_wraps_system_and_prompt():
+    tokenizer = tiny_tokenizer(chat=True)
+    ids = encode(Prompt("x", "the fox", "why?"), Template(system="be brief"), tokenizer)
+    assert tokenizer.decode(ids) == "<s><system>be brief\n<user>the fox\n\nwhy?\n<assistant>"
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_template_variables_reach_the_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ mood }}: {{ messages[0]['content'] }}"
+    assert tokenizer.decode(encode(Prompt("x", "dog"), Template(kwargs={"mood": "calm"}), tokenizer)) == "calm: dog"
+
+
+@pytest.mark.parametrize(("chat", "raw"), [(True, True), (False, False), (False, True)])
+def test_without_a_template_the_text_is_encoded_as_it_stands(chat, raw):
+    tokenizer = tiny_tokenizer(chat)
+    assert encode(Prompt("x", "the fox"), Template(raw=raw), tokenizer) == tokenizer("the fox")["input_ids"]
+
+
+def test_a_system_message_needs_a_template():
+    assert "--raw" in refused(encode, Prompt("x", "a"), Template(system="b", raw=True), tiny_tokenizer()).what
+    assert "no chat template" in refused(encode, Prompt("x", "a"), Template(system="b"), tiny_tokenizer(False)).what
+    assert "no effect" in refused(encode, Prompt("x", "a"), Template(kwargs={"c": 1}), tiny_tokenizer(False)).what
+
+
+def test_a_template_that_refuses_says_why():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role here') }}"
+    error = refused(encode, Prompt("x", "a"), Template(system="b"), tokenizer)
+    assert "no system role here" in error.what
+    assert "--raw" in error.hint
+
+
+def test_template_variables_cannot_replace_what_kvcli_sets():
+    assert (
+        "'tokenize'" in refused(encode, Prompt("x", "a"), Template(kwargs={"tokenize": False}), tiny_tokenizer()).what
+    )
+
+
+def test_a_prompt_of_no_tokens_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ '' }}"
+    assert "no tokens" in refused(encode, Prompt("doc.txt", "a"), Template(), tokenizer).what

@@ -1,0 +1,162 @@
+import pytest
+import torch
+import transformers
+from families import FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_POSITIONS, REFUSED, VOCAB, WINDOW, tiny_model
+from transformers import GPT2Config, OPTConfig
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.geometry import attention_modules, geometry_of
+from kvcli.models.loading import ModelSpec, read_config
+from kvcli.models.shapes import shape_names
+
+WINDOWS = {
+    "mistral": [WINDOW] * LAYERS,
+    "gemma2": [WINDOW, None, WINDOW, None],
+    "gemma3": [WINDOW, WINDOW, WINDOW, None],
+    "gpt_oss": [WINDOW, None, WINDOW, None],
+}
+
+# Published parameter counts.
+MADE_UP = {"tiny": 32, "small": 64}  # head dimension of shapes that are nobody's
+PARAMETERS = {
+    "glm-4-9b": 9_399_951_360,
+    "llama-3-8b-1m": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_geometry_is_that_of_the_model(family):
+    geometry = geometry_of(FAMILIES[family](), torch.bfloat16)
+    assert [layer.index for layer in geometry.layers] == list(range(LAYERS))
+    for layer, window in zip(geometry.layers, WINDOWS.get(family, [None] * LAYERS), strict=True):
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+        assert layer.window == window
+        assert layer.rope
+    assert geometry.weight_bytes == 2 * sum(weight.numel() for weight in tiny_model(family).parameters())
+    assert (geometry.vocab_size, geometry.max_positions) == (VOCAB, MAX_POSITIONS)
+
+
+def test_weight_bytes_count_tied_weights_once():
+    config = FAMILIES["llama"]()
+    untied = geometry_of(config, torch.float32).weight_bytes
+    config.tie_word_embeddings = True
+    assert untied - geometry_of(config, torch.float32).weight_bytes == 4 * VOCAB * config.hidden_size
+
+
+def test_layers_without_rotary_positions_are_told_apart():
+    config = transformers.SmolLM3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layer_interval=2,
+        pad_token_id=2,
+    )
+    expected = [bool(flag) for flag in config.no_rope_layers]
+    assert False in expected
+    assert [layer.rope for layer in geometry_of(config, torch.float32).layers] == expected
+
+
+def test_a_composite_config_is_described_by_its_text_part():
+    text = FAMILIES["gemma3"]()
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    composite = geometry_of(config, torch.float32)
+    alone = geometry_of(text, torch.float32)
+    assert composite.layers == alone.layers
+    assert composite.hidden_size == alone.hidden_size
+    assert composite.weight_bytes > alone.weight_bytes
+
+
+def test_the_config_is_left_as_it_was():
+    config = FAMILIES["qwen3"]()
+    before = config.to_dict(), config._attn_implementation
+    geometry_of(config, torch.bfloat16)
+    assert (config.to_dict(), config._attn_implementation) == before
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_unsupported_models_are_refused_by_name_and_reason(family):
+    make, word = REFUSED[family]
+    config = make()
+    with pytest.raises(KvcliError) as caught:
+        geometry_of(config, torch.float32)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert config.model_type in caught.value.what
+    assert word in caught.value.what
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("config", [GPT2Config(n_layer=1, n_embd=32, n_head=2), OPTConfig(num_hidden_layers=1)])
+def test_models_without_rotary_positions_are_refused(config):
+    with pytest.raises(KvcliError, match="rotary"):
+        geometry_of(config, torch.float32)
+
+
+def test_a_bidirectional_or_headless_model_is_refused():
+    with pytest.raises(KvcliError, match="not supported"):
+        geometry_of(transformers.BertConfig(num_hidden_layers=1), torch.float32)
+    with pytest.raises(KvcliError, match="no causal language model"):
+        geometry_of(transformers.ViTConfig(num_hidden_layers=1), torch.float32)
+
+
+def test_attention_that_cannot_be_replaced_is_refused():
+    with pytest.raises(KvcliError, match="attention interface"):
+        geometry_of(transformers.BloomConfig(n_layer=1, hidden_size=32, n_head=2, vocab_size=VOCAB), torch.float32)
+
+
+def test_attention_with_a_mask_of_its_own_is_refused():
+    config = transformers.DogeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(KvcliError, match="hands a mask of its own to attention"):
+        geometry_of(config, torch.float32)
+
+
+def test_attention_with_unknown_arguments_is_refused(monkeypatch):
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: forward(self, *args, tilt=3, **kwargs))
+    monkeypatch.setattr("kvcli.models.geometry._is_attention", lambda module: isinstance(module, attention))
+    with pytest.raises(KvcliError, match="hands tilt to attention"):
+        geometry_of(FAMILIES["llama"](), torch.float32)
+
+
+def test_impossible_sizes_are_a_usage_error():
+    config = FAMILIES["llama"]()
+    config.num_key_value_heads = 0
+    with pytest.raises(KvcliError, match="llama") as caught:
+        geometry_of(config, torch.float32)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_modules_are_in_the_order_of_the_layers(family):
+    assert [module.layer_idx for module in attention_modules(tiny_model(family))] == list(range(LAYERS))
+
+
+@pytest.mark.parametrize("shape", shape_names())
+def test_shipped_shapes_have_the_published_size(shape):
+    config = read_config(ModelSpec(shape, load_format="dummy"))
+    geometry = geometry_of(config, torch.bfloat16)
+    if shape in MADE_UP:
+        assert geometry.weight_bytes < 2**27
+    else:
+        assert geometry.weight_bytes == 2 * PARAMETERS[shape]
+    assert {layer.head_dim for layer in geometry.layers} == {MADE_UP.get(shape, 128)}

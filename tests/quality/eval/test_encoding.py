@@ -1,0 +1,77 @@
+"""Examples in tokens: template, prefix, middle truncation, and texts that are fed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import CHAT_TEMPLATE, tiny_tokenizer
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.prompts import Template
+from kvcli.quality.eval.encoding import Teacher, encode_example
+from kvcli.quality.eval.example import Example
+
+TEXT = " ".join(f"word{number}" for number in range(80))
+EXAMPLE = Example(f"{TEXT}\n\nWho?", "Who?", ("x",), "recall", 9)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def spelled(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_chat_template_comes_around_the_prompt_unless_the_benchmark_leaves_it_out(tokenizer):
+    assert "<user>" in CHAT_TEMPLATE.replace("{{ message['role'] }}", "user")
+    chat = encode_example(EXAMPLE, Template(), tokenizer, None, None)
+    assert spelled(tokenizer, chat.ids) == f"<user>{EXAMPLE.prompt}\n<assistant>"
+    assert (chat.cut, chat.fed, chat.max_tokens) == (0, [], 9)
+    assert spelled(tokenizer, chat.question) == "Who?"
+    raw = encode_example(replace(EXAMPLE, raw=True), Template(), tokenizer, 5, None)
+    assert spelled(tokenizer, raw.ids) == EXAMPLE.prompt
+    assert raw.max_tokens == 5
+
+
+def test_an_answer_prefix_stands_behind_the_template(tokenizer):
+    encoded = encode_example(replace(EXAMPLE, answer_prefix=" It is"), Template(), tokenizer, None, None)
+    assert spelled(tokenizer, encoded.ids).endswith("<assistant> It is")
+
+
+@pytest.mark.parametrize("max_length", [60, 101, 256])
+def test_a_long_prompt_loses_its_middle_and_keeps_both_ends(tokenizer, max_length):
+    encoded = encode_example(EXAMPLE, Template(), tokenizer, None, max_length)
+    text = spelled(tokenizer, encoded.ids)
+    assert max_length - 4 <= len(encoded.ids) + 9 <= max_length
+    assert text.startswith("<user>word0 word1")
+    assert text.endswith("\n\nWho?\n<assistant>")
+    assert "word40" not in text
+    whole = encode_example(EXAMPLE, Template(), tokenizer, None, None)
+    assert encoded.cut == pytest.approx(len(whole.ids) - len(encoded.ids), abs=3)
+
+
+def test_what_fits_is_left_alone(tokenizer):
+    whole = encode_example(EXAMPLE, Template(), tokenizer, None, None)
+    assert encode_example(EXAMPLE, Template(), tokenizer, None, len(whole.ids) + 9) == whole
+
+
+def test_an_answer_that_leaves_no_room_is_a_usage_error(tokenizer):
+    with pytest.raises(KvcliError, match="an answer of 500 tokens leaves no room") as raised:
+        encode_example(EXAMPLE, Template(), tokenizer, 500, 400)
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_a_continuation_is_fed_whole(tokenizer):
+    encoded = encode_example(replace(EXAMPLE, continuation=" It was Amber."), Template(), tokenizer, 3, None)
+    assert spelled(tokenizer, encoded.fed) == " It was Amber."
+    assert encoded.max_tokens == len(encoded.fed)
+
+
+def test_the_teacher_says_its_tokens_and_adds_their_likelihoods():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, -1.0]])
+    teacher = Teacher([2, 1])
+    assert [teacher(row) for row in logits] == [2, 1]
+    wanted = -logits.double().log_softmax(-1)
+    assert teacher.nll == pytest.approx(float(wanted[0, 2] + wanted[1, 1]), rel=1e-6)

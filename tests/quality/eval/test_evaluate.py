@@ -1,0 +1,180 @@
+"""A whole evaluation on a tiny model in memory: what it asks, what it counts, and what it refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+from families import tiny_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvcli.capacity import memory
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.variants import variants
+from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.quality.eval import suite
+from kvcli.quality.eval.evaluate import EvaluationPlan, evaluate
+from kvcli.quality.eval.runner import Evaluation
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.observer import Observer
+
+SMALL = {"sink": "16", "window": "16", "page_size": "16"}
+TEXT = " ".join(f"the dog {number} sleeps under the old tree while the fox {number * 7} runs." for number in range(60))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "dogs.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def plan(folder, tasks, methods=("full", "quest"), budgets=(80,), **options):
+    return EvaluationPlan(ModelSpec(str(folder)), variants(methods, [], budgets, SMALL), tasks, **options)
+
+
+def test_perplexity_of_a_text_is_that_of_the_model(folder, document):
+    table = evaluate(plan(folder, [f"ppl:{document}"], lengths=[150], limit=2, max_tokens=40), Observer())
+    full, quest = table.results
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double()
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    nll = 0.0
+    for begin in (0, 190):
+        text = tokenizer.decode(ids[begin : begin + 150])
+        read, fed = tokenizer(text)["input_ids"], ids[begin + 150 : begin + 190]
+        with torch.no_grad():
+            logits = model(torch.tensor([read + fed])).logits[0, len(read) - 1 : -1].log_softmax(-1)
+        nll -= float(logits[torch.arange(40), torch.tensor(fed)].sum())
+    assert full.score.value == pytest.approx(math.exp(nll / 80), rel=1e-3)
+    assert full.score.examples == 2
+    assert full.cost.steps == 2 * 39
+    assert quest.score.value != pytest.approx(full.score.value, rel=1e-5)
+    assert quest.cost.attended <= 80
+
+
+def test_prompts_that_fill_the_model_leave_room_for_the_answer_and_are_not_cut(folder, document, tmp_path):
+    """To cut them would take out of the middle what stands there, the needle perhaps."""
+    lines = tmp_path / "p.jsonl"
+    tasks = ["needle_grid", "niah_single", "ppl", f"ppl:{document}"]
+    most = 700
+    evaluate(
+        plan(folder, tasks, ["quest"], (80,), lengths=[most], max_length=most, depths=3, limit=1, predictions=lines),
+        Observer(),
+    )
+    rows = [json.loads(line) for line in lines.read_text().splitlines()[1:]]
+    assert len(rows) == 3 + 1 + 1 + 1
+    for row in rows:
+        assert row["cut_tokens"] == 0
+        assert row["length"] == most
+        assert most - 150 - 200 < row["prompt_tokens"] <= most - 70
+
+
+def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
+    rows = [{"context": TEXT[:500], "question": f"Which {n}?", "answer": "x"} for n in range(3)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    tasks = ["niah_single", "needle_grid", "ppl", str(file)]
+    asked = plan(folder, tasks, lengths=[900], limit=2, depths=2, max_tokens=3)
+    table = evaluate(asked, Observer())
+    figures = {(result.task, result.depth, result.variant): result for result in table.results}
+    places = [("niah_single", None), ("needle_grid", 0.0), ("needle_grid", 1.0), ("ppl", None), ("mine", None)]
+    assert set(figures) == {(*place, label) for place in places for label in ("full", "quest 80")}
+    assert all(result.score.examples == 2 for result in table.results)
+    assert figures["mine", None, "full"].length is None
+    assert figures["mine", None, "full"].metric == "qa_f1"
+    assert table.complete
+
+
+def test_variants_read_apart_answer_as_those_read_together(folder, monkeypatch):
+    asked = plan(folder, ["niah_single"], methods=["full", "quest", "freekv"], lengths=[700], limit=1, max_tokens=6)
+    together = evaluate(asked, Observer())
+    monkeypatch.setattr("kvcli.quality.eval.runner._SHARE", 0.0)
+    apart = evaluate(asked, Observer())
+    for one, other in zip(together.results, apart.results, strict=True):
+        assert (one.variant, one.score, one.cost.attended) == (other.variant, other.score, other.cost.attended)
+
+
+def test_samples_differ_and_come_again_with_the_seed(folder, tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        file = tmp_path / name
+        sampling = Sampling(temperature=1.0, num_samples=3, seed=5)
+        options = {"lengths": [500], "limit": 1, "max_tokens": 8, "sampling": sampling, "predictions": file}
+        table = evaluate(plan(folder, ["niah_single"], **options), Observer())
+        texts.append([json.loads(line)["text"] for line in file.read_text().splitlines()[1:]])
+        assert set(table.results[0].pass_at) == {1, 2, 3}
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 6
+    assert len(set(texts[0][:3])) > 1
+
+
+def test_ctrl_c_leaves_what_was_answered(folder, tmp_path, monkeypatch):
+    ask, file = Evaluation._ask, tmp_path / "p.jsonl"
+
+    def interrupted(self, cell, index, missing):
+        if index == 1:
+            raise KeyboardInterrupt
+        ask(self, cell, index, missing)
+
+    options = {"lengths": [500], "limit": 2, "max_tokens": 4, "predictions": file}
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "_ask", interrupted)
+        table = evaluate(plan(folder, ["niah_single"], **options), Observer())
+    assert not table.complete
+    assert [result.score.examples for result in table.results] == [1, 1]
+    whole = evaluate(plan(folder, ["niah_single"], **options), Observer())
+    assert whole.complete
+    assert [result.score.examples for result in whole.results] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "said"),
+    [
+        (["niah_sinlge"], {}, "niah_sinlge"),
+        (["none.jsonl"], {}, "no such file"),
+        (["ppl:none.txt"], {}, "no such file"),
+        (["vt", "vt"], {}, "'vt' is there twice"),
+        (["vt"], {"lengths": [8192]}, "8,192 tokens is beyond the 4,096 positions"),
+        (["vt"], {"lengths": [20]}, "20 tokens|too short"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_usage_error(folder, tasks, options, said):
+    with pytest.raises(KvcliError, match=said) as raised:
+        evaluate(plan(folder, tasks, limit=1, **options), Observer())
+    assert raised.value.exit_code == ExitCode.USAGE
+    assert raised.value.hint
+
+
+def test_a_text_too_short_for_one_stretch_is_refused(folder, document):
+    with pytest.raises(KvcliError, match="fewer than 3,900 to read"):
+        evaluate(plan(folder, [f"ppl:{document}"], lengths=[3900]), Observer())
+
+
+def test_a_profile_calibrated_for_another_model_is_refused(folder, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('method = "quest"\n[provenance]\nmodel = "other"\nmodel_hash = "123456789abc"\n')
+    asked = EvaluationPlan(ModelSpec(str(folder)), variants([], [str(file)], [], {}), ["vt"])
+    with pytest.raises(KvcliError, match="calibrated for other") as raised:
+        evaluate(asked, Observer())
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_a_variant_that_memory_does_not_hold_is_refused_before_the_weights_are_read(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 20})
+    monkeypatch.setattr(type(open_checkpoint(ModelSpec(str(folder)))), "load", lambda _: pytest.fail("loaded"))
+    with pytest.raises(KvcliError, match="are free") as raised:
+        evaluate(plan(folder, ["vt"], lengths=[3000]), Observer())
+    assert raised.value.exit_code == ExitCode.WILL_NOT_FIT
+
+
+def test_the_same_file_has_the_same_digest_and_another_one_has_not(tmp_path):
+    for name, text in (("a.jsonl", "1"), ("b.jsonl", "1"), ("c.jsonl", "2")):
+        (tmp_path / name).write_text(text)
+    first, second, third = suite.digests([str(tmp_path / f"{name}.jsonl") for name in "abc"]).values()
+    assert first == second != third
+    assert suite.digests(["vt", "ppl", "needle_grid"]) == {}

@@ -1,0 +1,153 @@
+"""Benchmark files: recognised by their fields, with the benchmark's prompt, references and lengths; bad lines named."""
+
+import json
+
+import pytest
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.eval.formats import read_examples
+
+LONGBENCH = {"context": "Text {with} braces.", "input": "Who?", "answers": ["A", "B"], "all_classes": None}
+V2 = {
+    "_id": "1",
+    "context": " Long. ",
+    "question": "Which?",
+    "choice_A": "a",
+    "choice_B": "b",
+    "choice_C": "c",
+    "choice_D": "d",
+    "answer": "C",
+}
+INFINITE = {"id": 0, "context": "Hay.", "input": "What is it?", "answer": ["71"], "options": ""}
+
+
+def read(folder, name, *rows):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
+    return read_examples(path)
+
+
+def one(folder, name, row):
+    ((task, (example,)),) = read(folder, name, row).items()
+    return task, example
+
+
+def test_ruler(tmp_path):
+    row = {"index": 0, "input": "Hay. What?", "outputs": ["1", "2"], "length": 9, "answer_prefix": " It is"}
+    task, example = one(tmp_path, "vt/validation.jsonl", row)
+    assert (task, example.metric, example.max_tokens) == ("vt", "recall", 30)
+    assert (example.prompt, example.references, example.answer_prefix) == ("Hay. What?", ("1", "2"), " It is")
+    assert one(tmp_path, "niah_multikey_2.jsonl", row)[1].max_tokens == 128
+    assert one(tmp_path, "qa_1.jsonl", row)[1].metric == "contains"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "metric", "tokens", "raw", "first_line"),
+    [
+        ("hotpotqa", "qa_f1", 32, False, False),
+        ("hotpotqa_e", "qa_f1", 32, False, False),
+        ("qasper", "qa_f1", 128, False, False),
+        ("multifieldqa_zh", "qa_f1_zh", 64, False, False),
+        ("dureader", "rouge_l_zh", 128, False, False),
+        ("gov_report", "rouge_l", 512, False, False),
+        ("trec", "classification", 64, True, True),
+        ("triviaqa", "qa_f1", 32, True, True),
+        ("samsum", "rouge_l", 128, True, True),
+        ("passage_count", "count", 32, False, False),
+        ("passage_retrieval_zh", "retrieval", 32, False, False),
+        ("repobench-p", "code_similarity", 64, True, False),
+    ],
+)
+def test_longbench(tmp_path, dataset, metric, tokens, raw, first_line):
+    task, example = one(tmp_path, "any.jsonl", LONGBENCH | {"dataset": dataset})
+    assert (task, example.metric, example.max_tokens) == (dataset, metric, tokens)
+    assert (example.raw, example.first_line) == (raw, first_line)
+    assert "Text {with} braces." in example.prompt
+    assert example.references == ("A", "B")
+
+
+def test_longbench_prompt_puts_the_question_behind_the_text(tmp_path):
+    _, example = one(tmp_path, "any.jsonl", LONGBENCH | {"dataset": "multifieldqa_en"})
+    assert example.prompt.startswith(
+        "Read the following text and answer briefly.\n\nText {with} braces.\n\nNow, answer"
+    )
+    assert example.prompt.endswith("\n\nQuestion: Who?\nAnswer:")
+    assert example.question.startswith("Now, answer")
+    assert example.question.endswith("Question: Who?\nAnswer:")
+
+
+def test_a_file_of_several_datasets_is_several_tasks(tmp_path):
+    rows = [LONGBENCH | {"dataset": name} for name in ("musique", "trec", "musique")]
+    found = read(tmp_path, "all.jsonl", *rows)
+    assert {task: len(examples) for task, examples in found.items()} == {"musique": 2, "trec": 1}
+
+
+def test_longbench_v2(tmp_path):
+    task, example = one(tmp_path, "data.jsonl", V2)
+    assert (task, example.metric, example.references) == ("longbench_v2", "choice_in_sentence", ("C",))
+    assert "<text>\nLong.\n</text>" in example.prompt
+    assert "question: Which?\nChoices:\n(A) a\n(B) b\n(C) c\n(D) d\n" in example.prompt
+
+
+def test_infinitebench(tmp_path):
+    task, example = one(tmp_path, "passkey.jsonl", INFINITE)
+    assert (task, example.metric, example.max_tokens, example.raw) == ("passkey", "first_integer", 6, True)
+    assert example.prompt.endswith("Hay.\n\nWhat is it?\n\nThe pass key is")
+    run = INFINITE | {"input": "Give func_12(-3) please", "answer": [-7]}
+    _, example = one(tmp_path, "code_run.jsonl", run)
+    assert example.references == ("-7",)
+    assert "called func_12 in" in example.prompt
+    assert example.prompt.endswith("The value of func_12(-3) is")
+    chosen = INFINITE | {"answer": ["w"], "options": ["u", "v", "w", "x"]}
+    _, example = one(tmp_path, "longbook_choice_eng.jsonl", chosen)
+    assert example.references == ("w", "C")
+    assert "A. u\nB. v\nC. w\nD. x" in example.prompt
+    found = INFINITE | {"input": "The largest number of the list is:", "answer": [58]}
+    assert one(tmp_path, "math_find.jsonl", found)[1].prompt.startswith("What is the largest number in the following")
+    assert one(tmp_path, "math_calc.jsonl", INFINITE | {"answer": [[1, 4]]})[1].references == ("1", "4")
+
+
+def test_any_other_file_with_context_question_and_answer(tmp_path):
+    row = {"context": "Text.", "question": "Who?", "answer": "Amber"}
+    task, example = one(tmp_path, "mine.jsonl", row)
+    assert (task, example.prompt, example.question) == ("mine", "Text.\n\nWho?", "Who?")
+    assert (example.metric, example.references) == ("qa_f1", ("Amber",))
+    assert one(tmp_path, "mine.jsonl", row | {"metric": "contains", "answer": ["a", 5]})[1].references == ("a", "5")
+
+
+GOOD = '{"context": "c", "question": "q", "answer": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([GOOD, "", '{"context": '], "line 3: bad JSON"),
+        ([GOOD, "[1]"], "line 2: a list, not an object"),
+        (['{"context": "c", "question": "q"}'], "line 1: no field 'answer'"),
+        (['{"context": "c", "question": "q", "answer": []}'], "line 1: answer holds no answers"),
+        (['{"context": 5, "question": "q", "answer": "a"}'], "line 1: context is no text"),
+        (['{"context": " ", "question": "q", "answer": "a"}'], "line 1: context is empty"),
+        (['{"context": "c", "question": "q", "answer": "a", "metric": "qa_f2"}'], "did you mean 'qa_f1'"),
+        (["", "\n"], "holds no examples"),
+        ([json.dumps(V2 | {"answer": "E"})], "line 1: answer 'E'"),
+        ([json.dumps(LONGBENCH | {"dataset": "hotpotqq"})], "longbench has no task 'hotpotqq'"),
+        ([json.dumps(INFINITE)], "infinitebench has no task 'bad'"),
+    ],
+)
+def test_bad_files_are_usage_errors_that_name_the_line(tmp_path, lines, said):
+    with pytest.raises(KvcliError, match=said) as raised:
+        read(tmp_path, "bad.jsonl", *lines)
+    assert raised.value.exit_code == ExitCode.USAGE
+    assert raised.value.hint
+
+
+def test_what_is_no_text_file_is_a_usage_error(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\xff\xfe\x00")
+    for path, said in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "no", "no such file"),
+        (tmp_path / "x.jsonl", "UTF-8"),
+    ):
+        with pytest.raises(KvcliError, match=said):
+            read_examples(path)

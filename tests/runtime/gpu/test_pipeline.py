@@ -1,0 +1,168 @@
+"""Steps over slots against the blocking pipeline: the same texts, the same counts, whatever the streams do."""
+
+import pytest
+import torch
+from engine import SPARE, new_method, run
+from families import VOCAB, tiny_model
+from streams import Late
+
+from kvcli.kernels import _triton
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.gpu.streams import SerialStreams
+
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
+# One has outgrown its budget, one does while it decodes, one never does.
+LENGTHS = (91, 33, 7)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def outcome(sequences):
+    """All that is told of a run, but its times."""
+    reports = [sequence.report() for sequence in sequences]
+    return [
+        (r.token_ids, r.finish_reason, r.correction, r.cache, [(s.step, s.misses, s.bytes_to_host) for s in r.steps])
+        for r in reports
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3", "phi3"])
+@pytest.mark.parametrize("method", ["full", "streaming", "freekv"])
+def test_every_family_and_method(family, method):
+    model = tiny_model(family)
+    settings = {"full": {}, "streaming": {"budget": 24}, "freekv": SMALL}[method]
+    steps = (model, method, settings, prompts(), 34)
+    assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tau": 0.0},
+        {"tau": 1.0},
+        {"tau": 0.5, "correction_pooling": "max"},
+        {"host_layout": "nhd"},
+        {"recall": "copy"},
+        {"recall": "copy", "double_buffer": False, "host_layout": "nhd"},
+        {"pooling": "max_qk", "score_scale": False},
+        {"window": 24, "dense_layers": 0},
+    ],
+    ids=str,
+)
+def test_every_setting(changed):
+    steps = (tiny_model("llama"), "freekv", SMALL | changed, prompts(), 34)
+    assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
+def test_late_lanes_change_nothing(seed, tau):
+    steps = (tiny_model("llama"), "freekv", SMALL | {"tau": tau}, prompts(), 20)
+    streams = Late(seed, eagerness=(0.0, 0.2, 0.5, 0.8)[seed])
+    assert outcome(run(*steps, streams=streams)) == outcome(run(*steps))
+    assert streams.late > 0
+
+
+def test_lanes_that_heed_nothing_are_found_out():
+    steps = (tiny_model("llama"), "freekv", SMALL | {"tau": 0.5}, prompts(), 20)
+    expected = outcome(run(*steps))
+    assert any(outcome(run(*steps, streams=Late(seed, 0.5, heedless=True))) != expected for seed in range(6))
+
+
+def test_a_sequence_that_ends_takes_part_no_more():
+    model = tiny_model("llama")
+    free = [sequence.token_ids for sequence in run(model, "freekv", SMALL, prompts(), 20)]
+    stop = next(token for token in free[0][2:] if token not in free[1] + free[2])
+    steps = (model, "freekv", SMALL, prompts(), 20)
+    overlapped = run(*steps, eos=(stop,), streams=SerialStreams())
+    assert outcome(overlapped) == outcome(run(*steps, eos=(stop,)))
+    assert [sequence.finish_reason for sequence in overlapped] == ["eos", "length", "length"]
+
+
+def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
+    """As they are where a step is captured."""
+    steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 20)
+    expected = outcome(run(*steps))
+    tried = []
+    original = SlotStepper._feed
+
+    def feed(self):  # the last thing that is done before the first step
+        if not tried:
+            self.pipeline.lengths.zero_()
+            self.pipeline.running.zero_()
+            for _ in range(3):
+                self._run()
+                tried.append(self.pipeline.lengths.tolist())
+            self.pipeline.start()
+        original(self)
+
+    monkeypatch.setattr(SlotStepper, "_feed", feed)
+    assert outcome(run(*steps, streams=SerialStreams())) == expected
+    assert tried == [[0, 0, 0]] * 3
+
+
+def test_more_steps_than_the_log_holds(monkeypatch):
+    monkeypatch.setattr("kvcli.runtime.gpu.log.STEPS", 8)
+    monkeypatch.setattr("kvcli.runtime.gpu.pipeline.STEPS", 8)
+    steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 27)
+    assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
+
+
+def test_the_caller_has_its_tensors_back():
+    """Queries, keys and values are the caller's again when a layer returns, whatever is still to be done in a stream."""
+    h, hk, d, length, steps = 6, 2, 16, 60, 12
+    softmax = Softmax(d**-0.5)
+    layers = [LayerGeometry(index, h, hk, d, None, True) for index in range(3)]
+    outs = []
+    for streams in (SerialStreams(), Late(1, eagerness=0.1)):
+        generator = torch.Generator().manual_seed(5)
+        method = new_method("freekv", SMALL | {"tau": 0.3, "dense_layers": 0}, layers, length + steps + SPARE)
+        for layer in range(3):
+            k, v = torch.randn(2, hk, length, d, generator=generator)
+            method.prefill(layer, k, v, k[:, :0], softmax)
+        pipeline = SlotPipeline([method], [length], streams)
+        pipeline.start()
+        out = []
+        for _ in range(steps):
+            pipeline.advance()
+            for layer in range(3):
+                q, k, v = (torch.randn(1, heads, 1, d, generator=generator) for heads in (h, hk, hk))
+                out.append(pipeline(layer, q, k, v, softmax).clone())
+                for x in (q, k, v):
+                    x.fill_(float("nan"))
+            pipeline.settle()
+            pipeline.stepped()
+        outs.append(torch.stack(out))
+    assert torch.equal(*outs)
+    assert torch.isfinite(outs[0]).all()
+
+
+def test_what_has_no_slots_is_refused():
+    layers = [LayerGeometry(0, 4, 2, 8, None, True)]
+    with pytest.raises(ValueError, match="cannot be served"):
+        SlotPipeline([new_method("quest", {"budget": 96, "page_size": 8}, layers, 50)], [5], SerialStreams())
+
+
+def test_kernels_do_what_their_references_do(monkeypatch):
+    """The same steps by the Triton kernels, under their interpreter."""
+    model = tiny_model("llama")
+    steps = (model, "freekv", SMALL | {"tau": 0.5}, [prompts()[0][:58]], 6)
+    expected = run(*steps, streams=SerialStreams())
+    decoding = []
+    original = SlotPipeline.start
+
+    def start(self):
+        decoding.append(monkeypatch.setattr(_triton, "on_cpu", True))  # from here on: the prompt was read before
+        original(self)
+
+    monkeypatch.setattr(SlotPipeline, "start", start)
+    by_kernels = run(*steps, streams=SerialStreams())
+    assert decoding
+    assert outcome(by_kernels) == outcome(expected)
+    assert by_kernels[0].report().correction.heads_corrected > 0

@@ -1,0 +1,76 @@
+import pytest
+import torch
+from families import FAMILIES, VOCAB, tiny_model
+
+from kvcli.models.geometry import attention_modules
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.decode import BlockingPipeline
+
+
+def logits(model):
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detached_model_is_as_it_was(family):
+    model = tiny_model(family)
+    before, implementation = logits(model), model.config._attn_implementation
+    with attached(model):
+        assert model.config._attn_implementation == "kvcli"
+    assert model.config._attn_implementation == implementation
+    assert not any(hasattr(module, "kvcli_hook") for module in model.modules())
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_handler_sees_every_layer_in_order_unrepeated_and_unmasked(family):
+    model = tiny_model(family)
+    seen = []
+
+    def handler(layer, q, k, v, softmax):
+        seen.append(layer)
+        assert k.shape == v.shape
+        assert q.shape[1] % k.shape[1] == 0
+        assert k.shape[1] < q.shape[1]
+        assert softmax.scale > 0
+        return q.transpose(1, 2)
+
+    with attached(model) as hook, torch.inference_mode():
+        hook.handler = handler
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert seen == list(range(len(attention_modules(model))))
+
+
+def test_two_models_are_attached_apart():
+    first, second = tiny_model("llama"), tiny_model("qwen3")
+    calls = []
+    with attached(first) as one, attached(second) as two, torch.inference_mode():
+        one.handler = lambda layer, q, k, v, softmax: calls.append("first") or q.transpose(1, 2)
+        two.handler = lambda layer, q, k, v, softmax: calls.append("second") or q.transpose(1, 2)
+        first(input_ids=torch.tensor([[5]]), use_cache=False)
+        second(input_ids=torch.tensor([[5]]), use_cache=False)
+    assert calls == ["first"] * 4 + ["second"] * 4
+
+
+def test_an_exception_detaches():
+    model = tiny_model("llama")
+    with pytest.raises(RuntimeError, match="half way"), attached(model):
+        raise RuntimeError("half way")
+    assert model.config._attn_implementation != "kvcli"
+
+
+def test_blocking_pipeline_keeps_rows_apart():
+    class Echo:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def attend(self, layer, q, k, v, softmax):
+            assert (q.shape, k.shape, v.shape) == ((4, 8), (2, 8), (2, 8))
+            return q * self.factor
+
+    q, k = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 1, 8)
+    out = BlockingPipeline([Echo(1), Echo(2), Echo(3)])(0, q, k, k, None)
+    assert out.shape == (3, 1, 4, 8)
+    assert torch.equal(out[2, 0], q[2, :, 0] * 3)

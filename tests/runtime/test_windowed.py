@@ -1,0 +1,87 @@
+import pytest
+import torch
+from engine import new_method
+from families import FAMILIES, LAYERS, VOCAB, tiny_model
+
+from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.models.geometry import geometry_of
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.windowed import read_prompt, windowed_prefill
+
+
+def prompt(length):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def ample(model, window, capacity=120, **more):
+    """A method that attends to everything, in windows."""
+    settings = {"budget": 4096, "window": 2048, "prefill_window": window}
+    return new_method("infllm", settings, geometry_of(model.config, model.dtype).layers, capacity, **more)
+
+
+def read(model, ids, window, advance=lambda _: None):
+    layers, method = geometry_of(model.config, model.dtype).layers, ample(model, window)
+    with attached(model) as hook:
+        return read_prompt(model, hook, ids, [method], layers, advance)[0], method
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 51, 1000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_window_gives_what_transformers_gives(family, window):
+    model, ids = tiny_model(family), prompt(51)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    logits, method = read(model, ids, window)
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    assert {cache.length for cache in method.caches} == {51}
+
+
+def test_progress_counts_tokens_of_each_layer():
+    done = []
+    read(tiny_model("llama"), prompt(51), 20, done.append)
+    assert done == [20] * LAYERS + [20] * LAYERS + [11] * LAYERS
+
+
+def test_methods_without_windows_are_read_exactly_and_together():
+    model, ids = tiny_model("llama"), prompt(30)
+    layers = geometry_of(model.config, model.dtype).layers
+    methods = [new_method("full", {}, layers, 30), ample(model, 8), new_method("refreekv", {}, layers, 30)]
+    with attached(model) as hook:
+        logits = read_prompt(model, hook, ids, methods, layers, lambda _: None)
+    assert logits[0] is logits[2], "methods with exact prefill share one reading"
+    assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    assert {cache.length for method in methods for cache in method.caches} == {30}
+
+
+@pytest.mark.parametrize(("asked", "length", "shown"), [(3, 40, 3), (30, 40, 16), (5, 4, 3), (5, 1, 0), (0, 40, 0)])
+def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(asked, length, shown):
+    model, ids, asked = tiny_model("llama"), prompt(length), prompt(60)[:asked]
+    layers, seen = geometry_of(model.config, model.dtype).layers, {}
+    method = ample(model, 16)
+    plain = read(model, ids, 16)[0]
+
+    class Curious(type(method)):
+        preview = asked
+
+        def take_preview(self, layer, q):
+            assert self.caches[layer].length == 0
+            seen[layer] = q
+
+    method.__class__ = Curious
+    with attached(model) as hook:
+        logits = windowed_prefill(model, hook, ids, method, layers, lambda _: None, 16)
+    assert torch.equal(logits, plain)
+    assert set(seen) == (set(range(LAYERS)) if shown else set())
+    if not shown:
+        return
+    queries = []
+
+    def attend(layer, q, k, v, softmax):
+        queries.append(q)
+        return prefill_attention(q[0], k[0], v[0], softmax).transpose(0, 1)[None]
+
+    with attached(model) as hook, torch.inference_mode():
+        hook.handler = attend
+        model(input_ids=torch.tensor([[ids[0], *asked[-shown:]]]), use_cache=False)
+    for layer in range(LAYERS):
+        assert torch.allclose(seen[layer], queries[layer][0, :, 1:], atol=1e-5)

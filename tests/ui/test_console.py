@@ -1,0 +1,210 @@
+import io
+from dataclasses import replace
+
+import pytest
+from reports import dense_sequence, report_of, retrieving_sequence
+from rich.console import Console
+
+from kvcli.errors import KvcliError
+from kvcli.telemetry.report import Sequence
+from kvcli.ui import console as shown
+from kvcli.ui.summary import duration, per_second, rate, timeline_rows
+
+
+def screen(width=80, terminal=False, **options):
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, **options)
+
+
+def lines(console):
+    return console.file.getvalue().splitlines()
+
+
+def statistics(*sequences, width=80, verbose=False, method="freekv"):
+    console = screen(width)
+    report = report_of(*sequences, method=method)
+    shown.print_statistics(report, [sequence.source for sequence in sequences], verbose, console)
+    return lines(console)
+
+
+def timeline(*sequences, width=80):
+    console = screen(width)
+    shown.print_timeline(report_of(*sequences), [sequence.source for sequence in sequences], console)
+    return lines(console)
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (None, "-"),
+        (0.8123, "812 us"),
+        (4, "4.00 ms"),
+        (23.06, "23.1 ms"),
+        (999.7, "1.00 s"),
+        (1240, "1.24 s"),
+        (200e3, "3 min 20 s"),
+    ],
+)
+def test_durations(ms, text):
+    assert duration(ms) == text
+
+
+def test_a_rate_comes_with_its_denominator():
+    assert rate(12, 340) == "12 / 340 (3.5 %)"
+    assert rate(0, 0) == "0 / 0"
+    assert per_second(100, 50.0) == "2,000 tokens/s"
+    assert per_second(100, 0.0) == "-"
+
+
+def test_statistics_of_a_sequence_that_retrieved():
+    text = "\n".join(statistics(retrieving_sequence()))
+    assert "KV heads 12 / 340 (3.5 %)" in text
+    assert "layer-steps 9 / 170 (5.3 %)" in text
+    assert "10,201 / 11,000 (92.7 %)" in text
+    assert "12.0 MiB · 1.33 MiB a step" in text
+    assert "prefill 2.96 MiB · decode 36.0 KiB · 4.00 KiB a step" in text
+    assert "3,155 tokens/s" in text
+    assert "p50 24.0 ms" in text
+    assert "p99 27.9 ms" in text
+    assert "12.0 MiB on the host" in text
+
+
+def test_statistics_leave_out_what_does_not_apply():
+    text = "\n".join(statistics(dense_sequence(), method="full"))
+    assert not any(word in text for word in ("corrected", "hits", "to device", "budget", "selection"))
+
+
+def test_statistics_say_when_the_context_fits_into_the_budget():
+    assert any("fits into the budget of 256 tokens" in line for line in statistics(dense_sequence()))
+
+
+def test_statistics_show_what_only_the_method_knows():
+    sequence = replace(dense_sequence(), method={"realised_budget": 0.123456, "kept_by_layer": [1, 2]})
+    rows = statistics(sequence)
+    assert "realised budget  0.1235" in "\n".join(rows)
+    assert not any("kept" in row for row in rows)
+
+
+def test_a_single_token_has_no_decode_row():
+    assert not any(line.startswith("decode") for line in statistics(dense_sequence(steps=0)))
+
+
+def test_verbose_statistics_add_settings_versions_and_layers():
+    text = "\n".join(statistics(retrieving_sequence(), verbose=True))
+    assert "tau=0.9" in text
+    assert "0123456789ab" in text
+    assert "kvcli 0.1.0" in text
+    assert "layer" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_several_sequences_have_a_row_each_within_the_width(width):
+    failed = Sequence("bad.txt", 0, "", [], "error", 0, 0, error="no such file")
+    long_name = retrieving_sequence("a/very/long/path/to/some/book/chapter-one.txt")
+    rows = statistics(retrieving_sequence("short.txt"), long_name, failed, dense_sequence("dense.txt"), width=width)
+    assert max(map(len, rows)) <= width
+    text = "\n".join(rows)
+    assert "chapter-one.txt" in text or width == 80
+    assert any("bad.txt" in row and "error" in row for row in rows)
+    assert "24 / 680 (3.5 %)" in text
+    assert sum("dense.txt" in row for row in rows) == 1
+
+
+def test_a_short_timeline_has_a_line_a_step():
+    rows = timeline(retrieving_sequence(steps=9))
+    assert len(rows) == 2 + 9
+    assert "2 / 6" in rows[4]
+    assert "4 / 40" in rows[4]
+    assert "16.0 KiB" in rows[4]
+    bars = [row.count("█") for row in rows[2:]]
+    assert bars == sorted(bars)
+    assert bars[-1] > bars[0] > 0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_long_timeline_stays_short_and_within_the_width(width, sequences):
+    rows = timeline(*[retrieving_sequence(steps=1000)] * sequences, width=width)
+    assert len(rows) <= 42
+    assert max(map(len, rows)) <= width
+    assert "…" not in "".join(rows)
+
+
+def test_ranges_of_a_timeline_add_up():
+    steps = retrieving_sequence(steps=1000).steps
+    rows = timeline_rows(steps, 37)
+    assert len(rows) <= 37
+    assert (rows[0].first, rows[-1].last) == (0, 999)
+    assert sum(row.misses for row in rows) == sum(step.misses for step in steps)
+    assert sum(row.ms * (row.last - row.first + 1) for row in rows) == pytest.approx(sum(step.ms for step in steps))
+
+
+def test_a_timeline_without_retrieval_shows_time_alone():
+    rows = timeline(dense_sequence())
+    assert "corrected" not in rows[1]
+    assert "missed" not in rows[1]
+
+
+def test_a_timeline_without_steps_says_so():
+    assert any("no decode step" in row for row in timeline(dense_sequence(steps=0)))
+
+
+def test_bars_are_plain_where_the_encoding_is():
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80)
+    shown.print_timeline(report_of(retrieving_sequence()), ["x"], console)
+    console.file.flush()
+    assert b"####" in console.file.buffer.getvalue()
+
+
+def test_errors_are_two_plain_lines(capsys):
+    shown.print_error(KvcliError("a [bold]b[/bold]\nc :smile: \x1b[31md " + "x" * 200, "do this"))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "kvcli: error: a [bold]b[/bold] c :smile: \\x1b[31md " + "x" * 200 + "\nhint: do this\n"
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}])
+def test_colour_is_for_terminals_that_want_it(monkeypatch, environment):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    console = screen(terminal=True)
+    shown.print_timeline(report_of(retrieving_sequence()), ["x"], console)
+    assert ("\x1b[36m" in console.file.getvalue()) == (not environment)
+
+
+class Sink:
+    def __init__(self):
+        self.pieces = []
+
+    def text(self, sequence, piece):
+        self.pieces.append((sequence, piece))
+
+    def finished(self, sequence):
+        self.pieces.append((sequence, None))
+
+
+def watch(terminal, quiet=False, text_on_screen=True):
+    sink, console = Sink(), screen(terminal=terminal)
+    watcher = shown.RunConsole(sink, quiet, text_on_screen, console)
+    watcher.stage("prefill", 640)
+    watcher.advance(320)
+    watcher.notice("mind the gap")
+    watcher.stage_done()
+    watcher.text(0, "word")
+    watcher.step(1, 5)
+    watcher.finished(0)
+    watcher.stage_done()
+    assert sink.pieces == [(0, "word"), (0, None)]
+    return console.file.getvalue()
+
+
+def test_progress_is_for_terminals():
+    assert "prefill" in watch(terminal=True)
+    assert watch(terminal=False) == "kvcli: mind the gap\n"
+    assert watch(terminal=True, quiet=True) == ""
+
+
+def test_decode_shows_a_bar_only_where_no_text_grows():
+    assert "decode" in watch(terminal=True, text_on_screen=False)
+    assert "decode" not in watch(terminal=True, text_on_screen=True)
