@@ -127,7 +127,7 @@ def test_notes_say_what_the_kv_was():
 
 @pytest.fixture
 def shown(monkeypatch):
-    monkeypatch.setattr(pages.page, "_bundle", lambda: "")
+    monkeypatch.setattr(pages, "_bundle", lambda: "")
     spans = [Span("attention", "sequence 0", 1000, 3000, 0, {"layer": 1}), Span("step", "run", 0, 4000)]
 
     def show(*cases):

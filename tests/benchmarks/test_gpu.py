@@ -50,7 +50,7 @@ def test_rows_and_ends_of_processes():
     )
     assert found["good"] == [1, 2, Ended()]
     assert found["bad"][0] == 3
-    assert found["bad"][1].error.startswith("ValueError: two (tests/test_gpu_benchmark.py:")
+    assert found["bad"][1].error.startswith("ValueError: two (tests/benchmarks/test_gpu.py:")
     assert found["dead"] == [4, Ended("the process died with exit code 7")]
     assert found["elsewhere"] == [Ended("no such thing", not_here=True)]
     assert found["last"] == [5, Ended()]

@@ -115,7 +115,7 @@ def test_more_steps_than_the_log_holds(monkeypatch):
 
 
 def test_the_caller_has_its_tensors_back():
-    """Queries, keys and values are the caller's again when a layer returns, whatever is still to be done in a stream."""
+    """Queries, keys and values are the caller's again when a layer returns, whatever a stream still has to do."""
     h, hk, d, length, steps = 6, 2, 16, 60, 12
     softmax = Softmax(d**-0.5)
     layers = [LayerGeometry(index, h, hk, d, None, True) for index in range(3)]
