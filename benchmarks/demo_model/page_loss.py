@@ -3,7 +3,7 @@
 Page-wise retrieval ranks a page by an upper bound of its logits, taken from the channel-wise minimum and maximum of
 its keys (Tang et al., "Quest", arXiv 2406.10774). Small heads whose keys all look alike make that bound useless: 32
 random keys cover the whole range of every channel. The loss asks that the softmax over the pages' bounds agree with
-where the attention goes, so that tokens nobody will ask for learn to keep their keys out of the way.
+where the attention goes, so that tokens that are never asked for learn to keep their keys out of the way.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class Recorder:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
 
         AttentionInterface.register(_NAME, attend)
-        model.set_attn_implementation(_NAME)  # type: ignore[operator]
+        model.set_attn_implementation(_NAME)
 
 
 def page_loss(query: Tensor, key: Tensor, rows: Tensor) -> Tensor:

@@ -1,13 +1,17 @@
 """The page loss against its definition, written out query by query and page by page."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kvcli.quality.demo.init import demo_config
-from kvcli.quality.demo.pages import PAGE, SINK, WINDOW, Recorder, page_loss
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+
+from architecture import demo_config
+from page_loss import PAGE, SINK, WINDOW, Recorder, page_loss
 
 
 def reference(query, key, rows):

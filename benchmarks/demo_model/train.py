@@ -1,4 +1,4 @@
-"""Train the bundled demo model from scratch on the CPU: `python -m kvcli.quality.demo.train --out DIR`.
+"""Train the bundled demo model from scratch on the CPU: `python benchmarks/demo_model/train.py --out DIR`.
 
 Batches are either repeats over the whole vocabulary, half of them at first, or documents with many facts and many
 questions behind them; `STAGES` is the curriculum. A stage ends when the running share of right VALUE tokens passes its
@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from architecture import demo_config, initialise
+from batches import ANSWER, FILLER, VALUE, Batch, Writer, dense_batch, question_batch
+from page_loss import Recorder, page_loss
+from tokenizer import build_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
-
-from kvcli.quality.demo.batches import ANSWER, FILLER, VALUE, Batch, Writer, dense_batch, question_batch
-from kvcli.quality.demo.init import demo_config, initialise
-from kvcli.quality.demo.pages import Recorder, page_loss
-from kvcli.quality.demo.tokenizer import build_tokenizer
 
 _CODES = {"codes": 1.0}
 _MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}
@@ -92,7 +91,7 @@ def loss_and_hits(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss and the share of right predictions, by kind and by place of a token within its value.
 
-    The loss includes `page_weight` times that of `pages.page_loss`, over all layers but the first.
+    The loss includes `page_weight` times that of `page_loss.page_loss`, over all layers but the first.
     """
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state  # [b, s, width]
     kinds = batch.kinds[:, 1:].reshape(-1)
@@ -179,7 +178,7 @@ class Trainer:
         page_weight = 0.0 if kind == "dense" else stage.page_weight
         loss, hits = loss_and_hits(self.model, batch, self.rng, self._recorder, page_weight)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.progress = replace(self.progress, step=self.progress.step + 1, total=self.progress.total + 1)
@@ -232,7 +231,7 @@ class Trainer:
         """Write the checkpoint in Hugging Face format: weights, configuration and tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-        self.model.generation_config = GenerationConfig(**ids, do_sample=False)  # type: ignore[no-untyped-call]
+        self.model.generation_config = GenerationConfig(**ids, do_sample=False)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         (folder / "model.safetensors").chmod(0o644)
@@ -240,7 +239,7 @@ class Trainer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(prog="python -m kvcli.quality.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/demo_model/train.py", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the resume state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

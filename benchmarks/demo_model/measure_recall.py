@@ -1,4 +1,4 @@
-"""Measure the demo model on held-out rows with plain full attention: `python -m kvcli.quality.demo.evaluate`.
+"""Measure the demo model on held-out rows with plain full attention: `python benchmarks/demo_model/measure_recall.py`.
 
 Every row is one question right after its document, in the chat format, answered greedily by transformers' own
 `generate`. With `--hidden` the asked values in the document are replaced by others: a model that retrieves then fails.
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_row, recall
 
-MODEL = Path(__file__).parents[2] / "models" / "demo"
+MODEL = Path(__file__).parents[2] / "kvcli" / "models" / "demo"
 
 _FRAME = 8  # tokens the chat format puts around a row
 _NEW_TOKENS = 80
@@ -35,7 +35,7 @@ class Measured:
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model in evaluation mode and its tokenizer, both as transformers loads them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -86,7 +86,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print one JSON object a line."""
-    parser = argparse.ArgumentParser(prog="python -m kvcli.quality.demo.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/demo_model/measure_recall.py", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated")
     parser.add_argument("--lengths", default="2048,4096,8192", help="prompt tokens, comma-separated")

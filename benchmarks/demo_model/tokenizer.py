@@ -61,7 +61,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     # The byte pieces hold a "0", which stands alone here: the literal text "<0x41>" can never become a byte.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[0-9]{3}|[0-9]"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token=UNK,
         bos_token=BOS,

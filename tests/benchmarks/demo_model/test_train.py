@@ -2,15 +2,19 @@
 
 import math
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvcli.quality.demo.batches import IGNORED, KINDS, VALUE, Writer, dense_batch, question_batch
-from kvcli.quality.demo.init import demo_config, initialise
-from kvcli.quality.demo.tokenizer import build_tokenizer
-from kvcli.quality.demo.train import Stage, Trainer
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+
+from architecture import demo_config, initialise
+from batches import IGNORED, KINDS, VALUE, Writer, dense_batch, question_batch
+from tokenizer import build_tokenizer
+from train import Stage, Trainer
 
 MICRO = (Stage(72, 2, 1, 2, 2.0, 1, 2), Stage(300, 5, 4, 1, 2.0, 1, 3, decay=True, short=0.5))
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tokenizer import GENERATION_PROMPT
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvcli.quality.demo.tokenizer import GENERATION_PROMPT
 from kvcli.quality.tasks import phrases
 from kvcli.quality.tasks.fwe import frequent_words
 from kvcli.quality.tasks.needles import random_value

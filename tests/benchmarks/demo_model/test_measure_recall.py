@@ -3,15 +3,19 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kvcli.quality.demo.evaluate import MODEL, answer, hide, load, measure
 from kvcli.quality.tasks import make_row
 from kvcli.quality.tasks.__main__ import main as write_task
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+
+from measure_recall import MODEL, answer, hide, load, measure
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PROMPTS = sorted(EXAMPLES.glob("*.txt"))

@@ -1,14 +1,19 @@
 """The demo model's tokenizer, built afresh and as it ships."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from kvcli.quality.demo.evaluate import MODEL
-from kvcli.quality.demo.tokenizer import BOS, EOS, build_tokenizer
 from kvcli.quality.tasks import phrases
 from kvcli.quality.tasks.text import NAMES, VOCABULARY
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+
+from measure_recall import MODEL
+from tokenizer import BOS, EOS, build_tokenizer
 
 
 @pytest.fixture(scope="module", params=["built", "shipped"])

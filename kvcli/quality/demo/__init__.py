@@ -1,1 +1,0 @@
-"""The bundled demo model: tokenizer, training text and training script."""
