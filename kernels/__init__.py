@@ -1,7 +1,7 @@
 """Numerical kernels, one file each: the maths and shapes, then the code.
 
 Where there is a Triton kernel, the reference in torch stands before it and the function that chooses between them after
-it. Functions that end in `_device`, or take `Rows` or a `Decision`, serve a batch inside a CUDA graph: shapes are
+it. Functions that end in `_device`, or take `PagedKV` or a `Decision`, serve a batch inside a CUDA graph: shapes are
 fixed, lengths and page tables are tensors, and predicates (`heads`, a length, a list's length) are read on the device.
 A step of a layer that selects pages is made of them, in the order of its data:
 

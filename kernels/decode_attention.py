@@ -14,7 +14,7 @@ from kvcli.kernels import onednn
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
 from kvcli.kernels.slot_attention import slot_attention
-from kvcli.kernels.slots import Rows, SlotLayout
+from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
 
 # Keys from which the CPU path for long contexts is faster than the fused kernel (measured with 2 threads).
@@ -41,7 +41,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         k, v = k.contiguous(), v.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
-    rows = Rows(k[None], v[None], lengths, SlotLayout.everything(k.shape[1]))
+    rows = PagedKV(k[None], v[None], lengths, SlotLayout.everything(k.shape[1]))
     slot_attention(q[None], rows, softmax, out[None])
     return out
 

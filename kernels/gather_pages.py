@@ -5,7 +5,7 @@ misses, each moves a whole page of one KV head at a time, keys and values, all o
 stored. That is what hides the latency of the bus with few multiprocessors, so that computation keeps the others.
 
 Shapes: host pages as in `kvcli.kernels.host_pages`, misses as in `kvcli.kernels.resolve_pages`, rows k and v
-[b, Hk, rows, d] as in `kvcli.kernels.slots`; slot j of a miss is the j-th selected one.
+[b, Hk, rows, d] as in `kvcli.kernels.slot_layout`; slot j of a miss is the j-th selected one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slots import Rows
+from kvcli.kernels.slot_layout import PagedKV
 
 PROGRAMS = 32
 """Programs that share the list: 16 KiB a page and program keep about half a mebibyte in flight."""
@@ -21,7 +21,7 @@ PROGRAMS = 32
 BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program holds at once
 
 
-def gather_pages_ref(host: HostPages, misses: MissList, rows: Rows) -> None:
+def gather_pages_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
     """Copy page by page."""
     size, sink = rows.layout.size, rows.layout.sink
     for b, h in (misses.counts > 0).nonzero().tolist():
@@ -87,7 +87,7 @@ def _gather_kernel(
             tl.store(v + here, values, mask=inside)
 
 
-def gather_pages(host: HostPages, misses: MissList, rows: Rows, programs: int = PROGRAMS) -> None:
+def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
     """Bring the pages that `misses` lists into their slots; does nothing for a head that misses none.
 
     The page table is not touched (`resolve_pages_device` has done it). Whoever reads the slots must have finished, and

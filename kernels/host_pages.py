@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcli.kernels.slots import Rows
+from kvcli.kernels.slot_layout import PagedKV
 
 HostLayout = Literal["hnd", "nhd"]
 
@@ -75,7 +75,7 @@ class HostPages:
         block = self.pieces[sequence][page // self.per_piece][page % self.per_piece]
         return block[head] if self.layout == "hnd" else block[:, :, head]
 
-    def check(self, rows: Rows) -> None:
+    def check(self, rows: PagedKV) -> None:
         """Raise ValueError where these are not pages of that size, dtype and number of sequences."""
         b, num_kv_heads, _, d = rows.k.shape
         if self.block_shape != (num_kv_heads, rows.layout.size, d) or len(self.pieces) != b:

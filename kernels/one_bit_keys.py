@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
-from kvcli.kernels.slots import Rows, slot_of, slot_of_page
+from kvcli.kernels.slot_layout import PagedKV, slot_of, slot_of_page
 
 BLOCK_ELEMENTS = 4096  # of the keys, or of their bits, that a program holds at once
 
@@ -36,7 +36,7 @@ def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
     return codes, ranges
 
 
-def quantise_filled_group_ref(rows: Rows, codes: Tensor, ranges: Tensor) -> None:
+def quantise_filled_group_ref(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
     """Quantise sequence by sequence."""
     group, size = codes.shape[3], rows.layout.size
     filled = (rows.lengths > 0) & (rows.lengths % group == 0)
@@ -162,7 +162,7 @@ def quantise_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     return codes, ranges
 
 
-def quantise_filled_group(rows: Rows, codes: Tensor, ranges: Tensor) -> None:
+def quantise_filled_group(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
     """Quantise the group of every sequence whose length is a whole number of groups; its newest token is appended.
 
     Its tokens must still lie where they came as the newest ones. codes [b, Hk, n, g, bytes] and ranges

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
-from kvcli.kernels.slots import SlotLayout, candidates
+from kvcli.kernels.slot_layout import SlotLayout, candidates
 
 BLOCK_ELEMENTS = 4096  # of the maxima, and as many of the minima, that a program holds at once
 POOL_PAGES = 1024  # that a program of the second kernel pools

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
-from kvcli.kernels.slots import Rows, filled_pages, slot_of
+from kvcli.kernels.slot_layout import PagedKV, filled_pages, slot_of
 
 BLOCK_ELEMENTS = 4096  # of the keys that a program holds at once
 
@@ -21,7 +21,7 @@ def page_summary_ref(keys: Tensor) -> Tensor:
     return torch.stack((high, low), dim=2)
 
 
-def summarise_filled_page_ref(rows: Rows, summary: Tensor) -> None:
+def summarise_filled_page_ref(rows: PagedKV, summary: Tensor) -> None:
     """Sequence by sequence."""
     for b, page, start in filled_pages(rows):
         summary[b, :, page] = page_summary_ref(rows.k[b, :, None, start : start + rows.layout.size])[:, 0]
@@ -112,7 +112,7 @@ def page_summary(keys: Tensor) -> Tensor:
     return summary
 
 
-def summarise_filled_page(rows: Rows, summary: Tensor) -> None:
+def summarise_filled_page(rows: PagedKV, summary: Tensor) -> None:
     """Summarise the page of every sequence whose length is a whole number of pages; its newest token is appended.
 
     Writes `summary` [b, Hk, n, 2, d] at that page and nothing else. May be captured in a CUDA graph. Raises ValueError

@@ -2,7 +2,7 @@
 
     s_hj = f(scale * q_h . k_j)      z_h = log(sum_j e^s_hj + e^sink_h)      out_h = sum_j e^(s_hj - z_h) v_j
 
-f is the model's softcap. j runs over the rows of the slots that hold a token (see `kvcli.kernels.slots`), the newest
+f is the model's softcap. j runs over the rows of the slots that hold a token (`kvcli.kernels.slot_layout`), the newest
 among them, or over those of the last `span` tokens. Query heads h of one KV head are rows h*G .. h*G+G-1.
 
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
@@ -32,7 +32,7 @@ from kvcli.kernels._triton import (
 )
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
 from kvcli.kernels.merge_parts import merge_parts
-from kvcli.kernels.slots import Rows, page_in_slot, row_positions, slot_of, slot_of_page
+from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions, slot_of, slot_of_page
 from kvcli.kernels.softmax import Softmax
 
 # Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
@@ -48,7 +48,7 @@ class NewToken(NamedTuple):
 
 def slot_attention_ref(
     q: Tensor,
-    rows: Rows,
+    rows: PagedKV,
     softmax: Softmax,
     out: Tensor,
     new: NewToken | None = None,
@@ -71,7 +71,7 @@ def slot_attention_ref(
         out[b, h * groups.shape[2] : (h + 1) * groups.shape[2]] = part[0] if rows.lengths[b] else 0
 
 
-def _append(rows: Rows, new: NewToken, heads: Tensor) -> None:
+def _append(rows: PagedKV, new: NewToken, heads: Tensor) -> None:
     size, newest = rows.layout.size, rows.lengths - 1
     row = slot_of_page(newest // size, rows.layout) * size + newest % size
     for b, h in (heads & (newest >= 0)[:, None]).nonzero().tolist():
@@ -206,7 +206,7 @@ def _round_to_tf32(x: tl.tensor) -> tl.tensor:
 
 def slot_attention(
     q: Tensor,
-    rows: Rows,
+    rows: PagedKV,
     softmax: Softmax,
     out: Tensor,
     new: NewToken | None = None,
@@ -261,7 +261,7 @@ def _splits(q: Tensor, pairs: int, blocks: int) -> int:
     return 1 << (splits.bit_length() - 1)  # few values, for each is compiled anew
 
 
-def _check(q: Tensor, rows: Rows, softmax: Softmax, out: Tensor, new: NewToken | None, heads: Tensor | None) -> None:
+def _check(q: Tensor, rows: PagedKV, softmax: Softmax, out: Tensor, new: NewToken | None, heads: Tensor | None) -> None:
     rows.check()
     (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
     if num_heads % num_kv_heads:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
-from kvcli.kernels.slots import SlotLayout, candidates
+from kvcli.kernels.slot_layout import SlotLayout, candidates
 
 BLOCK = 4096  # scores that a program holds; more of them it would have to read for every bit anew
 

@@ -1,19 +1,19 @@
 """Write-out: a page that the newest token has filled goes from its slot to pinned host memory.
 
 Every KV head's program looks at the length on the device and does nothing where no page was filled: a step takes no
-decision on the host. Shapes: rows as in `kvcli.kernels.slots`, host pages as in `kvcli.kernels.host_pages`.
+decision on the host. Shapes: rows as in `kvcli.kernels.slot_layout`, host pages as in `kvcli.kernels.host_pages`.
 """
 
 from __future__ import annotations
 
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slots import Rows, filled_pages, slot_of
+from kvcli.kernels.slot_layout import PagedKV, filled_pages, slot_of
 
 BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program holds at once
 
 
-def write_filled_page_ref(rows: Rows, host: HostPages) -> None:
+def write_filled_page_ref(rows: PagedKV, host: HostPages) -> None:
     """Copy head by head."""
     for b, page, start in filled_pages(rows):
         for h in range(rows.k.shape[1]):
@@ -67,7 +67,7 @@ def _write_kernel(
         tl.store(target + host_half + there, values, mask=inside)
 
 
-def write_filled_page(rows: Rows, host: HostPages) -> None:
+def write_filled_page(rows: PagedKV, host: HostPages) -> None:
     """Write the page of every sequence whose length is a whole number of pages; the newest token must be appended.
 
     The slot is read until the kernel has finished, and the host's copy is valid from then on. May be captured in a

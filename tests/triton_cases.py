@@ -26,7 +26,7 @@ from kvcli.kernels import slot_attention as slot
 from kvcli.kernels import topk
 from kvcli.kernels import write_page as write
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slots import Rows, SlotLayout, active, page_count, row_positions
+from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, page_count, row_positions
 from kvcli.kernels.softmax import Softmax
 
 NAN = float("nan")
@@ -172,7 +172,7 @@ def case(kernel: Callable[..., Any], ref: Callable[..., Any], variants: Sequence
     return register
 
 
-def rows_of(draw: Draw, s: Sizes, layout: SlotLayout | None = None) -> Rows:
+def rows_of(draw: Draw, s: Sizes, layout: SlotLayout | None = None) -> PagedKV:
     """Slots with NaN wherever there is no token; what outgrew them holds random pages."""
     layout = layout or s.layout
     lengths = torch.tensor(s.lengths, dtype=torch.int32)
@@ -188,7 +188,7 @@ def rows_of(draw: Draw, s: Sizes, layout: SlotLayout | None = None) -> Rows:
     kv = draw(s.b, 2, s.hk, layout.total * layout.size, s.d)
     empty = row_positions(lengths, layout, resident).expand(s.b, s.hk, -1) < 0
     kv.masked_fill_(empty[:, None, :, :, None], NAN)
-    return Rows(kv[:, 0], kv[:, 1], lengths, layout, resident)
+    return PagedKV(kv[:, 0], kv[:, 1], lengths, layout, resident)
 
 
 def host_of(draw: Draw, s: Sizes, host_layout: str) -> HostPages:

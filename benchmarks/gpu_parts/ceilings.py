@@ -21,9 +21,9 @@ from gpu_parts.setting import Setting
 from kvcli.kernels.gather_pages import PROGRAMS, gather_pages, gather_pages_ref
 from kvcli.kernels.host_pages import HostLayout, HostPages
 from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slots import Rows, SlotLayout
-from kvcli.store.host import PIECE_BYTES
-from kvcli.store.pinned import pinned_memory
+from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.store.host_pool import PIECE_BYTES
+from kvcli.store.pinned import pinned_allocator
 
 HEADS, D = 8, 128
 CALLS = 4
@@ -35,7 +35,7 @@ class Recall(NamedTuple):
     """Lists of misses, one a layer, of pages that lie anywhere in the pool."""
 
     host: HostPages
-    rows: Rows
+    rows: PagedKV
     misses: list[MissList]
 
     @property
@@ -98,10 +98,10 @@ def plain_copies(setting: Setting) -> Iterator[Row]:
 
 def pinning(setting: Setting) -> Row:
     """Pin memory as the host pools of a prompt do, one piece after another, never used before."""
-    memory, kept, seconds = pinned_memory(setting.device), [], []
+    memory, kept, seconds = pinned_allocator(setting.device), [], []
     for _ in range(PIECES):
         started = time.perf_counter()
-        kept.append(memory.ask((PIECE_BYTES,), torch.uint8).result())
+        kept.append(memory.allocate((PIECE_BYTES,), torch.uint8).result())
         seconds.append(time.perf_counter() - started)
     return {
         "what": "pinning",
@@ -162,7 +162,7 @@ def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -
     kv = torch.empty(1, 2, HEADS, slots.total * setting.page, D, dtype=setting.dtype, device=setting.device)
     lengths = torch.tensor([slots.total * setting.page], dtype=torch.int32, device=setting.device)
     resident = torch.full((1, HEADS, slots.selected), -1, dtype=torch.int32, device=setting.device)
-    return Recall(host, Rows(kv[:, 0], kv[:, 1], lengths, slots, resident), misses)
+    return Recall(host, PagedKV(kv[:, 0], kv[:, 1], lengths, slots, resident), misses)
 
 
 def shown(row: Row) -> Row:

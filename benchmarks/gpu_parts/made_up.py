@@ -35,12 +35,12 @@ class SharedHost(Tiers):
     pool: Tensor | None = None
     asked: list[int] = field(default_factory=list)
 
-    def soon_on_host(self, *shape: int) -> Future[Tensor]:
-        """See `Tiers.soon_on_host`; more than there is at once is memory of its own."""
+    def on_host_async(self, *shape: int) -> Future[Tensor]:
+        """See `Tiers.on_host_async`; more than there is at once is memory of its own."""
         assert self.pool is not None
         size = math.prod(shape)
         if size > len(self.pool):
-            return super().soon_on_host(*shape)
+            return super().on_host_async(*shape)
         places = (len(self.pool) - size) // _ALIGNED + 1
         start = sum(self.asked) // _ALIGNED % places * _ALIGNED
         self.asked.append(-(-size // _ALIGNED) * _ALIGNED)

@@ -24,7 +24,7 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded import OffloadedCache
+from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
 class ArkValeConfig(PagedConfig):
@@ -36,7 +36,7 @@ class ArkValeConfig(PagedConfig):
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
 
 
-class ArkVale(Method[ArkValeConfig, OffloadedCache]):
+class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     """Recalls the best pages before it attends, and evicts the worst."""
 
     Config = ArkValeConfig
@@ -47,9 +47,9 @@ class ArkVale(Method[ArkValeConfig, OffloadedCache]):
     group_consistent = True
     device_memory = "O(B + L/p)"
 
-    def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
+    def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory, a budget of pages on the device, and digests of all."""
-        return OffloadedCache(
+        return OffloadedPageCache(
             layer.num_kv_heads,
             layer.head_dim,
             self.context.capacity,
@@ -58,7 +58,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedCache]):
             cuboid_digest,
         )
 
-    def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Score, recall, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
@@ -71,7 +71,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedCache]):
         with self.span("attention", layer):
             return cache.attend(q, softmax)
 
-    def _keep(self, scores: Tensor, cache: OffloadedCache) -> Tensor:
+    def _keep(self, scores: Tensor, cache: OffloadedPageCache) -> Tensor:
         """Choose by scores [Hk, n] of the candidates: the best, then what is resident, then others -> [Hk, k]."""
         pages, first = scores.shape[1], cache.candidates.start
         rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # 0 is the best

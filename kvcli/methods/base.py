@@ -20,7 +20,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
-from kvcli.store.slots import SlotRule
+from kvcli.store.layer_slots import SlotRule
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 

@@ -73,8 +73,8 @@ class CAKE(SnapKV):
             total = len(self.retrieval) * (config.budget - config.window)
             shares = capped_shares(list(self.preferences.values()), total, length - config.window)
             for before, share in zip(list(self.preferences)[:-1], shares, strict=False):
-                self.retrieval[before].keep(self._best(before, share))
-            cache.load_kept(k, v, self._best(layer, shares[-1]))
+                self.retrieval[before].prune(self._best(before, share))
+            cache.load_subset(k, v, self._best(layer, shares[-1]))
         self.kept = {each: self.retrieval[each].held for each in self.preferences}
         if len(self.preferences) == len(self.retrieval):
             self.indicators.clear()

@@ -116,7 +116,7 @@ class TokenConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _leaves_a_token(self) -> TokenConfig:
-        missing = 1 - self.tokens.least_selected
+        missing = 1 - self.tokens.min_selected
         if missing > 0:
             group = f", window {self.window} and an unfilled group of {self.indexed_together}"
             beside = group if self.indexed_together > 1 else f" and window {self.window}"

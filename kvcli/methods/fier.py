@@ -25,7 +25,7 @@ from kvcli.methods.base import Method
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenCache
+from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenCache
 
 
 class FIERConfig(TokenConfig):
@@ -58,7 +58,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
         budget, group = self.config.tokens, self.config.group
         index = OneBitIndex(heads, d, group, capacity // group, tiers)
-        cache = OffloadedTokens if self.config.offload else ResidentTokens
+        cache = OffloadedTokenCache if self.config.offload else ResidentTokenCache
         return cache(heads, d, capacity, budget, index, tiers)
 
     def retrieve(self, layer: int, cache: TokenCache[OneBitIndex], q: Tensor, softmax: Softmax) -> Tensor:

@@ -25,8 +25,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded import OffloadedCache
-from kvcli.store.slots import RecallBy, SlotRule
+from kvcli.store.layer_slots import RecallBy, SlotRule
+from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.telemetry.counters import Count
 
 
@@ -59,7 +59,7 @@ class StepSelection(NamedTuple):
     before: Tensor
 
 
-class FreeKV(Method[FreeKVConfig, OffloadedCache]):
+class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
     """Reuses the last step's selection where the query allows, recalls only what is missing."""
 
     Config = FreeKVConfig
@@ -82,10 +82,10 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         self.previous_query: dict[int, Tensor] = {}  # layer -> [H, d], present once the layer has retrieved
         self.reads: dict[int, StepSelection] = {}  # layer -> what the last step's attention read
 
-    def new_cache(self, layer: LayerGeometry) -> OffloadedCache:
+    def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory and a budget of pages on the device."""
         shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
-        return OffloadedCache(*shape, pages, self.context.tiers, layout=self.config.host_layout)
+        return OffloadedPageCache(*shape, pages, self.context.tiers, layout=self.config.host_layout)
 
     @property
     def slot_rule(self) -> SlotRule:
@@ -94,7 +94,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         pooling = (c.pooling, c.correction_pooling, c.score_scale)
         return SlotRule(self.correct_below, *pooling, c.recall, c.double_buffer)
 
-    def retrieve(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to the last step's selection, corrected where the query turned; then prepare the next step."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
@@ -118,9 +118,9 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         if layer not in self.reads:
             return super().attended(layer)
         corrected, selected, before = self.reads[layer]
-        return self.retrieval[layer].attended_with(selected.where(corrected[:, None], before))
+        return self.retrieval[layer].attended_pages(selected.where(corrected[:, None], before))
 
-    def _corrected_heads(self, layer: int, cache: OffloadedCache, q: Tensor) -> Tensor:
+    def _corrected_heads(self, layer: int, cache: OffloadedPageCache, q: Tensor) -> Tensor:
         """Flag the KV heads that must not reuse: all of them at the first retrieval."""
         num_kv_heads = cache.resident.shape[0]
         if layer not in self.previous_query:
@@ -132,7 +132,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedCache]):
         self.count_heads(layer, Count.HEADS_CORRECTED, corrected.int().tolist())
         return corrected
 
-    def _select(self, layer: int, cache: OffloadedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def _select(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose the pages that the query of this step wants: [Hk, k]."""
         scale = softmax.scale if self.config.score_scale else 1.0
         with self.span("score", layer):

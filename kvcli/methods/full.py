@@ -9,7 +9,7 @@ from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache
-from kvcli.store.slots import SlotRule
+from kvcli.store.layer_slots import SlotRule
 
 
 class FullConfig(MethodConfig):

@@ -29,11 +29,11 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.calibrated import CalibratedLayers
-from kvcli.store.projected import ProjectedKeys
-from kvcli.store.tokens import OffloadedTokens
+from kvcli.store.calibration_file import CalibrationMatrices
+from kvcli.store.partial_keys import PartialKeyIndex
+from kvcli.store.tokens import OffloadedTokenCache
 
-Cache = OffloadedTokens[ProjectedKeys]
+Cache = OffloadedTokenCache[PartialKeyIndex]
 
 
 class InfiniGenConfig(TokenConfig):
@@ -64,7 +64,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         shapes = {
             layer: (cache.k.shape[0], cache.k.shape[2], cache.k.shape[2]) for layer, cache in self.retrieval.items()
         }
-        self.skew = CalibratedLayers(config.skew, shapes, "skew") if config.skew else None
+        self.skew = CalibrationMatrices(config.skew, shapes, "skew") if config.skew else None
         self.scales: dict[int, float] = {}  # layer -> what its q.k is scaled by
         self.ahead: dict[int, Tensor] = {}  # layer -> tokens [Hk, k] that lie ready for its next attention
         self.foretold = self.chosen = self.choices = 0
@@ -72,8 +72,8 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
     def new_cache(self, layer: LayerGeometry) -> Cache:
         """Keep everything in host memory, a budget of tokens and a few columns of all keys on the device."""
         heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
-        index = ProjectedKeys(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)
-        return OffloadedTokens(heads, d, capacity, self.config.tokens, index, tiers)
+        index = PartialKeyIndex(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)
+        return OffloadedTokenCache(heads, d, capacity, self.config.tokens, index, tiers)
 
     @property
     def query_rows(self) -> int:
@@ -112,7 +112,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         with self.span("select", layer):
             near = scores >= scores.amax(1, keepdim=True) - self.config.alpha
             wanted = int(near.sum(1).float().mean())
-            selected = topk_pages(scores, min(wanted, cache.budget.most_selected)) + candidates.start
+            selected = topk_pages(scores, min(wanted, cache.budget.max_selected)) + candidates.start
         self.chosen += selected.numel()
         self.choices += selected.shape[0]
         self.count_selected(layer, selected)

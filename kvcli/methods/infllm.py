@@ -28,8 +28,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
-from kvcli.store.usage import Phases, Usage, summarise
 from kvcli.telemetry.counters import Count
 
 
@@ -69,7 +69,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
 
     def __init__(self, config: InfLLMConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.usage = {layer: Phases() for layer in self.retrieval}
+        self.usage = {layer: PhaseStats() for layer in self.retrieval}
 
     def new_cache(self, layer: LayerGeometry) -> BlockCache:
         """Keep local tokens, sinks, block keys and a budget of blocks on the device, the rest in host memory."""
@@ -124,7 +124,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         """See `Method.statistics`: what was retrieved."""
         return summarise(self.usage)
 
-    def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: Usage) -> None:
+    def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: BlockStats) -> None:
         """Bring the `wanted` best blocks to the device; all of them, uncounted, where there are no more than fit."""
         if len(scores) <= cache.budget.selected:
             if len(scores):

@@ -23,8 +23,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.calibrated import CalibratedLayers
-from kvcli.store.channel_scored import PrincipalTokens
+from kvcli.store.calibration_file import CalibrationMatrices
+from kvcli.store.channel_scored import PrincipalAxesCache
 
 
 class LokiConfig(TokenConfig):
@@ -35,7 +35,7 @@ class LokiConfig(TokenConfig):
     pooling: Pooling = setting("max_s", "how token scores are pooled over the query heads of a KV head")
 
 
-class Loki(Method[LokiConfig, PrincipalTokens]):
+class Loki(Method[LokiConfig, PrincipalAxesCache]):
     """Scores by a few dimensions, attends with all."""
 
     Config = LokiConfig
@@ -49,23 +49,25 @@ class Loki(Method[LokiConfig, PrincipalTokens]):
     def __init__(self, config: LokiConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         shapes = {layer: tuple(cache.axes.shape) for layer, cache in self.retrieval.items()}
-        self.pca = CalibratedLayers(config.pca, shapes, "pca") if config.pca else None
+        self.pca = CalibrationMatrices(config.pca, shapes, "pca") if config.pca else None
 
-    def new_cache(self, layer: LayerGeometry) -> PrincipalTokens:
+    def new_cache(self, layer: LayerGeometry) -> PrincipalAxesCache:
         """Keep everything on the device, keys in their principal axes."""
         heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
-        return PrincipalTokens(heads, d, context.capacity, self.config.tokens, min(self.config.rank, d), context.tiers)
+        return PrincipalAxesCache(
+            heads, d, context.capacity, self.config.tokens, min(self.config.rank, d), context.tiers
+        )
 
     def take_prompt(
-        self, layer: int, cache: PrincipalTokens, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax
+        self, layer: int, cache: PrincipalAxesCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax
     ) -> None:
         """Find the axes of the keys; the cache turns what it takes."""
         cache.axes.copy_(self.pca[layer] if self.pca else principal_axes(centred_moments(k)))
         super().take_prompt(layer, cache, k, v, q, softmax)
 
-    def retrieve(self, layer: int, cache: PrincipalTokens, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: PrincipalAxesCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the leading axes, then attend with all of them."""
-        q = cache.turned(q)
+        q = cache.to_axes(q)
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("score", layer):

@@ -19,7 +19,7 @@ from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.layer_prefetcher import LayerPrefetcher
-from kvcli.store.rows import RowCache
+from kvcli.store.token_major import TokenMajorCache
 from kvcli.telemetry.counters import Count
 
 
@@ -27,7 +27,7 @@ class OffloadConfig(MethodConfig):
     """Offloading has nothing to set."""
 
 
-class Offload(Method[OffloadConfig, RowCache]):
+class Offload(Method[OffloadConfig, TokenMajorCache]):
     """Every layer attends to everything, two of them on the device at a time."""
 
     Config = OffloadConfig
@@ -41,21 +41,21 @@ class Offload(Method[OffloadConfig, RowCache]):
     def __init__(self, config: OffloadConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         widths = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.index in self.retrieval]
-        self.staging = LayerPrefetcher(context.capacity, max(widths, default=0), context.tiers)
+        self.prefetcher = LayerPrefetcher(context.capacity, max(widths, default=0), context.tiers)
         order = list(self.retrieval)
         self.following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
 
-    def new_cache(self, layer: LayerGeometry) -> RowCache:
+    def new_cache(self, layer: LayerGeometry) -> TokenMajorCache:
         """Keep all tokens in host memory."""
         context = self.context
-        return RowCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=True)
+        return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=True)
 
-    def retrieve(self, layer: int, cache: RowCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Have the layer on the device, let the next one come, and attend."""
         with self.span("recall", layer):
-            k, v, late = self.staging.bring(cache)
+            k, v, late = self.prefetcher.fetch(cache)
             following = self.following[layer]
-            self.staging.prefetch(self.retrieval[following], partial(self.span, "recall", following))
+            self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
         self.count(layer, Count.BYTES_TO_DEVICE, nbytes(k, v))
         self.count(layer, Count.BYTES_EXPOSED, late)
         with self.span("attention", layer):
@@ -63,4 +63,4 @@ class Offload(Method[OffloadConfig, RowCache]):
 
     def footprint(self) -> Footprint:
         """See `Method.footprint`: host memory, and room for two layers."""
-        return super().footprint() + self.staging.footprint()
+        return super().footprint() + self.prefetcher.footprint()

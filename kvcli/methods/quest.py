@@ -16,7 +16,7 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.indexed import IndexedCache
+from kvcli.store.resident_pages import ResidentPageCache
 
 
 class QuestConfig(PagedConfig):
@@ -29,7 +29,7 @@ class QuestConfig(PagedConfig):
     pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")
 
 
-class Quest(Method[QuestConfig, IndexedCache]):
+class Quest(Method[QuestConfig, ResidentPageCache]):
     """Selects pages anew at every step; saves memory traffic, not memory."""
 
     Config = QuestConfig
@@ -40,13 +40,13 @@ class Quest(Method[QuestConfig, IndexedCache]):
     group_consistent = False
     device_memory = "O(L)"
 
-    def new_cache(self, layer: LayerGeometry) -> IndexedCache:
+    def new_cache(self, layer: LayerGeometry) -> ResidentPageCache:
         """Keep everything on the device, with page summaries."""
-        return IndexedCache(
+        return ResidentPageCache(
             layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
         )
 
-    def retrieve(self, layer: int, cache: IndexedCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: ResidentPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)

@@ -29,7 +29,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, SlidingCache
-from kvcli.store.calibrated import read_tensor
+from kvcli.store.calibration_file import read_tensor
 from kvcli.store.compensated import CompensatedCache, HeadSplitCache
 
 

@@ -83,12 +83,12 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.kept[layer] = sink + last
         tokens = torch.arange(length, device=k.device)
         kept = torch.cat((tokens[:sink], tokens[length - last :])).expand(k.shape[0], -1)  # [Hk, sink + last]
-        self.count(layer, Count.BYTES_TO_HOST, cache.load_kept(k, v, kept))
+        self.count(layer, Count.BYTES_TO_HOST, cache.load_subset(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Bring the layer to the device if it is not there, and attend to all of it."""
         with self.span("recall", layer):
-            k, v, moved = cache.bring()
+            k, v, moved = cache.fetch()
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, moved)
         with self.span("attention", layer):

@@ -90,7 +90,7 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
         else:
             with self.span("prune", layer):
                 votes = window_votes(q, k, softmax, self.config.kernel)  # [Hk, s - window]
-                cache.load_kept(k, v, kept_tokens(votes, window, budget))
+                cache.load_subset(k, v, kept_tokens(votes, window, budget))
         self.kept[layer] = cache.held
 
     def statistics(self) -> dict[str, Any]:

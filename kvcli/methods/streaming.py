@@ -19,7 +19,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import SlidingCache
-from kvcli.store.slots import SlotRule
+from kvcli.store.layer_slots import SlotRule
 
 
 class StreamingConfig(MethodConfig):

@@ -66,7 +66,7 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             bounds = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
         with self.span("select", layer):
             pages = topk_pages(bounds, cache.budget.selected) + cache.candidates.start  # [Hk, k]
-            tokens, always = cache.spread(pages)  # [Hk, n], [n]
+            tokens, always = cache.tokens_of(pages)  # [Hk, n], [n]
         self.count_selected(layer, pages)
         with self.span("score", layer):
             weights = softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]

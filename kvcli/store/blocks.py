@@ -23,7 +23,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.host import HostPool
+from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import PageBudget, paged
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class BlockCache(LayerCache):
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
         self.mass = tiers.on_device(near, dtype=torch.float32).zero_()  # attention from later tokens
         self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
-        self.pool = HostPool(heads, d, budget.size, num_blocks, tiers)
+        self.pool = HostPagePool(heads, d, budget.size, num_blocks, tiers)
         self.keys = tiers.on_device(num_blocks, heads, d)
         self.slots = tiers.on_device(min(layout.slots, num_blocks), heads, 2, budget.size, d)
         self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)  # block in each slot

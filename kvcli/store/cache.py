@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
-from kvcli.kernels.slots import SlotLayout
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.pinned import PinnedMemory, pinned_memory
-from kvcli.store.slots import Slots
+from kvcli.store.layer_slots import LayerSlots
+from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Tiers:
     device: torch.device
     host: torch.device
     dtype: torch.dtype
-    pinned: PinnedMemory | None = None
+    pinned: PinnedAllocator | None = None
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
         """Choose the host tier that belongs to a compute device."""
         host = torch.device("meta" if device.type == "meta" else "cpu")
-        return cls(device, host, dtype, pinned_memory(device) if device.type == "cuda" else None)
+        return cls(device, host, dtype, pinned_allocator(device) if device.type == "cuda" else None)
 
     def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised device memory."""
@@ -45,12 +45,12 @@ class Tiers:
 
     def on_host(self, *shape: int) -> Tensor:
         """Allocate uninitialised host memory; raises KvcliError where no more can be pinned."""
-        return self.soon_on_host(*shape).result()
+        return self.on_host_async(*shape).result()
 
-    def soon_on_host(self, *shape: int) -> Future[Tensor]:
+    def on_host_async(self, *shape: int) -> Future[Tensor]:
         """Begin to allocate what `on_host` does; what is pinned gets ready in the order of these calls."""
         if self.pinned is not None:
-            return self.pinned.ask(shape, self.dtype)
+            return self.pinned.allocate(shape, self.dtype)
         ready: Future[Tensor] = Future()
         ready.set_result(torch.empty(shape, dtype=self.dtype, device=self.host))
         return ready
@@ -123,15 +123,15 @@ class LayerCache(ABC):
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""
 
-    def in_slots(self) -> Slots | None:
+    def as_slots(self) -> LayerSlots | None:
         """Lay the cache out in slots and give its tensors; None where it has no such form.
 
-        From then on whoever asked owns them, and nothing but `move` and the footprint is to be asked any more.
+        From then on whoever asked owns them, and nothing but `adopt_slots` and the footprint is to be asked any more.
         """
         return None
 
-    def move(self, slots: Slots) -> None:  # noqa: ARG002
-        """Hold these tensors in place of those that `in_slots` gave; they say the same."""
+    def adopt_slots(self, slots: LayerSlots) -> None:  # noqa: ARG002
+        """Hold these tensors in place of those that `as_slots` gave; they say the same."""
         raise RuntimeError(f"{type(self).__name__} has no slots")
 
     def traffic(self, length: int) -> Traffic:  # noqa: ARG002
@@ -179,12 +179,12 @@ class DenseCache(LayerCache):
         """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.length))
 
-    def in_slots(self) -> Slots:
-        """See `LayerCache.in_slots`: every token has its own."""
-        return Slots(self.kv, SlotLayout.everything(self.k.shape[1]))
+    def as_slots(self) -> LayerSlots:
+        """See `LayerCache.as_slots`: every token has its own."""
+        return LayerSlots(self.kv, SlotLayout.everything(self.k.shape[1]))
 
-    def move(self, slots: Slots) -> None:
-        """See `LayerCache.move`."""
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        """See `LayerCache.adopt_slots`."""
         self.kv = slots.kv
         self.k, self.v = self.kv
 
@@ -263,12 +263,12 @@ class SlidingCache(LayerCache):
         """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.sink), range(self.sink + self.dropped, self.length))
 
-    def in_slots(self) -> Slots:
-        """See `LayerCache.in_slots`: pages of one token, sinks and a ring."""
-        return Slots(self.kv, SlotLayout(1, self.sink, 0, self.window))
+    def as_slots(self) -> LayerSlots:
+        """See `LayerCache.as_slots`: pages of one token, sinks and a ring."""
+        return LayerSlots(self.kv, SlotLayout(1, self.sink, 0, self.window))
 
-    def move(self, slots: Slots) -> None:
-        """See `LayerCache.move`."""
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        """See `LayerCache.adopt_slots`."""
         self.kv = slots.kv
         self.k, self.v = self.kv
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.tokens import ResidentTokens, TokenBudget
+from kvcli.store.tokens import ResidentTokenCache, TokenBudget
 
 # Tokens whose keys are turned at once: fp32 copies of them stay this long.
 PIECE = 4096
 
 
-class OwnKeys:
+class KeyChannelIndex:
     """Nothing beside the keys [Hk, capacity, d] that a cache holds: tokens are scored by their first `channels`."""
 
     keys: Tensor
@@ -41,17 +41,17 @@ class OwnKeys:
         return self.keys[:, tokens.start : tokens.stop, : self.channels]
 
 
-class ChannelScoredCache(ResidentTokens[OwnKeys]):
+class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
     """Everything on the device, scored by the first `channels` channels of the keys."""
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, channels: int, tiers: Tiers
     ):
-        super().__init__(num_kv_heads, head_dim, capacity, budget, OwnKeys(channels), tiers)
+        super().__init__(num_kv_heads, head_dim, capacity, budget, KeyChannelIndex(channels), tiers)
         self.index.keys = self.k
 
 
-class PrincipalTokens(ChannelScoredCache):
+class PrincipalAxesCache(ChannelScoredCache):
     """The same with keys turned to `axes` [Hk, d, d], which the method sets before any token comes.
 
     The axes are orthonormal: scores and attention are what they were, if the query is turned likewise.
@@ -73,9 +73,9 @@ class PrincipalTokens(ChannelScoredCache):
 
     def append(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.append`."""
-        return super().append(self.turned(k), v)
+        return super().append(self.to_axes(k), v)
 
-    def turned(self, x: Tensor) -> Tensor:
+    def to_axes(self, x: Tensor) -> Tensor:
         """Queries [H, d] or keys [Hk, d] of one token in the axes of their KV head, in their dtype."""
         heads = x.float().view(self.axes.shape[0], -1, x.shape[-1]) @ self.axes
         return heads.view_as(x).to(x.dtype)

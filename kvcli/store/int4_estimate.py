@@ -12,8 +12,8 @@ from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.ragged_attention import ragged_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.indexed import IndexedCache
 from kvcli.store.pages import PageBudget
+from kvcli.store.resident_pages import ResidentPageCache
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
 PIECE = 4096
@@ -51,7 +51,7 @@ class FourBitKeys:
         return nbytes(self.codes[:, :tokens], self.ranges[:, :tokens])
 
 
-class Int4EstimateCache(IndexedCache):
+class Int4EstimateCache(ResidentPageCache):
     """Pages that single tokens are taken of, for each KV head a number of its own."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
@@ -69,7 +69,7 @@ class Int4EstimateCache(IndexedCache):
         self.estimate.fill(self.length, k[:, None])
         return super().append(k, v)
 
-    def spread(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def tokens_of(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of sink, `pages` [Hk, k] and window: [Hk, n]; and which of them are sink or window: bool [n]."""
         num_kv_heads, size, candidates = pages.shape[0], self.budget.size, self.candidates
         sink = torch.arange(candidates.start * size, device=pages.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.store.cache import Footprint, Tiers, nbytes
-from kvcli.store.rows import RowCache
+from kvcli.store.token_major import TokenMajorCache
 
 
 class LayerPrefetcher:
@@ -26,11 +26,11 @@ class LayerPrefetcher:
         self.stream: torch.cuda.Stream | None = None
         if tiers.device.type == "cuda":
             self.stream = torch.cuda.Stream(tiers.device)  # type: ignore[no-untyped-call]
-        self.coming: RowCache | None = None  # what is on its way, or there, in the buffer whose turn it is
+        self.coming: TokenMajorCache | None = None  # what is on its way, or there, in the buffer whose turn it is
         self.rows = 0  # as many of its tokens
         self.done: torch.cuda.Event | None = None
 
-    def prefetch(self, cache: RowCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def prefetch(self, cache: TokenMajorCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Begin to bring all tokens of a layer; what was brought before it stays until the next call.
 
         Where that goes on beside other work, `span` times it there.
@@ -46,7 +46,7 @@ class LayerPrefetcher:
             self.done = self.stream.record_event()
         self.buffers[0].record_stream(self.stream)
 
-    def bring(self, cache: RowCache) -> tuple[Tensor, Tensor, int]:
+    def fetch(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor, int]:
         """Keys and values [Hk, held, d] of a layer, and the bytes of them that were not on their way yet.
 
         Those are its newest token; or all, where no `prefetch` of this layer went before.
@@ -67,11 +67,11 @@ class LayerPrefetcher:
         """A copy has room of its own, and nothing on its way."""
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
-    def _copy(self, cache: RowCache, tokens: slice) -> None:
+    def _copy(self, cache: TokenMajorCache, tokens: slice) -> None:
         for staged, rows in zip(self._views(cache), (cache.k, cache.v), strict=True):
             staged[tokens].copy_(rows[tokens], non_blocking=True)
 
-    def _views(self, cache: RowCache) -> tuple[Tensor, Tensor]:
+    def _views(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor]:
         """The buffer whose turn it is in the shape of the layer's rows: k, v [capacity, Hk, d] each."""
         k, v = (part[: cache.k.numel()].view_as(cache.k) for part in self.buffers[0])
         return k, v

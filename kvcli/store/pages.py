@@ -49,7 +49,7 @@ class PageBudget:
         return range(self.sink, self.count(length) - self.window)
 
 
-class Paged:
+class PagedCache:
     """What caches with a page budget have in common."""
 
     budget: PageBudget
@@ -65,7 +65,7 @@ class Paged:
         """Pages that can be selected."""
         return self.budget.candidates(self.length)
 
-    def attended_with(self, pages: Tensor) -> Tensor:
+    def attended_pages(self, pages: Tensor) -> Tensor:
         """Mark the tokens of sink, window and `pages` [Hk, k] of each KV head: bool [Hk, length]."""
         size, num_kv_heads = self.budget.size, pages.shape[0]
         mask = pages.new_zeros(num_kv_heads, self.budget.count(self.length), size, dtype=torch.bool)

@@ -25,7 +25,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import format_bytes
 
 
-class Registrar(Protocol):
+class HostRegistrar(Protocol):
     """Whoever tells a device of memory that it may read and write itself."""
 
     def register(self, address: int, size: int) -> None:
@@ -35,14 +35,14 @@ class Registrar(Protocol):
         """Let go of what was registered there, once nobody uses it any more."""
 
 
-class CudaRegistrar:
+class CudaHostRegistrar:
     """Pins for a CUDA device. Memory then has the same address there (Linux, unified addressing)."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def register(self, address: int, size: int) -> None:
-        """See `Registrar.register`; other threads run meanwhile."""
+        """See `HostRegistrar.register`; other threads run meanwhile."""
         with torch.cuda.device(self.device):  # a thread begins with device 0, whichever the others use
             # 0 is cudaHostRegisterDefault: pinned and mapped for every device, where addresses are unified.
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class CudaRegistrar:
             raise torch.cuda.CudaError(code)
 
     def unregister(self, address: int) -> None:
-        """See `Registrar.unregister`; waits for copies on their way, which nobody else keeps track of.
+        """See `HostRegistrar.unregister`; waits for copies on their way, which nobody else keeps track of.
 
         Says nothing of a device that has failed: whoever computes on it gets to know.
         """
@@ -59,10 +59,10 @@ class CudaRegistrar:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-class PinnedMemory:
+class PinnedAllocator:
     """Gives pinned tensors, one after another; what is asked for and let go before its turn is never pinned."""
 
-    def __init__(self, registrar: Registrar):
+    def __init__(self, registrar: HostRegistrar):
         self.registrar = registrar
         self.registered: dict[int, mmap.mmap] = {}  # by address
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
@@ -71,7 +71,7 @@ class PinnedMemory:
         self._worker = threading.Thread(target=self._work, name="pinning", daemon=True)
         self._worker.start()
 
-    def ask(self, shape: tuple[int, ...], dtype: torch.dtype) -> Future[Tensor]:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Future[Tensor]:
         """Ask for an uninitialised tensor, aligned to a page of the system.
 
         Its result is waited for, and may raise KvcliError (will not fit): the system pins no more.
@@ -89,7 +89,7 @@ class PinnedMemory:
         self._requests.put(None)
         self._worker.join()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PinnedMemory:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PinnedAllocator:
         """Copies of what allocates here allocate here, too."""
         return self
 
@@ -143,8 +143,8 @@ class _Request(NamedTuple):
 
 
 @functools.cache
-def pinned_memory(device: torch.device) -> PinnedMemory:
+def pinned_allocator(device: torch.device) -> PinnedAllocator:
     """Get the one that serves this process for a CUDA device."""
-    memory = PinnedMemory(CudaRegistrar(device))
+    memory = PinnedAllocator(CudaHostRegistrar(device))
     atexit.register(memory.close)
     return memory

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.rows import RowCache
+from kvcli.store.token_major import TokenMajorCache
 
 
-class PrunedCache(RowCache):
+class PrunedCache(TokenMajorCache):
     """The kept tokens of each KV head in order: k, v [rows, Hk, d] in one tier, `positions` [Hk, rows] on the device.
 
     Until the prompt comes, `rows` is a plan, an upper bound for most, and nothing is allocated. From then on the memory
@@ -24,17 +24,17 @@ class PrunedCache(RowCache):
 
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`; keeps everything."""
-        return self.load_kept(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))
+        return self.load_subset(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))
 
-    def load_kept(self, k: Tensor, v: Tensor, kept: Tensor) -> int:
+    def load_subset(self, k: Tensor, v: Tensor, kept: Tensor) -> int:
         """Take over a prompt k, v [Hk, s, d], but only the tokens `kept` [Hk, n], ascending. Returns as `load`."""
         self.length = k.shape[1]
         return self._hold(k, v, kept, kept)
 
-    def keep(self, rows: Tensor) -> None:
+    def prune(self, rows: Tensor) -> None:
         """Drop all but `rows` [Hk, n], ascending, of what is held on the device, and give their memory back."""
         if rows.shape[1] < self.held:
-            k, v, _ = self.bring()
+            k, v, _ = self.fetch()
             self._hold(k, v, rows, self.positions.take_along_dim(rows, 1))
 
     def append(self, k: Tensor, v: Tensor) -> int:

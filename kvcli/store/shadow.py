@@ -23,7 +23,7 @@ from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, tok
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged
-from kvcli.store.values import ValuePool
+from kvcli.store.values import HostValuePool
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -98,7 +98,7 @@ class ShadowCache(LayerCache):
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
         self.landmarks = Landmarks(heads, d, num_chunks, tiers)
-        self.values = ValuePool(heads, d, layout.size, num_chunks, tiers)
+        self.values = HostValuePool(heads, d, layout.size, num_chunks, tiers)
 
     @property
     def active(self) -> bool:

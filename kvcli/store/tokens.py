@@ -2,8 +2,8 @@
 
 Tokens are indexed a full group at a time, on the device; a group may be a single token. The newest tokens, those of the
 unfilled group among them, are always attended, so that what can be selected is indexed and what is not indexed is seen
-anyway. The KV itself is on the device (`ResidentTokens`) or in host memory with the attended tokens on the device
-(`OffloadedTokens`).
+anyway. The KV itself is on the device (`ResidentTokenCache`) or in host memory with the attended tokens on the device
+(`OffloadedTokenCache`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_tokens import resolve_tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.host import HostPool
+from kvcli.store.host_pool import HostPagePool
 
 EMPTY = -1  # a slot that holds no token
 
@@ -38,12 +38,12 @@ class TokenBudget:
     group: int
 
     @property
-    def most_selected(self) -> int:
+    def max_selected(self) -> int:
         """Tokens selected where a group has just filled."""
         return self.total - self.sink - self.window
 
     @property
-    def least_selected(self) -> int:
+    def min_selected(self) -> int:
         """Tokens selected just before a group fills."""
         return self.total - self.sink - max(self.window, self.group - 1)
 
@@ -129,7 +129,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
         return always.scatter(1, self.chosen, True)
 
 
-class ResidentTokens(TokenCache[IndexT], DenseCache):
+class ResidentTokenCache(TokenCache[IndexT], DenseCache):
     """Everything on the device: k, v [Hk, capacity, d]."""
 
     def __init__(
@@ -173,7 +173,7 @@ class ResidentTokens(TokenCache[IndexT], DenseCache):
         return super().footprint() + Footprint(device=self.index.nbytes())
 
 
-class OffloadedTokens(TokenCache[IndexT]):
+class OffloadedTokenCache(TokenCache[IndexT]):
     """Full groups in host memory, token by token; on the device k, v [Hk, sink + selected + recent, d] in this order.
 
     Recent tokens lie in a ring of `recent` rows, so that a group is whole when it is put away. As long as the context
@@ -187,10 +187,10 @@ class OffloadedTokens(TokenCache[IndexT]):
         self.budget = budget
         self.index = index
         self.recent = max(budget.window, budget.group)
-        self.pool = HostPool(num_kv_heads, head_dim, 1, budget.full(capacity), tiers)
-        self.first_rows = budget.sink + budget.most_selected
+        self.pool = HostPagePool(num_kv_heads, head_dim, 1, budget.full(capacity), tiers)
+        self.first_rows = budget.sink + budget.max_selected
         self.k, self.v = (tiers.on_device(num_kv_heads, self.first_rows + self.recent, head_dim) for _ in range(2))
-        self.resident = tiers.on_device(num_kv_heads, budget.most_selected, dtype=torch.int64)  # token in each slot
+        self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
 
     def load(self, k: Tensor, v: Tensor) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 from kvcli.store.cache import Tiers, nbytes
 
 
-class ValuePool:
+class HostValuePool:
     """Full chunks of one layer of one sequence: blocks [chunks, Hk, c, d], those of one KV head contiguous."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, chunk: int, num_chunks: int, tiers: Tiers):

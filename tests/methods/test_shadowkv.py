@@ -14,7 +14,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods.shadowkv import shadow_elements
 from kvcli.models.geometry import geometry_of
-from kvcli.store.offloaded import OffloadedCache
+from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
 from kvcli.store.shadow import EMPTY, ShadowLayout
 from kvcli.telemetry.counters import Count
@@ -254,7 +254,7 @@ def test_a_budget_above_the_context_attends_to_exactly_everything(variant):
 
 def test_half_the_bytes_of_recalling_keys_and_values_at_equal_selection():
     stream = Stream(75, steps=60, seed=7)
-    both = OffloadedCache(HK, D, 140, PageBudget(size=C, sink=0, window=LOCAL, selected=SELECTED), method_tiers())
+    both = OffloadedPageCache(HK, D, 140, PageBudget(size=C, sink=0, window=LOCAL, selected=SELECTED), method_tiers())
     both.load(stream.k[:, :75].clone(), stream.v[:, :75].clone())
     moved = misses = 0
     for _, method, _ in steps(stream):

@@ -5,9 +5,9 @@ import torch
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, SlidingCache, Tiers
-from kvcli.store.indexed import IndexedCache
-from kvcli.store.offloaded import OffloadedCache
+from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
+from kvcli.store.resident_pages import ResidentPageCache
 
 HK, D = 2, 8
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
@@ -31,7 +31,7 @@ def make(kind, tiers=TIERS):
         return DenseCache(HK, D, 60, tiers)
     if kind == "sliding":
         return SlidingCache(HK, D, 13, tiers, sink=3)
-    return (IndexedCache if kind == "indexed" else OffloadedCache)(HK, D, 60, BUDGET, tiers)
+    return (ResidentPageCache if kind == "indexed" else OffloadedPageCache)(HK, D, 60, BUDGET, tiers)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "indexed", "offloaded"])

@@ -39,7 +39,7 @@ def bytes_held(cache):
 def test_a_pruned_prompt_and_all_that_follows(kept, offload):
     k, v = tokens(33)
     cache = PrunedCache(HK, D, CAPACITY, CAPACITY, TIERS, offload)
-    written = cache.load_kept(k[:, :20].clone(), v[:, :20].clone(), torch.tensor(kept))
+    written = cache.load_subset(k[:, :20].clone(), v[:, :20].clone(), torch.tensor(kept))
     for at in range(20, 33):
         written += cache.append(k[:, at], v[:, at])
         check(cache, k, v, [[*mine, *range(20, at + 1)] for mine in kept], at)
@@ -58,7 +58,7 @@ def test_what_was_kept_may_be_cut_again_and_again():
     cache.load(k[:, :20].clone(), v[:, :20].clone())
     held = [list(range(20))] * HK
     for rows in ([[0, 3, 5, 18, 19], [1, 2, 3, 4, 19]], [[0, 1, 2, 3, 4]] * 2, [[1, 4], [0, 4]]):
-        cache.keep(torch.tensor(rows))
+        cache.prune(torch.tensor(rows))
         held = [[mine[row] for row in some] for mine, some in zip(held, rows, strict=True)]
         check(cache, k[:, :20], v[:, :20], held, 19)
         assert bytes_held(cache) == HK * (CAPACITY - 20 + len(rows[0])) * (KV + POSITION)
@@ -75,7 +75,7 @@ def test_nothing_is_allocated_before_the_prompt_but_the_plan_is_told():
     assert cache.traffic(CAPACITY).attended == 50 * HK * KV
     assert cache.traffic(30).attended == 20 * HK * KV
     k, v = tokens(30)
-    cache.load_kept(k, v, torch.arange(20).expand(HK, -1))
+    cache.load_subset(k, v, torch.arange(20).expand(HK, -1))
     assert cache.footprint() == Footprint(50 * HK * (KV + POSITION)), "the plan, where it holds"
 
 

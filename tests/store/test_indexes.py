@@ -5,11 +5,11 @@ import torch
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers, Traffic
-from kvcli.store.channel_scored import ChannelScoredCache, PrincipalTokens
+from kvcli.store.channel_scored import ChannelScoredCache, PrincipalAxesCache
 from kvcli.store.int4_estimate import Int4EstimateCache
 from kvcli.store.pages import PageBudget
-from kvcli.store.projected import ProjectedKeys
-from kvcli.store.tokens import OffloadedTokens, TokenBudget
+from kvcli.store.partial_keys import PartialKeyIndex
+from kvcli.store.tokens import OffloadedTokenCache, TokenBudget
 
 HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))
@@ -19,9 +19,9 @@ TOKEN = HK * 2 * D * 4
 
 CACHES = {
     "keyed": lambda tiers: ChannelScoredCache(HK, D, CAPACITY, BUDGET, 3, tiers),
-    "principal": lambda tiers: PrincipalTokens(HK, D, CAPACITY, BUDGET, 3, tiers),
-    "projected": lambda tiers: OffloadedTokens(
-        HK, D, CAPACITY, BUDGET, ProjectedKeys(HK, D, 3, CAPACITY, tiers), tiers
+    "principal": lambda tiers: PrincipalAxesCache(HK, D, CAPACITY, BUDGET, 3, tiers),
+    "projected": lambda tiers: OffloadedTokenCache(
+        HK, D, CAPACITY, BUDGET, PartialKeyIndex(HK, D, 3, CAPACITY, tiers), tiers
     ),
     "weighed": lambda tiers: Int4EstimateCache(HK, D, CAPACITY, PAGES, tiers),
 }
@@ -65,7 +65,7 @@ def test_traffic_of_a_step(name):
 
 
 def test_projected_keys_score_by_their_columns():
-    index = ProjectedKeys(HK, D, 3, CAPACITY, CPU)
+    index = PartialKeyIndex(HK, D, 3, CAPACITY, CPU)
     index.basis.copy_(torch.linalg.qr(noise(HK, D, D))[0][..., :3])
     keys, q = noise(HK, LENGTH, D, seed=1), noise(HK * G, D, seed=2)
     index.fill(0, keys[:, :40])
@@ -81,7 +81,7 @@ def test_keys_in_their_axes_attend_as_they_are(dtype):
     tiers = Tiers.for_device(torch.device("cpu"), dtype)
     plain, turned = (
         ChannelScoredCache(HK, D, CAPACITY, BUDGET, D, tiers),
-        PrincipalTokens(HK, D, CAPACITY, BUDGET, D, tiers),
+        PrincipalAxesCache(HK, D, CAPACITY, BUDGET, D, tiers),
     )
     turned.axes.copy_(torch.linalg.qr(noise(HK, D, D))[0])
     k, v = noise(HK, LENGTH, D, seed=1).to(dtype), noise(HK, LENGTH, D, seed=2).to(dtype)
@@ -91,17 +91,17 @@ def test_keys_in_their_axes_attend_as_they_are(dtype):
             cache.append(k[:, at], v[:, at])
     q, softmax = noise(HK * G, D, seed=3).to(dtype), Softmax(D**-0.5)
     rounding = 1e-5 if dtype == torch.float32 else 0.05
-    here, there = plain.attend(q, softmax), turned.attend(turned.turned(q), softmax)
+    here, there = plain.attend(q, softmax), turned.attend(turned.to_axes(q), softmax)
     assert torch.allclose(here.float(), there.float(), atol=rounding)
     candidates = range(2, LENGTH - 5)
-    here, there = plain.index.scores(q, candidates, 1.0), turned.index.scores(turned.turned(q), candidates, 1.0)
+    here, there = plain.index.scores(q, candidates, 1.0), turned.index.scores(turned.to_axes(q), candidates, 1.0)
     assert torch.allclose(here, there, atol=20 * rounding, rtol=rounding)
 
 
 def test_pages_spread_to_tokens_between_sink_and_window():
     cache = CACHES["weighed"](CPU)
     cache.load(noise(HK, LENGTH, D), noise(HK, LENGTH, D))
-    tokens, always = cache.spread(torch.tensor([[3, 1, 5], [9, 2, 4]]))
+    tokens, always = cache.tokens_of(torch.tensor([[3, 1, 5], [9, 2, 4]]))
     sink, window = [0, 1, 2, 3], list(range(40, LENGTH))
     inside = [[12, 13, 14, 15, 4, 5, 6, 7, 20, 21, 22, 23], [36, 37, 38, 39, 8, 9, 10, 11, 16, 17, 18, 19]]
     assert tokens.tolist() == [[*sink, *row, *window] for row in inside]
@@ -113,7 +113,7 @@ def test_attention_to_kept_tokens_leaves_the_others_out():
     k, v, q = noise(HK, LENGTH, D, seed=1), noise(HK, LENGTH, D, seed=2), noise(HK * G, D, seed=3)
     cache.load(k, v)
     assert cache.attended().all()
-    tokens, _ = cache.spread(torch.tensor([[3, 1, 5], [9, 2, 4]]))
+    tokens, _ = cache.tokens_of(torch.tensor([[3, 1, 5], [9, 2, 4]]))
     kept = noise(*tokens.shape, seed=4) > 0.5
     kept[:, -1] = True
     out = cache.attend_tokens(q, tokens, kept, softmax)

@@ -13,10 +13,10 @@ import torch
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.host_pages import HostPages
-from kvcli.store import host as host_module
+from kvcli.store import host_pool as host_module
 from kvcli.store.cache import Tiers
-from kvcli.store.host import HostPool
-from kvcli.store.pinned import CudaRegistrar, PinnedMemory
+from kvcli.store.host_pool import HostPagePool
+from kvcli.store.pinned import CudaHostRegistrar, PinnedAllocator
 
 HK, P, D = 3, 4, 5
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -52,7 +52,7 @@ def notes():
 
 @pytest.fixture
 def pinned(notes):
-    memory = PinnedMemory(notes)
+    memory = PinnedAllocator(notes)
     yield memory
     notes.go.set()
     memory.close()
@@ -68,7 +68,7 @@ def tiers(pinned, monkeypatch):
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (4097,), (0, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exactly_what_is_asked_for_is_pinned_at_whole_pages(shape, dtype, notes, pinned):
-    tensor = pinned.ask(shape, dtype).result(10)
+    tensor = pinned.allocate(shape, dtype).result(10)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert notes.held == ({tensor.data_ptr(): tensor.nbytes} if tensor.numel() else {})
     assert tensor.data_ptr() % 4096 == 0
@@ -78,7 +78,7 @@ def test_exactly_what_is_asked_for_is_pinned_at_whole_pages(shape, dtype, notes,
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
 def test_huge_pages_are_asked_for(pinned):
-    tensor = pinned.ask((4 << 20,), torch.uint8).result(10)
+    tensor = pinned.allocate((4 << 20,), torch.uint8).result(10)
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
     holding = [mapping for mapping in mappings if tensor.data_ptr() in addresses(mapping)]
     assert [" hg" in re.search("VmFlags:.*", mapping)[0] for mapping in holding] == [True]
@@ -90,7 +90,7 @@ def addresses(mapping):
 
 
 def test_memory_is_let_go_with_the_last_view_of_it(notes, pinned):
-    tensor = pinned.ask((8, 6), torch.float32).result(10)
+    tensor = pinned.allocate((8, 6), torch.float32).result(10)
     view = tensor[2:].transpose(0, 1)
     view.fill_(5)
     del tensor
@@ -103,7 +103,7 @@ def test_memory_is_let_go_with_the_last_view_of_it(notes, pinned):
 
 def test_what_is_asked_for_comes_in_order_while_others_go_on(notes, pinned):
     notes.go.clear()
-    asked = [pinned.ask((size,), torch.uint8) for size in (5, 3, 9, 1)]
+    asked = [pinned.allocate((size,), torch.uint8) for size in (5, 3, 9, 1)]
     assert notes.begun.wait(10)
     assert not any(future.done() for future in asked)
     notes.go.set()
@@ -114,7 +114,7 @@ def test_what_is_asked_for_comes_in_order_while_others_go_on(notes, pinned):
 
 def test_nothing_is_pinned_for_whoever_has_gone(notes, pinned):
     notes.go.clear()
-    asked = [pinned.ask((size,), torch.uint8) for size in (1, 2, 3)]
+    asked = [pinned.allocate((size,), torch.uint8) for size in (1, 2, 3)]
     assert notes.begun.wait(10)
     del asked[1]
     notes.go.set()
@@ -123,7 +123,7 @@ def test_nothing_is_pinned_for_whoever_has_gone(notes, pinned):
 
 def test_closing_waits_for_what_is_being_pinned_and_for_no_more(notes, pinned):
     notes.go.clear()
-    asked = [pinned.ask((size,), torch.uint8) for size in (1, 2, 3)]
+    asked = [pinned.allocate((size,), torch.uint8) for size in (1, 2, 3)]
     assert notes.begun.wait(10)
     threading.Timer(0.05, notes.go.set).start()
     pinned.close()
@@ -133,8 +133,8 @@ def test_closing_waits_for_what_is_being_pinned_and_for_no_more(notes, pinned):
 
 def test_whoever_waits_learns_that_the_system_pins_no_more():
     notes = Notes(limit=3000)
-    pinned = PinnedMemory(notes)
-    first, second, third = (pinned.ask((size,), torch.uint8) for size in (2048, 2048, 512))
+    pinned = PinnedAllocator(notes)
+    first, second, third = (pinned.allocate((size,), torch.uint8) for size in (2048, 2048, 512))
     assert len(first.result(10)) == 2048
     for _ in range(2):
         with pytest.raises(
@@ -163,7 +163,7 @@ def everything(pages):
 @pytest.mark.parametrize("writes", [[0, 11], [0, 1, 2, 8, 9, 11], [0, 3, 6, 11], [0, 0, 2, 11]])
 def test_pool_gives_back_what_was_written(layout, in_pieces, writes, tiers):
     tiers = tiers if in_pieces else Tiers.for_device(CPU, torch.float32)
-    pool = HostPool(HK, D, P, 11, tiers, layout)
+    pool = HostPagePool(HK, D, P, 11, tiers, layout)
     k, v = tokens(11)
     for start, stop in pairwise(writes):
         assert pool.write(start, k[:, start:stop], v[:, start:stop]) == (stop - start) * PAGE_BYTES
@@ -179,17 +179,17 @@ def test_pool_gives_back_what_was_written(layout, in_pieces, writes, tiers):
 @pytest.mark.parametrize("layout", ["hnd", "nhd"])
 @pytest.mark.parametrize("pages", [0, 1, 3, 4, 11])
 def test_planning_counts_the_bytes_and_pins_none(layout, pages, tiers, notes):
-    planned = HostPool(HK, D, P, pages, Tiers.for_device(META, torch.float32), layout)
+    planned = HostPagePool(HK, D, P, pages, Tiers.for_device(META, torch.float32), layout)
     assert notes.held == {}
     assert all(piece.is_meta for piece in planned.pieces)
-    real = HostPool(HK, D, P, pages, tiers, layout)
+    real = HostPagePool(HK, D, P, pages, tiers, layout)
     assert planned.nbytes() == real.nbytes() == sum(piece.nbytes for piece in real.pieces) == pages * PAGE_BYTES
     assert sum(notes.held.values()) == pages * PAGE_BYTES
 
 
 def test_pool_waits_for_the_memory_of_what_it_writes_only(tiers, notes):
     notes.go.clear()
-    pool = HostPool(HK, D, P, 11, tiers)
+    pool = HostPagePool(HK, D, P, 11, tiers)
     assert pool.nbytes() == 11 * PAGE_BYTES
     k, v = tokens(3)
     writing = threading.Thread(target=pool.write, args=(0, k, v))
@@ -208,7 +208,7 @@ def test_pool_waits_for_the_memory_of_what_it_writes_only(tiers, notes):
 
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_a_copied_pool_has_the_same_pages_in_memory_of_its_own(in_pieces, tiers, notes):
-    pool = HostPool(HK, D, P, 7, tiers if in_pieces else Tiers.for_device(CPU, torch.float32), "nhd")
+    pool = HostPagePool(HK, D, P, 7, tiers if in_pieces else Tiers.for_device(CPU, torch.float32), "nhd")
     k, v = tokens(7)
     pool.write(0, k, v)
     first, second = copy.deepcopy({"one": pool, "same": pool}), copy.deepcopy(pool)
@@ -243,7 +243,7 @@ def test_cuda_is_asked_to_map_memory_and_its_refusal_has_a_reason(monkeypatch):
             self.calls.append(args)
             return 0
 
-    runtime, waited, pinning = Runtime(), [], CudaRegistrar(torch.device("cuda", 1))
+    runtime, waited, pinning = Runtime(), [], CudaHostRegistrar(torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(waited.append(device)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(runtime.calls)))

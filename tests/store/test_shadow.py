@@ -11,7 +11,7 @@ from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.shadow import EMPTY, ShadowCache, ShadowLayout
-from kvcli.store.values import ValuePool
+from kvcli.store.values import HostValuePool
 
 HK, D, C = 2, 8, 3
 WIDTH = HK * D
@@ -89,7 +89,7 @@ def test_landmarks_are_filled_in_pieces_and_outliers_are_left_out(piece, monkeyp
 
 def test_value_pool_returns_the_chunks_asked_for():
     _, v = tokens(7 * C)
-    pool = ValuePool(HK, D, C, 9, CPU)
+    pool = HostValuePool(HK, D, C, 9, CPU)
     assert pool.write(1, v.unflatten(1, (-1, C))) == nbytes(v)
     assert pool.blocks[3, 1].is_contiguous()
     pairs = [(1, 0), (7, 1), (4, 1), (4, 0)]

@@ -6,7 +6,7 @@ import torch
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import OffloadedTokens, ResidentTokens, TokenBudget
+from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget
 
 HK, D, CAPACITY = 2, 8, 60
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
@@ -36,7 +36,7 @@ def poisoned(cache):
     return cache
 
 
-@pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
+@pytest.mark.parametrize("kind", [ResidentTokenCache, OffloadedTokenCache])
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("prompt", [1, 3, 8, 23, 24, 25, 47])
 def test_attends_to_sinks_selection_and_recent_tokens(kind, budget, prompt):
@@ -72,13 +72,13 @@ def test_budget_is_spent_to_the_token(budget, length):
     assert recent == max(budget.window, length % budget.group)
     assert candidates.stop <= budget.full(length), "what can be selected is quantised"
     selected = budget.total - budget.sink - recent
-    assert budget.least_selected <= selected <= budget.most_selected
+    assert budget.min_selected <= selected <= budget.max_selected
     assert 1 <= selected <= len(candidates)
 
 
 def test_hits_stay_and_only_misses_move():
     k, v = tokens(40)
-    cache = new_cache(OffloadedTokens, TokenBudget(6, 0, 1, 4))
+    cache = new_cache(OffloadedTokenCache, TokenBudget(6, 0, 1, 4))
     cache.load(k, v)
     assert cache.recall(torch.tensor([[0, 9, 30], [4, 5, 6]])) == ([3, 3], 6 * 2 * D * 4)
     assert cache.recall(torch.tensor([[9, 30, 1], [6, 5, 4]])) == ([1, 0], 2 * D * 4)
@@ -86,13 +86,13 @@ def test_hits_stay_and_only_misses_move():
     assert [sorted(set(row) - {-1}) for row in cache.resident.tolist()] == [[1, 9], [2, 3]]
 
 
-@pytest.mark.parametrize("kind", [ResidentTokens, OffloadedTokens])
+@pytest.mark.parametrize("kind", [ResidentTokenCache, OffloadedTokenCache])
 def test_footprint_counts_what_is_allocated_even_on_meta(kind):
     real, planned = (new_cache(kind, BUDGETS[0], tiers).footprint() for tiers in (TIERS, META))
     assert real == planned
     index = HK * (CAPACITY // 8) * (8 * 1 + 2 * D * 4)
     token = HK * 2 * D * 4
-    if kind is ResidentTokens:
+    if kind is ResidentTokenCache:
         assert (real.device, real.host) == (CAPACITY * token + index, 0)
     else:
         slots = 24 - 2 - 1

@@ -21,7 +21,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.prefill import PrefillConsumer
-from kvcli.store.calibrated import name_of
+from kvcli.store.calibration_file import tensor_name
 from kvcli.ui.summary import Table
 
 SCHEMA_VERSION = 1
@@ -126,7 +126,7 @@ class SearchResult:
 
 def by_layer(found: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """One tensor a layer, by the names of `store.calibrated`."""
-    return {name_of(layer): tensor.float().cpu().contiguous() for layer, tensor in sorted(found.items())}
+    return {tensor_name(layer): tensor.float().cpu().contiguous() for layer, tensor in sorted(found.items())}
 
 
 def shares(found: Mapping[int, Tensor], columns: int, title: str) -> tuple[str, Table]:

@@ -36,7 +36,7 @@ from kvcli.runtime.gpu.log import LayerStepStats
 from kvcli.runtime.gpu.recall import Recall, recall_of
 from kvcli.runtime.gpu.slots import BatchSlots
 from kvcli.runtime.gpu.streams import Streams
-from kvcli.store.slots import SlotRule
+from kvcli.store.layer_slots import SlotRule
 
 
 class SlotLayer(Protocol):

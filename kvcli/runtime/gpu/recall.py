@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slots import Rows
-from kvcli.store.slots import SlotRule
+from kvcli.kernels.slot_layout import PagedKV
+from kvcli.store.layer_slots import SlotRule
 
 
 class Recall(Protocol):
@@ -27,7 +27,7 @@ class Recall(Protocol):
     waits_for_device: bool
     """Whether the host has to know what is missing, so that a step cannot be captured."""
 
-    def __call__(self, host: HostPages, misses: MissList, rows: Rows) -> None:
+    def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
         """Bring the pages that `misses` lists; on the current stream, when it returns, they are in their slots."""
 
 
@@ -36,7 +36,7 @@ class Gather:
 
     waits_for_device = False
 
-    def __call__(self, host: HostPages, misses: MissList, rows: Rows) -> None:
+    def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
         """See `Recall`."""
         gather_pages(host, misses, rows)
 
@@ -53,7 +53,7 @@ class Copy:
         self.free: list[torch.cuda.Event] = []
         self.stream: torch.cuda.Stream | None = None
 
-    def __call__(self, host: HostPages, misses: MissList, rows: Rows) -> None:
+    def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
         """See `Recall`; waits until the device knows what is missing."""
         counts, pages, slots = (x.tolist() for x in (misses.counts, misses.pages, misses.slots))
         self._prepare(rows)
@@ -68,7 +68,7 @@ class Copy:
                     self._release(turn % self.turns)
                     turn += 1
 
-    def _prepare(self, rows: Rows) -> None:
+    def _prepare(self, rows: PagedKV) -> None:
         if self.staging:
             return
         self.staging = [rows.k.new_empty(2, rows.layout.size, rows.k.shape[3]) for _ in range(self.turns)]

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slots import Rows
+from kvcli.kernels.slot_layout import PagedKV
 from kvcli.store.cache import LayerCache
-from kvcli.store.slots import Slots
+from kvcli.store.layer_slots import LayerSlots
 
 
 @dataclass(frozen=True)
 class BatchSlots:
     """A layer of b sequences. bounds [b, Hk, n, 2, d] and the host's pages: of layers that retrieve."""
 
-    rows: Rows
+    rows: PagedKV
     bounds: Tensor | None
     host: HostPages | None
 
@@ -29,7 +29,7 @@ class BatchSlots:
         `lengths` [b] int32 is what kernels will read; its values do not matter yet. A single sequence is not copied;
         of several, each cache is copied to its place and then freed.
         """
-        parts = [slots for slots in (cache.in_slots() for cache in caches) if slots is not None]
+        parts = [slots for slots in (cache.as_slots() for cache in caches) if slots is not None]
         if len(parts) < len(caches):
             raise ValueError(f"not all of {len(caches)} caches have slots")
         kv = _side_by_side([part.kv for part in parts])  # [b, 2, Hk, rows, d]
@@ -42,8 +42,8 @@ class BatchSlots:
                 resident=None if resident is None else resident[row],
                 bounds=None if bounds is None or part.bounds is None else bounds[row, :, : part.bounds.shape[1]],
             )
-            cache.move(moved)
-        rows = Rows(kv[:, 0], kv[:, 1], lengths, longest.layout, resident)
+            cache.adopt_slots(moved)
+        rows = PagedKV(kv[:, 0], kv[:, 1], lengths, longest.layout, resident)
         return cls(rows, bounds, _host_pages(parts, kv.device))
 
 
@@ -63,6 +63,6 @@ def _if_all(parts: Sequence[Tensor | None]) -> Tensor | None:
     return _side_by_side(present) if present else None
 
 
-def _host_pages(parts: Sequence[Slots], device: torch.device) -> HostPages | None:
+def _host_pages(parts: Sequence[LayerSlots], device: torch.device) -> HostPages | None:
     pieces = [part.pieces for part in parts if part.pieces is not None]
     return HostPages.of(pieces, parts[0].host_layout, device) if pieces else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.slots import SlotLayout, page_count
+from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.gpu.layers import Scratch, SpeculativeLayer
 

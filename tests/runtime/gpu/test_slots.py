@@ -1,7 +1,7 @@
 import torch
 from engine import new_method
 
-from kvcli.kernels.slots import row_positions
+from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.gpu.slots import BatchSlots

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.store.calibrated import CalibratedLayers, read_tensor
+from kvcli.store.calibration_file import CalibrationMatrices, read_tensor
 
 SHAPES = {1: (2, 8, 8), 3: (2, 8, 8)}
 
@@ -19,14 +19,14 @@ def file(tmp_path):
 
 def test_layers_are_read_by_their_number(file):
     tensors, path = file
-    layers = CalibratedLayers(path, SHAPES, "skew")
+    layers = CalibrationMatrices(path, SHAPES, "skew")
     for layer in SHAPES:
         assert torch.equal(layers[layer], tensors[f"layer.{layer}"])
 
 
 def test_sixteen_bit_files_are_read_as_float32(tmp_path):
     save_file({"layer.0": torch.ones(1, 2, 2, dtype=torch.bfloat16)}, tmp_path / "a")
-    assert CalibratedLayers(str(tmp_path / "a"), {0: (1, 2, 2)}, "pca")[0].dtype == torch.float32
+    assert CalibrationMatrices(str(tmp_path / "a"), {0: (1, 2, 2)}, "pca")[0].dtype == torch.float32
 
 
 def test_a_tensor_alone_is_read_as_it_is(tmp_path):
@@ -41,7 +41,7 @@ def test_a_tensor_alone_is_read_as_it_is(tmp_path):
 
 def refusal(path, shapes=SHAPES):
     with pytest.raises(KvcliError) as refused:
-        CalibratedLayers(str(path), shapes, "skew")
+        CalibrationMatrices(str(path), shapes, "skew")
     assert refused.value.exit_code == ExitCode.USAGE
     assert "kvcli calibrate skew" in refused.value.hint
     assert str(path) in refused.value.what

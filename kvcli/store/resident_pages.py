@@ -10,11 +10,11 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
-from kvcli.store.pages import PageBudget, Paged, paged
+from kvcli.store.pages import PageBudget, PagedCache, paged
 from kvcli.store.summaries import PageSummaries
 
 
-class IndexedCache(Paged, DenseCache):
+class ResidentPageCache(PagedCache, DenseCache):
     """Dense KV whose full pages are summarised: k, v [Hk, pages * p, d]."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
@@ -52,7 +52,7 @@ class IndexedCache(Paged, DenseCache):
 
     def attended(self) -> Tensor:
         """See `LayerCache.attended`."""
-        return super().attended() if self.chosen is None else self.attended_with(self.chosen)
+        return super().attended() if self.chosen is None else self.attended_pages(self.chosen)
 
     def footprint(self) -> Footprint:
         """See `LayerCache.footprint`."""

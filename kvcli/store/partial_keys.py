@@ -13,7 +13,7 @@ from kvcli.store.tokens import TokenBudget
 PIECE = 4096
 
 
-class ProjectedKeys:
+class PartialKeyIndex:
     """keys [Hk, capacity, c] = the full keys times `basis` [Hk, d, c], which the method sets before any token comes."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, columns: int, capacity: int, tiers: Tiers):

@@ -56,7 +56,7 @@ class SlotLayout(NamedTuple):
         return max(1, self.window)
 
 
-class Rows(NamedTuple):
+class PagedKV(NamedTuple):
     """The slots of a layer and what they hold: k, v [b, Hk, layout.total * layout.size, d], any strides but the last.
 
     lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing.
@@ -123,7 +123,7 @@ def row_positions(lengths: Tensor, layout: SlotLayout, resident: Tensor | None =
     return positions.masked_fill((positions < 0) | (positions >= lengths[:, None, None]), -1)
 
 
-def filled_pages(rows: Rows) -> list[tuple[int, int, int]]:
+def filled_pages(rows: PagedKV) -> list[tuple[int, int, int]]:
     """List the pages that the newest tokens have filled: sequence, page, first row of its slot. Waits for a device."""
     size = rows.layout.size
     filled = ((rows.lengths > 0) & (rows.lengths % size == 0)).nonzero()[:, 0]

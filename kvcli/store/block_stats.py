@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Usage:
+class BlockStats:
     """Retrievals of one phase; only those where something had to be left out.
 
     A block is one for all heads. `scores` sums, over retrievals, the mean score of the retrieved blocks; `entropies`
@@ -56,18 +56,18 @@ class Usage:
 
 
 @dataclass
-class Phases:
+class PhaseStats:
     """Prefill and decode of one layer, counted apart."""
 
-    prefill: Usage = field(default_factory=Usage)
-    decode: Usage = field(default_factory=Usage)
+    prefill: BlockStats = field(default_factory=BlockStats)
+    decode: BlockStats = field(default_factory=BlockStats)
 
 
-def total(usages: Iterable[Usage]) -> Usage:
+def total(usages: Iterable[BlockStats]) -> BlockStats:
     """Add up the layers."""
     used = [usage for usage in usages if usage.retrievals]
     entropies = [usage.entropies for usage in used if usage.entropies is not None]
-    return Usage(
+    return BlockStats(
         retrievals=sum(usage.retrievals for usage in used),
         blocks=sum(usage.blocks for usage in used),
         fewest=min((usage.fewest for usage in used if usage.fewest is not None), default=None),
@@ -79,7 +79,7 @@ def total(usages: Iterable[Usage]) -> Usage:
     )
 
 
-def summarise(layers: Mapping[int, Phases]) -> dict[str, Any]:
+def summarise(layers: Mapping[int, PhaseStats]) -> dict[str, Any]:
     """Plain data for the report: what was retrieved in prefill and in decode, in all and by layer.
 
     Means of decode stand in front: blocks a layer and step, score of these blocks, entropy of all scores.

@@ -9,7 +9,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 
 
-class RowCache(LayerCache):
+class TokenMajorCache(LayerCache):
     """Every token, k and v [capacity, Hk, d] in one tier: any range of tokens is contiguous and moves in one piece."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
@@ -32,14 +32,14 @@ class RowCache(LayerCache):
         self.held += 1
         return self._moved(1)
 
-    def bring(self) -> tuple[Tensor, Tensor, int]:
+    def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Keys and values [Hk, held, d] on the device, and the bytes moved there from the host tier."""
         k, v = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in (self.k, self.v))
         return k, v, self._moved(self.held)
 
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """See `LayerCache.attend`."""
-        k, v, _ = self.bring()
+        k, v, _ = self.fetch()
         return decode_attention(q, k, v, softmax)
 
     def attended(self) -> Tensor:

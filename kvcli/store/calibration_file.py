@@ -12,18 +12,18 @@ from torch import Tensor
 from kvcli.errors import ExitCode, KvcliError
 
 
-class CalibratedLayers:
+class CalibrationMatrices:
     """The matrices of a file, read one layer at a time; only the file's header is read before."""
 
     def __init__(self, path: str, shapes: Mapping[int, tuple[int, ...]], kind: str):
         """Check that the file holds a tensor of the given shape for every layer asked for; see `check_file`."""
-        check_file(path, {name_of(layer): shape for layer, shape in shapes.items()}, kind)
+        check_file(path, {tensor_name(layer): shape for layer, shape in shapes.items()}, kind)
         self.path = path
 
     def __getitem__(self, layer: int) -> Tensor:
         """The matrices of one layer, in float32 in host memory."""
         with safe_open(self.path, framework="pt") as file:
-            matrices: Tensor = file.get_tensor(name_of(layer))
+            matrices: Tensor = file.get_tensor(tensor_name(layer))
         return matrices.to(torch.float32)
 
 
@@ -57,7 +57,7 @@ def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> N
         raise _refused(path, kind, f"not a safetensors file ({error})") from None
 
 
-def name_of(layer: int) -> str:
+def tensor_name(layer: int) -> str:
     """What a layer's matrices are called in the file."""
     return f"layer.{layer}"
 

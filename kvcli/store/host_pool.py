@@ -25,7 +25,7 @@ STAGED_BYTES = 32 << 20
 """As much of a prompt's KV is on its way to the host in another layout at once: enough for the bus's full rate."""
 
 
-class HostPool:
+class HostPagePool:
     """Full pages of one layer of one sequence.
 
     Where memory is pinned, they lie in several tensors of equally many pages, the last one shorter, that get ready in
@@ -86,7 +86,7 @@ class HostPool:
         """Bytes in host memory."""
         return self.num_pages * self.page_bytes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostPool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
         """A copy has memory of its own, pinned like this one's."""
         if self.tiers.device.type == "cuda":
             torch.cuda.synchronize(self.tiers.device)  # pages may still be on their way here
@@ -98,7 +98,7 @@ class HostPool:
 
     def _allocate(self) -> list[Future[Tensor]]:
         starts = range(0, max(1, self.num_pages), self.per_piece)
-        return [self.tiers.soon_on_host(min(self.per_piece, self.num_pages - at), *self.page_shape) for at in starts]
+        return [self.tiers.on_host_async(min(self.per_piece, self.num_pages - at), *self.page_shape) for at in starts]
 
     def _fill(self, target: Tensor, k: Tensor, v: Tensor) -> None:
         """Put pages k, v [Hk, n, p, d] into their place."""

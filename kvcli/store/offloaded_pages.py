@@ -21,18 +21,18 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.resolve_pages import resolve_pages
-from kvcli.kernels.slots import SlotLayout
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.host import HostPool
-from kvcli.store.pages import PageBudget, Paged, paged
-from kvcli.store.slots import Slots
+from kvcli.store.host_pool import HostPagePool
+from kvcli.store.layer_slots import LayerSlots
+from kvcli.store.pages import PageBudget, PagedCache, paged
 from kvcli.store.summaries import Digest, PageSummaries
 
 EMPTY = -1  # a selected slot that holds no page
 
 
-class OffloadedCache(Paged, LayerCache):
+class OffloadedPageCache(PagedCache, LayerCache):
     """Host pool, device slots, page table and page summaries of one layer."""
 
     def __init__(
@@ -48,7 +48,7 @@ class OffloadedCache(Paged, LayerCache):
         self.length = 0
         self.budget = budget
         num_pages = budget.count(capacity)
-        self.pool = HostPool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
+        self.pool = HostPagePool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
         self.kv = tiers.on_device(2, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
@@ -110,21 +110,21 @@ class OffloadedCache(Paged, LayerCache):
         """See `LayerCache.attended`; as long as nothing was recalled since."""
         if not self.active:
             return token_mask(self.resident, self.length, range(self.length))
-        return self.attended_with(self.resident)
+        return self.attended_pages(self.resident)
 
-    def in_slots(self) -> Slots:
-        """See `LayerCache.in_slots`: the window's pages go to their places in a ring."""
+    def as_slots(self) -> LayerSlots:
+        """See `LayerCache.as_slots`: the window's pages go to their places in a ring."""
         budget = self.budget
         first, passed = budget.sink + budget.selected, max(0, budget.count(self.length) - budget.total)
         self.kv[:, :, first:] = self.kv[:, :, first:].roll(passed % budget.window, 2)
         layout = SlotLayout(budget.size, budget.sink, budget.selected, budget.window)
         pool = self.pool
-        return Slots(
+        return LayerSlots(
             self.kv.flatten(2, 3), layout, self.resident.int(), self.summaries.bounds, pool.pieces, pool.layout
         )
 
-    def move(self, slots: Slots) -> None:
-        """See `LayerCache.move`."""
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        """See `LayerCache.adopt_slots`."""
         assert slots.resident is not None
         assert slots.bounds is not None
         self.kv = slots.kv.view(2, *self.resident.shape[:1], self.budget.total, self.budget.size, -1)

@@ -9,7 +9,7 @@ from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
 from kvcli.kernels.slot_attention import NewToken, slot_attention
-from kvcli.kernels.slots import Rows, SlotLayout, active, candidates, row_positions, slot_of_page
+from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, candidates, row_positions, slot_of_page
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.write_page import write_filled_page
 
@@ -57,7 +57,7 @@ def test_decoding_over_slots_is_attention_over_the_tokens_they_hold(monkeypatch,
     misses = MissList.empty(1, hk, layout.selected, kv.device)
     recalled = 0
     for step in range(steps):
-        rows = Rows(kv[:, 0], kv[:, 1], lengths_of(step + 1), layout, resident)
+        rows = PagedKV(kv[:, 0], kv[:, 1], lengths_of(step + 1), layout, resident)
         if active(rows.lengths, layout):
             allowed = candidates(rows.lengths, layout, 18)[0].nonzero()[:, 0].int()
             picks = [allowed[torch.randperm(len(allowed))[: layout.selected]] for _ in range(hk)]
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused():
     layout = SlotLayout(4, 1, 2, 2)
     kv = torch.zeros(1, 2, 20, 8)
     whole = {"k": kv, "v": kv, "lengths": lengths_of(5), "layout": layout, "resident": torch.zeros(1, 2, 2).int()}
-    Rows(**whole).check()
+    PagedKV(**whole).check()
     for part, message in [
         ({"k": kv[:, :, :16]}, "k has shape"),
         ({"v": kv.double()}, "v is torch.float64"),
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused():
         ({"resident": None}, "what is resident"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Rows(**whole | part).check()
+            PagedKV(**whole | part).check()
     pages = torch.zeros(3, 2, 2, 4, 8)
     with pytest.raises(ValueError, match="does not go with the first"):
         HostPages.of([[pages, pages.double()]], "hnd", kv.device)
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="16 does not divide"):
         HostPages.of([[torch.zeros(3 * 128 + 1)[1:].view(3, 2, 2, 4, 8)]], "hnd", kv.device)
     with pytest.raises(ValueError, match="do not fit"):
-        HostPages.of([[pages]], "nhd", kv.device).check(Rows(**whole))
+        HostPages.of([[pages]], "nhd", kv.device).check(PagedKV(**whole))
 
 
 @pytest.mark.parametrize("layout", ["hnd", "nhd"])
@@ -115,7 +115,7 @@ def test_sequences_of_any_length_share_the_size_of_their_pieces(counts, layout):
     for sequence in range(b):
         pages = torch.cat(pieces[sequence])  # one after another, however they are cut
         for page in range(len(pages)):
-            rows = Rows(*torch.zeros(2, b, hk, 2 * p, d), lengths_of(1, 1), slots, torch.zeros(b, hk, 1).int())
+            rows = PagedKV(*torch.zeros(2, b, hk, 2 * p, d), lengths_of(1, 1), slots, torch.zeros(b, hk, 1).int())
             misses = MissList.empty(b, hk, 1, rows.k.device)
             misses.counts.zero_()
             misses.pages[sequence], misses.slots[sequence], misses.counts[sequence] = page, 0, 1

@@ -1,4 +1,4 @@
-"""Caches laid out in slots (`kvcli.kernels.slots`), for pipelines that run a batch by kernels alone."""
+"""Caches laid out in slots (`kvcli.kernels.slot_layout`), for pipelines that run a batch by kernels alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
-from kvcli.kernels.slots import SlotLayout
+from kvcli.kernels.slot_layout import SlotLayout
 
 RecallBy = Literal["gather", "copy"]
 
@@ -30,7 +30,7 @@ class SlotRule:
     double_buffer: bool = True
 
 
-class Slots(NamedTuple):
+class LayerSlots(NamedTuple):
     """One layer of one sequence: keys and values kv [2, Hk, rows, d]; and of a layer that retrieves the rest.
 
     resident [Hk, selected] int32 page numbers, bounds [Hk, n, 2, d] of full pages, and the host's pages in pieces.
