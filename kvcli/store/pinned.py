@@ -1,8 +1,10 @@
-"""Pinned host memory of exactly the size asked for, got ready in the background.
+"""Pinned host memory of exactly the size asked for, mapped and registered with CUDA by a thread in the background.
 
-torch's own pinned allocator rounds every size up to a power of two, and pinning tens of GiB takes seconds. Here memory
-is mapped page by page of the system and registered with CUDA by one thread, in the order in which it was asked for, so
-that it goes on beside the prefill: the first layer's is ready while the last one's is still to come.
+`torch.empty(pin_memory=True)` does not serve here, for three reasons. Its caching allocator rounds each size up to a
+power of two and keeps what is freed: two layers of 1.1 GiB each take 4 GiB. The options that change this
+(`pinned_max_round_threshold_mb`, `pinned_max_cached_size_mb`) hold for the whole process and belong to its user. It
+pins on the calling thread, and tens of GiB take seconds: here the first layer's memory is ready while the last one's is
+still to come, beside the prefill. And it asks for no huge pages, of which a registration has 512 times fewer to pin.
 """
 
 from __future__ import annotations
@@ -20,82 +22,100 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import format_bytes
 
 
 class HostRegistrar(Protocol):
-    """Whoever tells a device of memory that it may read and write itself."""
+    """Makes memory of the host known to a device, which may then read and write it by itself."""
 
     def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes; raises RuntimeError with the reason where that cannot be."""
+        """Pin `size` bytes from `address` on.
+
+        Raises:
+            RuntimeError: the system or the device refuses, for the reason given.
+        """
 
     def unregister(self, address: int) -> None:
-        """Let go of what was registered there, once nobody uses it any more."""
+        """Unpin what was registered at `address`, once the device has done all work that may use it.
+
+        Raises:
+            RuntimeError: the device cannot be waited for now, or refuses; the memory stays registered.
+        """
 
 
-class CudaHostRegistrar:
-    """Pins for a CUDA device. Memory then has the same address there (Linux, unified addressing)."""
+class CudaHostRegistrar(HostRegistrar):
+    """Registers memory for a CUDA device, which sees it at the same address (Linux, unified addressing)."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
+    @override
     def register(self, address: int, size: int) -> None:
-        """See `HostRegistrar.register`; other threads run meanwhile."""
-        with torch.cuda.device(self.device):  # a thread begins with device 0, whichever the others use
+        with torch.cuda.device(self.device):  # a new thread begins with device 0
             # 0 is cudaHostRegisterDefault: pinned and mapped for every device, where addresses are unified.
-            code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
-        if code:
-            raise torch.cuda.CudaError(code)
+            _check(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
 
+    @override
     def unregister(self, address: int) -> None:
-        """See `HostRegistrar.unregister`; waits for copies on their way, which nobody else keeps track of.
-
-        Says nothing of a device that has failed: whoever computes on it gets to know.
-        """
-        with torch.cuda.device(self.device), suppress(RuntimeError):
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()  # kernels read this memory, too, of which no event tells
+            _check(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
 class PinnedAllocator:
-    """Gives pinned tensors, one after another; what is asked for and let go before its turn is never pinned."""
+    """Allocates pinned tensors and frees them with their last view, on a thread of its own and in order.
+
+    `registered` are the mappings that a device knows, by address. None of them is unmapped before the device has
+    forgotten it: one that cannot be unregistered, say while a CUDA graph is being captured, is tried again when the
+    next one is freed. A request that its caller has let go of before its turn is never served.
+    """
 
     def __init__(self, registrar: HostRegistrar):
         self.registrar = registrar
-        self.registered: dict[int, mmap.mmap] = {}  # by address
-        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self.registered: dict[int, mmap.mmap] = {}
+        self._freed: set[int] = set()  # addresses to unregister
+        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: the end
         self._closing = False
-        # No executor: it would work off its queue before the process may end, which takes seconds after Ctrl-C.
+        # An executor would work off its queue before the process may end, which takes seconds after Ctrl-C.
         self._worker = threading.Thread(target=self._work, name="pinning", daemon=True)
         self._worker.start()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Future[Tensor]:
-        """Ask for an uninitialised tensor, aligned to a page of the system.
+        """Ask for an uninitialised tensor, aligned to a page of the system; waiting for it may raise KvcliError.
 
-        Its result is waited for, and may raise KvcliError (will not fit): the system pins no more.
+        Raises:
+            KvcliError: the system pins no more (will not fit); raised by the future.
         """
         future: Future[Tensor] = Future()
         if math.prod(shape):
-            self._requests.put(_Request(weakref.ref(future), shape, dtype))
+            self._queue.put(_Request(weakref.ref(future), shape, dtype))
         else:
             future.set_result(torch.empty(shape, dtype=dtype))
         return future
 
     def close(self) -> None:
-        """Pin nothing any more, and wait for what is being pinned right now; what was pinned stays."""
+        """End the thread once it has done what it is at, and unregister all memory, which stays usable on the host.
+
+        A process that ends without this call leaves both to the system, which loses nothing.
+        """
         self._closing = True
-        self._requests.put(None)
+        self._queue.put(None)
         self._worker.join()
+        self._unregister(*self.registered)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PinnedAllocator:
-        """Copies of what allocates here allocate here, too."""
+        """A copy of a cache allocates where the cache does."""
         return self
 
     def _work(self) -> None:
-        while (request := self._requests.get()) is not None and not self._closing:
-            self._serve(request)
+        while (task := self._queue.get()) is not None and not self._closing:
+            if isinstance(task, int):
+                self._unregister(task)
+            else:
+                self._serve(task)
 
     def _serve(self, request: _Request) -> None:
         future = request.future()
@@ -103,7 +123,7 @@ class PinnedAllocator:
             return
         try:
             future.set_result(self._pin(request.shape, request.dtype))
-        except Exception as error:  # whoever waits has to know, whatever it is
+        except Exception as error:  # raised where the future is waited for, whatever it is
             future.set_exception(error)
 
     def _pin(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -111,16 +131,18 @@ class PinnedAllocator:
         try:
             # Mappings share no page of the system: two registrations must not meet in one.
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(AttributeError, OSError):  # not every system has huge pages, which are pinned faster
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            memory = memoryview(mapping)  # held by the tensor and all views of it, and by nobody else
+            # A fork must not turn pages that a device writes to into copies on write.
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                with suppress(AttributeError, OSError):  # not every system has both
+                    mapping.madvise(getattr(mmap, advice))
+            memory = memoryview(mapping)  # held by the tensor and its views alone
             tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
             # Pages that exist are pinned faster, and a device's launches wait while memory is being registered.
             tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
             address = tensor.data_ptr()
             self.registrar.register(address, size)
         except (OSError, RuntimeError) as error:
-            held = sum(map(len, list(self.registered.values())))
+            held = sum(map(len, self.registered.values()))
             raise KvcliError(
                 f"the system does not pin {format_bytes(size)} of host memory beside the {format_bytes(held)} pinned "
                 f"already: {error}",
@@ -128,23 +150,34 @@ class PinnedAllocator:
                 ExitCode.WILL_NOT_FIT,
             ) from error
         self.registered[address] = mapping
-        weakref.finalize(memory, self._free, address).atexit = False  # the system takes back what is left then
+        # A view may die on any thread and at any time, where the device cannot be waited for: the worker sees to it.
+        weakref.finalize(memory, self._queue.put, address).atexit = False
         return tensor
 
-    def _free(self, address: int) -> None:
-        self.registrar.unregister(address)
-        del self.registered[address]  # this ends the mapping
+    def _unregister(self, *addresses: int) -> None:
+        self._freed.update(addresses)
+        for address in tuple(self._freed):
+            with suppress(RuntimeError):  # the device still knows it: not to be unmapped
+                self.registrar.unregister(address)
+                self._freed.remove(address)
+                del self.registered[address]  # ends the mapping, where no tensor holds it
 
 
 class _Request(NamedTuple):
-    future: weakref.ref[Future[Tensor]]  # weak: who lets go of it does not want it any more
+    future: weakref.ref[Future[Tensor]]  # weak: a caller that lets go of it does not want the memory any more
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
+def _check(code: Any) -> None:
+    """Raise RuntimeError for what the CUDA runtime returns where a call fails."""
+    if int(code):
+        raise torch.cuda.CudaError(int(code))
+
+
 @functools.cache
 def pinned_allocator(device: torch.device) -> PinnedAllocator:
-    """Get the one that serves this process for a CUDA device."""
-    memory = PinnedAllocator(CudaHostRegistrar(device))
-    atexit.register(memory.close)
-    return memory
+    """The allocator of this process for a CUDA device, whose thread ends before the interpreter does."""
+    allocator = PinnedAllocator(CudaHostRegistrar(device))
+    atexit.register(allocator.close)
+    return allocator
