@@ -1,1 +1,0 @@
-"""Shipped retrieval profiles: one TOML file each."""
