@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,7 +55,8 @@ def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> N
     except OSError as error:
         raise _refused(path, kind, str(error.strerror)) from None
     except SafetensorError as error:
-        raise _refused(path, kind, f"not a safetensors file ({error})") from None
+        told = shorten(str(error), 160, placeholder=" ...")  # some quote what they found, at any length
+        raise _refused(path, kind, f"not a safetensors file ({told})") from None
 
 
 def tensor_name(layer: int) -> str:

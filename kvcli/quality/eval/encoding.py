@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,9 +38,18 @@ class Teacher:
         self.nll = 0.0
 
     def __call__(self, logits: Tensor) -> int:
-        """Look the next token up in logits [vocab]; returns it."""
+        """Look the next token up in logits [vocab]; returns it.
+
+        Raises:
+            KvcliError: the token's likelihood is zero or no number.
+        """
         token = next(self._tokens)
         self.nll -= float(logits.float().log_softmax(-1)[token])
+        if not math.isfinite(self.nll):
+            raise KvcliError(
+                f"perplexity: the model's logits give token {token} the log-likelihood {-self.nll}",
+                "look for NaN or infinity in the weights, or try --dtype float32",
+            )
         return token
 
 

@@ -46,10 +46,11 @@ def first_number(text: str, references: Sequence[str], _: Sequence[str]) -> floa
 
 def leading_integers(text: str, references: Sequence[str], _: Sequence[str]) -> float:
     """Share of the wanted numbers that come before the first wrong one (math_calc)."""
-    found = [int(digits) for digits in re.findall(r"[0-9]+", text)]
+    # As text without leading zeros: a model may write more digits than Python turns into a number.
+    found = [digits.lstrip("0") or "0" for digits in re.findall(r"[0-9]+", text)]
     right = 0
     for number, wanted in zip(found, references, strict=False):
-        if number != int(wanted):
+        if number != str(int(wanted)):
             break
         right += 1
     return right / len(references)
@@ -112,3 +113,11 @@ SCORERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
     "choice": choice,
     "function_choice": function_choice,
 }
+
+_WHOLE = r"-?[0-9]{1,300}"
+NUMERIC: dict[str, str] = {
+    "last_integer": _WHOLE,
+    "leading_integers": _WHOLE,
+    "first_number": _WHOLE + r"(\.[0-9]{1,300})?",
+}
+"""Patterns of the references of the scorers that compare numbers."""

@@ -6,15 +6,23 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.validation import first_problem
 
 Key = tuple[str, int | None, float | None, int, str, int]
 """Task, length, depth, index, variant, sample: what a prediction is of."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -27,31 +35,33 @@ class Prediction:
     in nats.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")  # of a line that is read
+
     task: str
-    length: int | None
-    depth: float | None
-    index: int
+    length: Count | None
+    depth: Share | None
+    index: Count
     variant: str
-    sample: int
+    sample: Count
     text: str
-    score: float | None
+    score: Share | None
     finish_reason: str
-    prompt_tokens: int
-    cut_tokens: int
-    output_tokens: int
-    nll: float | None
-    prefill_ms: float
-    decode_ms: float
-    steps: int
-    attended: float | None
-    attended_share: float | None
-    device_kv_bytes: int
-    host_kv_bytes: int
-    bytes_to_device: int
-    heads_checked: int
-    heads_corrected: int
-    pages_requested: int
-    misses: int
+    prompt_tokens: Count
+    cut_tokens: Count
+    output_tokens: Count
+    nll: Annotated[float, Field(allow_inf_nan=False)] | None
+    prefill_ms: Amount
+    decode_ms: Amount
+    steps: Count
+    attended: Amount | None
+    attended_share: Amount | None
+    device_kv_bytes: Count
+    host_kv_bytes: Count
+    bytes_to_device: Count
+    heads_checked: Count
+    heads_corrected: Count
+    pages_requested: Count
+    misses: Count
 
     @property
     def key(self) -> Key:
@@ -59,7 +69,17 @@ class Prediction:
         return self.task, self.length, self.depth, self.index, self.variant, self.sample
 
 
-_NAMES = frozenset(field.name for field in fields(Prediction))
+class _Header(BaseModel):
+    """The first line of a file: what its run was asked."""
+
+    model_config = ConfigDict(strict=True)
+
+    kvcli_eval: Literal[1]
+    hash: str
+    configuration: dict[str, Any]
+
+
+_LINE = TypeAdapter(Prediction)
 
 
 def digest(configuration: dict[str, Any]) -> str:
@@ -119,9 +139,13 @@ class Predictions:
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written has been told by the write that failed
+                self._file.close()
 
     def _open(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            what = f"{path}: no regular file, which predictions are kept in and read from"
+            raise KvcliError(what, "give --predictions another file", ExitCode.USAGE)
         self._file = path.open("r+b" if path.exists() else "w+b")
         _lock(path, self._file)
         known = self._file.read()
@@ -141,13 +165,12 @@ class Predictions:
 
     def _check(self, path: Path, header: bytes) -> None:
         try:
-            found = json.loads(header)
-            theirs, hashed = found["configuration"], found["hash"]
-        except (ValueError, KeyError, TypeError):
+            found = _Header.model_validate_json(header)
+        except ValidationError:
             raise _not_ours(path) from None
-        if hashed == digest(self.configuration) and theirs == self.configuration:
+        if found.hash == digest(self.configuration) and found.configuration == self.configuration:
             return
-        differing = [key for key in self.configuration if self.configuration[key] != theirs.get(key)]
+        differing = [key for key, value in self.configuration.items() if value != found.configuration.get(key)]
         what = f"{path} belongs to another run: it differs in {', '.join(differing) or 'what it says of itself'}"
         raise KvcliError(what, "give --predictions another file, or repeat that run's options", ExitCode.USAGE)
 
@@ -177,13 +200,10 @@ def _is_beginning(data: bytes) -> bool:
 
 def _parse(path: Path, number: int, line: bytes) -> Prediction:
     try:
-        entry = json.loads(line)
-        if not isinstance(entry, dict) or set(entry) != _NAMES:
-            raise ValueError
-    except ValueError:
-        what = f"{path}: line {number} is no prediction"
+        return _LINE.validate_json(line)
+    except ValidationError as error:
+        what = f"{path}: line {number} is no prediction: {first_problem(error)}"
         raise KvcliError(what, "remove that line to have it answered again", ExitCode.USAGE) from None
-    return Prediction(**entry)
 
 
 def _not_ours(path: Path) -> KvcliError:

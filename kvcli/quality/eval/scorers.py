@@ -2,6 +2,10 @@
 
 RULER: arXiv 2404.06654. LongBench: arXiv 2308.14508, metrics.py and eval.py of its repository, whose choices are kept
 where they are surprising; v2: arXiv 2412.15204.
+
+lm-evaluation-harness scores LongBench and InfiniteBench as well. Its functions are not used here: they come with tasks
+that load data from the hub, those of LongBench need fuzzywuzzy, which is under the GPL, and those of InfiniteBench stem
+the words of summaries, which the benchmark does not, and read a choice by its last letter instead of its first.
 """
 
 from __future__ import annotations
@@ -130,6 +134,18 @@ def choice_in_sentence(text: str, reference: str) -> float:
     found = re.search(r"The correct answer is \(([A-D])\)", text.replace("*", ""))
     found = found or re.search(r"The correct answer is ([A-D])", text.replace("*", ""))
     return float(found is not None and found[1] == reference)
+
+
+def why_unscorable(metric: str, references: Sequence[str], choices: Sequence[str]) -> str | None:
+    """Say why a metric cannot score answers against `references`; None where it can."""
+    if metric == "classification" and not choices:
+        return "metric 'classification' needs all_classes, which only a row of LongBench has"
+    if metric == "function_choice" and len(references) != 2:
+        return "metric 'function_choice' needs two answers, the function's name and its letter"
+    pattern = infinitebench.NUMERIC.get(metric)
+    if pattern is not None and not all(re.fullmatch(pattern, reference) for reference in references):
+        return f"metric {metric!r} needs numbers for answers"
+    return None
 
 
 def _cut_zh(text: str) -> list[str]:

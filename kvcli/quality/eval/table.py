@@ -15,6 +15,7 @@ from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Prediction
 
 SCHEMA_VERSION = 1
+_LARGEST_MEAN = 700.0  # nats a token, beyond which a perplexity is no double any more
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Estimate:
         """
         count, total = len(nlls), sum(tokens)
         mean = sum(nlls) / total
-        value = math.exp(mean)
+        value = math.exp(min(mean, _LARGEST_MEAN))
         if count < 2:
             return cls(value, None, count)
         squares = sum((nll - mean * length) ** 2 for nll, length in zip(nlls, tokens, strict=True))
@@ -191,9 +192,10 @@ def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Ite
 
 def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:
     """Score and pass@k of the predictions of one variant in one cell."""
-    nlls = [prediction.nll for prediction in given if prediction.nll is not None]
-    if nlls:
-        return Estimate.perplexity(nlls, [prediction.output_tokens for prediction in given]), {}
+    fed = [(each.nll, each.output_tokens) for each in given if each.nll is not None and each.output_tokens]
+    if fed:
+        nlls, tokens = zip(*fed, strict=True)
+        return Estimate.perplexity(nlls, tokens), {}
     scores: dict[int, list[float]] = defaultdict(list)
     for prediction in given:
         scores[prediction.index].append(prediction.score or 0.0)

@@ -75,3 +75,10 @@ def test_the_teacher_says_its_tokens_and_adds_their_likelihoods():
     assert [teacher(row) for row in logits] == [2, 1]
     wanted = -logits.double().log_softmax(-1)
     assert teacher.nll == pytest.approx(float(wanted[0, 2] + wanted[1, 1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_likelihood_that_is_no_number_is_one_clear_line(value):
+    with pytest.raises(KvcliError, match="perplexity: the model's logits give token 1 the log-likelihood") as raised:
+        Teacher([1])(torch.tensor([value, 1.0, 2.0]))
+    assert "NaN or infinity in the weights" in raised.value.hint

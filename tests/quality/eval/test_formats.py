@@ -7,7 +7,7 @@ import pytest
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.eval.formats import read_examples
 
-LONGBENCH = {"context": "Text {with} braces.", "input": "Who?", "answers": ["A", "B"], "all_classes": None}
+LONGBENCH = {"context": "Text {with} braces.", "input": "Who?", "answers": ["A", "B"], "all_classes": ["A", "C"]}
 V2 = {
     "_id": "1",
     "context": " Long. ",
@@ -103,6 +103,8 @@ def test_infinitebench(tmp_path):
     _, example = one(tmp_path, "longbook_choice_eng.jsonl", chosen)
     assert example.references == ("w", "C")
     assert "A. u\nB. v\nC. w\nD. x" in example.prompt
+    letter = INFINITE | {"answer": ["B"], "options": ["u", "v", "w", "x"]}
+    assert one(tmp_path, "code_debug.jsonl", letter)[1].references == ("v", "B")
     found = INFINITE | {"input": "The largest number of the list is:", "answer": [58]}
     assert one(tmp_path, "math_find.jsonl", found)[1].prompt.startswith("What is the largest number in the following")
     assert one(tmp_path, "math_calc.jsonl", INFINITE | {"answer": [[1, 4]]})[1].references == ("1", "4")
@@ -126,11 +128,18 @@ GOOD = '{"context": "c", "question": "q", "answer": "a"}'
         ([GOOD, "[1]"], "line 2: a list, not an object"),
         (['{"context": "c", "question": "q"}'], "line 1: no field 'answer'"),
         (['{"context": "c", "question": "q", "answer": []}'], "line 1: answer holds no answers"),
-        (['{"context": 5, "question": "q", "answer": "a"}'], "line 1: context is no text"),
+        (['{"context": 5, "question": "q", "answer": "a"}'], "line 1: context should be a valid string"),
         (['{"context": " ", "question": "q", "answer": "a"}'], "line 1: context is empty"),
         (['{"context": "c", "question": "q", "answer": "a", "metric": "qa_f2"}'], "did you mean 'qa_f1'"),
+        (['{"context": "c", "question": "q", "answer": "a", "metric": ["qa_f1"]}'], "line 1: metric should be a valid"),
+        (['{"context": "c", "question": "q", "answer": "a", "metric": "function_choice"}'], "needs two answers"),
+        (['{"context": "c", "question": "q", "answer": "x", "metric": "leading_integers"}'], "needs numbers"),
+        (['{"context": "c", "question": "q", "answer": false}'], "line 1: answer holds no answers"),
+        (['{"context": "c\\ud800", "question": "q", "answer": "a"}'], "line 1: bad JSON"),
+        ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": None})], "line 1: .*needs all_classes"),
+        ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": 5})], "line 1: all_classes should be a valid list"),
         (["", "\n"], "holds no examples"),
-        ([json.dumps(V2 | {"answer": "E"})], "line 1: answer 'E'"),
+        ([json.dumps(V2 | {"answer": "E"})], "line 1: answer should be 'A', 'B', 'C' or 'D'"),
         ([json.dumps(LONGBENCH | {"dataset": "hotpotqq"})], "longbench has no task 'hotpotqq'"),
         ([json.dumps(INFINITE)], "infinitebench has no task 'bad'"),
     ],

@@ -1,7 +1,9 @@
 """The file of predictions: it only grows, survives being cut anywhere, and belongs to one run."""
 
 import json
+import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from answers import ONE
@@ -66,7 +68,9 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
     assert file.read_bytes() == known
 
 
-@pytest.mark.parametrize("content", ["my notes\n", "my notes", '{"a": 1}\n', "[]\n"])
+@pytest.mark.parametrize(
+    "content", ["my notes\n", "my notes", '{"a": 1}\n', "[]\n", '{"kvcli_eval": 1, "hash": "", "configuration": []}\n']
+)
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
     file = tmp_path / "p.jsonl"
     file.write_text(content)
@@ -82,6 +86,27 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, line):
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(KvcliError, match="line 3 is no prediction"):
         write(file, 1)
+
+
+def test_what_is_no_file_is_refused_at_once():
+    with pytest.raises(KvcliError, match="/dev/null: no regular file") as raised:
+        write(Path("/dev/null"))
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("room", [0, 900])
+def test_a_full_disk_is_named_with_the_file(tmp_path, room):
+    file = tmp_path / "p.jsonl"
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(KvcliError, match=r"p\.jsonl: cannot be written") as raised:
+            write(file, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert "free some space" in raised.value.hint
+    write(file, 2)
+    assert indices(file)[-1] == 2
 
 
 def test_two_runs_at_once_do_not_share_a_file(tmp_path):

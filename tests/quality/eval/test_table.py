@@ -34,6 +34,7 @@ def test_perplexity_counts_tokens_not_examples():
     # The ratio's residuals are 2 - 1.1 and 9 - 9.9; their variance over two examples, by the mean of 5 tokens.
     assert figure.stderr == pytest.approx(math.exp(1.1) * math.sqrt(2 * 0.81 / 2) / 5)
     assert Estimate.perplexity([2.0], [4]) == Estimate(math.exp(0.5), None, 1)
+    assert math.isfinite(Estimate.perplexity([1e9], [1]).value)
 
 
 @pytest.mark.parametrize(("samples", "right"), [(5, 0), (5, 1), (5, 3), (4, 4)])
