@@ -10,6 +10,7 @@ files with what this program would write.
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import textwrap
@@ -42,10 +43,12 @@ def generated() -> dict[Path, str]:
     """Every file that holds generated text, with all that it should hold."""
     commands = list(read_commands())
     cards = {name: read_card(name) for name in method_names()}
-    readme, methods = ROOT / "README.md", ROOT / "docs" / "methods.md"
+    readme, methods, results = ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "results.md"
+    speed = speed_table()
     return {
-        readme: _filled(_filled(readme.read_text(), "methods", short_table(cards)), "speed", speed_table()),
+        readme: _filled(_filled(readme.read_text(), "methods", short_table(cards)), "speed", speed),
         methods: _filled(methods.read_text(), "methods", methods_page(cards)),
+        results: _filled(results.read_text(), "speed", speed),
         ROOT / "docs" / "reference.md": reference(commands),
         ROOT / "docs" / "kvcli.1": man_page(commands),
     }
@@ -170,8 +173,7 @@ def read_commands() -> Iterator[Command]:
             continue
         hints = get_type_hints(command.callback, include_extras=True)
         parameters = tuple(_parameter(each, hints.get(each.name)) for each in command.params if not each.hidden)
-        help_text = Parameter(("--help", "-h"), "", "Show the options and exit.", "", "", "Help", False)
-        yield Command(name, tuple((command.help or "").split("\n\n")), (*parameters, help_text))
+        yield Command(name, tuple((command.help or "").split("\n\n")), parameters)
 
 
 def _parameter(parameter: Any, hint: Any) -> Parameter:
@@ -211,7 +213,7 @@ def reference(commands: Iterable[Command]) -> str:
         "",
         "This page is generated from the commands themselves; `kvcli COMMAND --help` and `man kvcli` say the same.",
         "Counts of tokens may end in K or M: 4K is 4,096, 1M is 1,048,576. An option that names a variable can be set",
-        "in the environment, too; what the command line says counts more.",
+        "in the environment, too; what the command line says counts more. Every command has `--help`, `-h`.",
     ]
     for command in commands:
         lines += ["", f"## {NAME} {command.name}".rstrip(), "", command.paragraphs[0]]
@@ -220,8 +222,8 @@ def reference(commands: Iterable[Command]) -> str:
             lines += ["", *(["```sh", paragraph, "```"] if paragraph.startswith(f"{NAME} ") else [paragraph])]
         for panel in dict.fromkeys(parameter.panel for parameter in command.parameters):
             shown = [parameter for parameter in command.parameters if parameter.panel == panel]
-            lines += ["", f"| {panel.lower()} | meaning | default | variable |", "| --- | --- | --- | --- |"]
-            lines += [_row((_usage(p), p.help, _code(p.default), _code(p.variable))) for p in shown]
+            rows = [(_usage(p), p.help, _code(p.default), _code(p.variable)) for p in shown]
+            lines += ["", *_table((panel.lower(), "meaning", "default", "variable"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -232,11 +234,20 @@ def _usage(parameter: Parameter) -> str:
 
 
 def _code(text: str) -> str:
+    """Text in the face of code; as HTML where it holds a bar, which Markdown's tables read as the end of a cell."""
+    if "|" in text:
+        return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
     return f"`{text}`" if text else ""
 
 
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """A table of the columns in which any row has something to say."""
+    keep = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return [_row(row[i] for i in keep) for row in (columns, ("---",) * len(columns), *rows)]
+
+
 def _row(cells: Iterable[str]) -> str:
-    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    escaped = (cell.replace("|", "&#124;").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(escaped)} |"
 
 
@@ -263,7 +274,10 @@ def man_page(commands: Iterable[Command]) -> str:
             example = paragraph.startswith(f"{NAME} ")
             lines += [".PP", *([".EX", _roff(paragraph), ".EE"] if example else [_roff(paragraph)])]
         lines += _roff_parameters(command)
-    lines += [".SH ENVIRONMENT", _roff("An option whose text names a variable KVCLI_... can be set by that variable.")]
+    lines += [
+        ".SH ENVIRONMENT",
+        "An option whose text names a variable can be set by it. The command line counts more.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,71 @@
+"""The documentation, held against the code: generated parts are current, and what is shown can be typed."""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+import typer.main
+
+from kvcli.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *ROOT.glob("docs/*.md")])
+
+
+def load_generator():
+    spec = importlib.util.spec_from_file_location("from_code", ROOT / "docs" / "from_code.py")
+    module = sys.modules["from_code"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown_commands():
+    """Every line of a shell block that runs kvcli, with the page it is on; what a pipe or `&&` puts before is left."""
+    for page in PAGES:
+        for block in re.findall(r"^ *```(?:sh|console)?\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in re.split(r"&&|(?<!\S)\|(?!\S)", line.partition(" # ")[0]):
+                    if command.strip().startswith("kvcli "):
+                        yield pytest.param(command.strip(), id=f"{page.name}: {command.strip()}")
+
+
+def test_generated_parts_are_current():
+    old = [path.name for path, text in load_generator().generated().items() if path.read_text() != text]
+    assert not old, "run: python docs/from_code.py"
+
+
+@pytest.mark.parametrize("command", list(shown_commands()))
+def test_every_command_shown_can_be_typed(command):
+    arguments = shlex.split(command)[1:]
+    root = typer.main.get_command(app)
+    if arguments[0].startswith("-"):  # an option of kvcli itself
+        assert any(arguments[0] in parameter.opts for parameter in root.params)
+        return
+    name, *rest = arguments
+    root.commands[name].make_context(name, rest, parent=typer.Context(root, info_name="kvcli"))
+
+
+def test_the_manual_page_renders_without_a_warning():
+    if shutil.which("groff") is None:
+        pytest.skip("there is no groff")
+    page = ROOT / "docs" / "kvcli.1"
+    result = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-wall", "-z", str(page)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
+    navigation = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    listed = {name for entry in navigation for name in entry.values()}
+    assert listed == {page.name for page in ROOT.glob("docs/*.md")}
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
