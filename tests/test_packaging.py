@@ -1,6 +1,7 @@
 """The package beside others called `kernels`, and what a wheel and a source distribution hold."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,7 +124,8 @@ def test_wheel_and_source_distribution_hold_every_file_once(tmp_path: Path) -> N
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("kvcli", "kernels", "profiles"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    (tree / "docs").mkdir()
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "docs/kvcli.1"):
         shutil.copy(ROOT / name, tree / name)
     wheel, source = members(build(tree, "wheel")), build(tree, "sdist")
 
@@ -132,7 +134,8 @@ def test_wheel_and_source_distribution_hold_every_file_once(tmp_path: Path) -> N
     expected |= {
         f"kvcli/{path.as_posix()}" for path in files if path.suffix in (".py", ".toml") and path.parts[0] != "kvcli"
     }
-    assert {name for name in wheel if ".dist-info/" not in name} == expected
+    assert {name for name in wheel if not re.match(r"[^/]+\.(dist-info|data)/", name)} == expected
+    assert any(name.endswith(".data/data/share/man/man1/kvcli.1") for name in wheel)
     packed = members(source)
     assert {name for name in packed if name.startswith("kvcli/")} == expected
     assert not [name for name in packed if name.startswith(("kernels/", "profiles/"))]
