@@ -19,10 +19,10 @@ from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.predictions import Predictions
 from kvcli.quality.eval.scorers import SCORERS, score
 from kvcli.quality.eval.table import EvaluationTable, results
-from kvcli.store.calibrated import CalibratedLayers, read_tensor
+from kvcli.store.calibration_file import CalibratedLayers, read_tensor
 
 VALUES = [
-    None, True, False, 0, -1, 3, 0.5, 1e300, -1e300, 2**63, 10**400, "", " ", "x", "12", "-7", "1.5", "A", "\x00\x1b]0;t",
+    None, True, False, 0, -1, 3, 0.5, 1e300, -1e300, 2**63, 10**400, "", " ", "x", "12", "-7", "1.5", "A", "\x1b]0;t",
     "naïve 中文", "{context} {0}", "y" * 5000, [], [[]], ["a"], [1, 2], [[1, 4]], [None], [True], {}, {"a": {"b": []}},
     "qa_f1", "function_choice", "classification", "leading_integers", "first_number", "trec", "hotpotqa", "math_find",
 ]  # fmt: skip
