@@ -19,7 +19,7 @@ from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.predictions import Predictions
 from kvcli.quality.eval.scorers import SCORERS, score
 from kvcli.quality.eval.table import EvaluationTable, results
-from kvcli.store.calibration_file import CalibratedLayers, read_tensor
+from kvcli.store.calibration_file import CalibrationMatrices, read_tensor
 
 VALUES = [
     None, True, False, 0, -1, 3, 0.5, 1e300, -1e300, 2**63, 10**400, "", " ", "x", "12", "-7", "1.5", "A", "\x1b]0;t",
@@ -154,7 +154,7 @@ def test_calibrated_matrices(tmp_path):
             path.write_bytes(changed(rng, whole[: 8 + size]) + data)
         try:
             read_tensor(str(path), "heads", (2, 2), "heads")
-            layers = CalibratedLayers(str(path), {0: (2, 3, 3), 1: (2, 3, 3)}, "pca")
+            layers = CalibrationMatrices(str(path), {0: (2, 3, 3), 1: (2, 3, 3)}, "pca")
             assert all(layers[layer].dtype == torch.float32 for layer in (0, 1))
         except KvcliError as error:
             clear(error)

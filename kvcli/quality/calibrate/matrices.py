@@ -125,7 +125,7 @@ class SearchResult:
 
 
 def by_layer(found: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """One tensor a layer, by the names of `store.calibrated`."""
+    """One tensor a layer, by the names of `store.calibration_file`."""
     return {tensor_name(layer): tensor.float().cpu().contiguous() for layer, tensor in sorted(found.items())}
 
 
