@@ -63,7 +63,7 @@ class Workshop:
         self.noise = RandomKV(0, setting.device, setting.dtype)
         tiers = Tiers.for_device(setting.device, setting.dtype)
         pool = pinned(setting, setting.pool // setting.dtype.itemsize)
-        self.tiers = SharedHost(tiers.device, tiers.host, tiers.dtype, tiers.pinned, pool)
+        self.tiers = SharedHost(tiers.device, tiers.host, tiers.dtype, tiers.pinned, tiers.staging, pool)
 
     def profile(self, method: str, **changed: Any) -> Profile:
         """Give a method's profile with the budget of the targets, and `changed`."""

@@ -132,8 +132,8 @@ class BlockCache(LayerCache):
         missing = blocks[~same.any(0)]
         slots = (~same.any(1)).nonzero()[: len(missing), 0]
         heads = torch.arange(self.slots.shape[1], device=missing.device)
-        fetched = self.pool.gather(missing.repeat_interleave(len(heads)), heads.repeat(len(missing)))
-        fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:]).to(self.slots.device)  # [m, Hk, 2, p, d]
+        fetched = self.pool.fetch(missing.repeat_interleave(len(heads)), heads.repeat(len(missing)))
+        fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:])  # [m, Hk, 2, p, d]
         self._fill_slots(slots, missing, fetched)
         self.chosen = (self.resident[:, None] == blocks).int().argmax(0)
         return len(missing), nbytes(fetched)

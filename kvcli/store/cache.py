@@ -6,6 +6,7 @@ A cache serves one layer of one sequence. Device keys are post-RoPE. Shapes: H q
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,26 +19,30 @@ from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
+from kvcli.store.staging import PinnedStaging, pinned_staging
 
 
 @dataclass(frozen=True)
 class Tiers:
     """Where KV lives: `device` computes, `host` keeps what the device has no room for.
 
-    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. Where the
-    device copies from the host itself, `pinned` gives the host's memory.
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
+    `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
+    goes through `staging`.
     """
 
     device: torch.device
     host: torch.device
     dtype: torch.dtype
     pinned: PinnedAllocator | None = None
+    staging: PinnedStaging | None = None
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
         """Choose the host tier that belongs to a compute device."""
-        host = torch.device("meta" if device.type == "meta" else "cpu")
-        return cls(device, host, dtype, pinned_allocator(device) if device.type == "cuda" else None)
+        if device.type == "cuda":
+            return cls(device, torch.device("cpu"), dtype, pinned_allocator(device), pinned_staging(device))
+        return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
 
     def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised device memory."""
@@ -54,6 +59,18 @@ class Tiers:
         ready: Future[Tensor] = Future()
         ready.set_result(torch.empty(shape, dtype=self.dtype, device=self.host))
         return ready
+
+    def gathered(self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None]) -> Tensor:
+        """Make a tensor of this shape on the device of rows that `gather` collects in host memory.
+
+        `gather(rows, part)` has to fill `rows` with rows `part` of the result; see `PinnedStaging.upload`.
+        """
+        target = self.on_device(*shape)
+        if self.staging is None:
+            gather(target, slice(shape[0]))
+        else:
+            self.staging.upload(target, gather)
+        return target
 
 
 @dataclass(frozen=True)

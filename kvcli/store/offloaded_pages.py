@@ -94,7 +94,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
         misses = resolve_pages(self.resident, selected)
-        blocks = self.pool.gather(misses.pages, misses.heads).to(self.kv.device)  # [m, 2, p, d]
+        blocks = self.pool.fetch(misses.pages, misses.heads)  # [m, 2, p, d]
         slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
         for part, kv in enumerate(self.kv):
             kv.flatten(0, 1).index_copy_(0, slots, blocks[:, part])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,11 @@ class PagedCache:
         mask[:, : self.candidates.start] = True
         mask[:, self.candidates.stop :] = True
         return mask.flatten(1)[:, : self.length]
+
+
+def slices(stop: int, at_most: int) -> Iterator[slice]:
+    """Cut range(stop) into consecutive slices of at most `at_most` (>= 1)."""
+    return (slice(start, min(start + at_most, stop)) for start in range(0, stop, at_most))
 
 
 def paged(kv: Tensor, size: int) -> Tensor:

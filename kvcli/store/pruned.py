@@ -62,7 +62,7 @@ class PrunedCache(TokenMajorCache):
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
             self.k, self.v = (self._rows(room, num_kv_heads, k.shape[2]) for _ in range(2))
             self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
-        for mine, tokens in ((self.k, k), (self.v, v)):
-            mine[: self.held] = tokens.take_along_dim(rows[..., None], 1).transpose(0, 1)
+        self._fill(self.k, k.take_along_dim(rows[..., None], 1))
+        self._fill(self.v, v.take_along_dim(rows[..., None], 1))
         self.positions[:, : self.held] = positions
         return self._moved(self.held)

@@ -20,10 +20,10 @@ from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged
-from kvcli.store.values import HostValuePool
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -98,7 +98,7 @@ class ShadowCache(LayerCache):
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
         self.landmarks = Landmarks(heads, d, num_chunks, tiers)
-        self.values = HostValuePool(heads, d, layout.size, num_chunks, tiers)
+        self.values = HostPagePool(heads, d, layout.size, num_chunks, tiers, tensors=1)
 
     @property
     def active(self) -> bool:
@@ -141,9 +141,9 @@ class ShadowCache(LayerCache):
         KV head and the bytes moved.
         """
         misses = resolve_pages(self.resident, selected)
-        rows = self.values.rows(misses.pages, misses.heads)
+        on_host = misses.pages.to("cpu"), misses.heads.to("cpu")  # waits for the device, before it is given more work
         keys = self.keys.rebuild(misses.heads, misses.pages)  # [m, c, d]
-        values = self.values.take(rows).to(self.v.device)
+        values = self.values.fetch(*on_host)[:, 0]  # [m, c, d]
         self._slots(self.k)[misses.heads, misses.slots] = keys.to(self.k.dtype)
         self._slots(self.v)[misses.heads, misses.slots] = values
         self.resident[misses.heads, misses.slots] = misses.pages

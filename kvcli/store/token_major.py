@@ -7,6 +7,8 @@ from torch import Tensor
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.host_pool import OFFLOAD_BYTES
+from kvcli.store.pages import slices
 
 
 class TokenMajorCache(LayerCache):
@@ -20,8 +22,8 @@ class TokenMajorCache(LayerCache):
     def load(self, k: Tensor, v: Tensor) -> int:
         """See `LayerCache.load`."""
         self.length = self.held = k.shape[1]
-        self.k[: self.held] = k.transpose(0, 1)
-        self.v[: self.held] = v.transpose(0, 1)
+        self._fill(self.k, k)
+        self._fill(self.v, v)
         return self._moved(self.held)
 
     def append(self, k: Tensor, v: Tensor) -> int:
@@ -55,6 +57,15 @@ class TokenMajorCache(LayerCache):
         """See `LayerCache.traffic`."""
         attended = length * nbytes(self.k[:1], self.v[:1])
         return Traffic(attended, recalled=attended if self.offload else 0)
+
+    def _fill(self, rows: Tensor, tokens: Tensor) -> None:
+        """Put tokens [Hk, n, d] into the first rows of k or v; from a GPU to pinned memory this only queues copies."""
+        if not (self.offload and tokens.is_cuda):
+            rows[: tokens.shape[1]] = tokens.transpose(0, 1)
+            return
+        # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
+        for part in slices(tokens.shape[1], max(1, OFFLOAD_BYTES // nbytes(rows[:1]))):
+            rows[part].copy_(tokens[:, part].transpose(0, 1).contiguous(), non_blocking=True)
 
     def _rows(self, *shape: int) -> Tensor:
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)

@@ -223,7 +223,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """See `TokenCache.recall`."""
         misses, leaving = resolve_tokens(self.resident, selected, self.length)
-        tokens = self.pool.gather(misses.pages, misses.heads).to(self.k.device)  # [m, 2, 1, d]
+        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, 2, 1, d]
         rows = misses.slots + self.budget.sink
         self.k[misses.heads, rows] = tokens[:, 0, 0]
         self.v[misses.heads, rows] = tokens[:, 1, 0]

@@ -176,7 +176,7 @@ def steps(stream, settings=SETTINGS, rotates=True, dtype=torch.float32, known=Tr
         "shadowkv", settings, layers(), capacity, dtype, rotary, prompt_tokens=prompt if known else None
     )
     for cache in method.caches:  # nothing may be read that was not written
-        for tensor in (cache.k, cache.v, cache.keys.a, cache.keys.b, cache.landmarks.means, cache.values.blocks):
+        for tensor in (cache.k, cache.v, cache.keys.a, cache.keys.b, cache.landmarks.means, *cache.values.pieces):
             tensor.fill_(float("nan"))
     k, v = stream.k.to(dtype), stream.v.to(dtype)
     method.prefill(1, k[:, :prompt].clone(), v[:, :prompt].clone(), k[:, :0], SOFTMAX)

@@ -3,7 +3,6 @@
 import copy
 import re
 import threading
-import time
 import weakref
 from contextlib import nullcontext
 from itertools import pairwise
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from registrar import FakeRegistrar, eventually
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.host_pages import HostPages
@@ -24,34 +24,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 PAGE_BYTES = HK * 2 * P * D * 4
 
 
-class Notes:
-    """Registers in name only: up to `limit` bytes, and not before `go` is set."""
-
-    def __init__(self, limit=1 << 30):
-        self.limit, self.go = limit, threading.Event()
-        self.go.set()
-        self.begun = threading.Event()  # that something is being registered
-        self.held, self.sizes, self.threads, self.busy = {}, [], set(), False
-
-    def register(self, address, size):
-        self.begun.set()
-        assert self.go.wait(10)
-        if sum(self.held.values()) + size > self.limit:
-            raise RuntimeError("no more")
-        self.held[address] = size
-        self.sizes.append(size)
-        self.threads.add(threading.current_thread())
-
-    def unregister(self, address):
-        if self.busy:
-            raise RuntimeError("a graph is being captured")
-        del self.held[address]
-        self.threads.add(threading.current_thread())
-
-
 @pytest.fixture
 def notes():
-    return Notes()
+    return FakeRegistrar()
 
 
 @pytest.fixture
@@ -109,14 +84,6 @@ def test_memory_is_let_go_with_the_last_view_of_it(notes, pinned):
     assert threading.current_thread() not in notes.threads
 
 
-def eventually(condition):
-    """Wait until the worker has brought `condition` about."""
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
 def test_memory_that_cannot_be_unregistered_stays_mapped_and_is_tried_again(notes, pinned):
     first, second = (pinned.allocate((8,), torch.uint8).result(10) for _ in range(2))
     address, notes.busy = first.data_ptr(), True
@@ -167,7 +134,7 @@ def test_closing_waits_for_what_is_being_pinned_and_for_no_more(notes, pinned):
 
 
 def test_whoever_waits_learns_that_the_system_pins_no_more():
-    notes = Notes(limit=3000)
+    notes = FakeRegistrar(limit=3000)
     pinned = PinnedAllocator(notes)
     first, second, third = (pinned.allocate((size,), torch.uint8) for size in (2048, 2048, 512))
     assert len(first.result(10)) == 2048
@@ -204,9 +171,9 @@ def test_pool_gives_back_what_was_written(layout, in_pieces, writes, tiers):
         assert pool.write(start, k[:, start:stop], v[:, start:stop]) == (stop - start) * PAGE_BYTES
     assert [len(piece) for piece in pool.pieces] == ([3, 3, 3, 2] if in_pieces else [11])
     pages, heads = everything(11)
-    blocks = pool.gather(pages, heads)
+    blocks = pool.fetch(pages, heads)
     assert torch.equal(blocks, torch.stack((k, v), 2)[heads, pages])
-    assert pool.gather(pages[:0], heads[:0]).shape == (0, 2, P, D)
+    assert pool.fetch(pages[:0], heads[:0]).shape == (0, 2, P, D)
     host = HostPages.of([pool.pieces], layout, CPU)
     assert torch.equal(torch.stack([host.block(0, int(p), int(h)) for p, h in zip(pages, heads, strict=True)]), blocks)
 
@@ -252,8 +219,8 @@ def test_a_copied_pool_has_the_same_pages_in_memory_of_its_own(in_pieces, tiers,
     pages, heads = everything(7)
     second.write(2, *tokens(3, seed=5))
     for untouched in (pool, first["one"]):
-        assert torch.equal(untouched.gather(pages, heads), torch.stack((k, v), 2)[heads, pages])
-    assert not torch.equal(second.gather(pages, heads), pool.gather(pages, heads))
+        assert torch.equal(untouched.fetch(pages, heads), torch.stack((k, v), 2)[heads, pages])
+    assert not torch.equal(second.fetch(pages, heads), pool.fetch(pages, heads))
     gone = weakref.ref(pool)
     del pool, untouched
     assert gone() is None

@@ -8,10 +8,10 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.store import landmarks as landmarks_module
 from kvcli.store import low_rank as low_rank_module
 from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.shadow import EMPTY, ShadowCache, ShadowLayout
-from kvcli.store.values import HostValuePool
 
 HK, D, C = 2, 8, 3
 WIDTH = HK * D
@@ -89,13 +89,12 @@ def test_landmarks_are_filled_in_pieces_and_outliers_are_left_out(piece, monkeyp
 
 def test_value_pool_returns_the_chunks_asked_for():
     _, v = tokens(7 * C)
-    pool = HostValuePool(HK, D, C, 9, CPU)
+    pool = HostPagePool(HK, D, C, 9, CPU, tensors=1)
     assert pool.write(1, v.unflatten(1, (-1, C))) == nbytes(v)
-    assert pool.blocks[3, 1].is_contiguous()
     pairs = [(1, 0), (7, 1), (4, 1), (4, 0)]
     chunks, heads = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    for found, (chunk, head) in zip(pool.take(pool.rows(chunks, heads)), pairs, strict=True):
-        assert torch.equal(found, v[head, (chunk - 1) * C : chunk * C])
+    for found, (chunk, head) in zip(pool.fetch(chunks, heads), pairs, strict=True):
+        assert torch.equal(found[0], v[head, (chunk - 1) * C : chunk * C])
 
 
 def layout(**changes):
@@ -120,7 +119,7 @@ def test_attends_to_what_it_should_hold(prompt, rolling, known):
     k, v = tokens(prompt + new, seed=prompt)
     sizes = layout(rolling=rolling, refresh=11 if rolling else None)
     cache = ShadowCache(GEOMETRY, prompt + new, prompt if known else None, sizes, None, CPU)
-    for tensor in (cache.k, cache.v, cache.keys.a, cache.keys.b, cache.landmarks.means, cache.values.blocks):
+    for tensor in (cache.k, cache.v, cache.keys.a, cache.keys.b, cache.landmarks.means, *cache.values.pieces):
         tensor.fill_(float("nan"))  # nothing may be read that was not written
     written = cache.load(k[:, :prompt].clone(), v[:, :prompt].clone())
     for at in range(prompt, prompt + new):
@@ -165,4 +164,4 @@ def test_footprint_counts_what_is_allocated_even_on_meta(prompt, rolling):
     parts = (cache, cache.keys, cache.landmarks)
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
     assert found.device == nbytes(*tensors)
-    assert found.host == nbytes(cache.values.blocks)
+    assert found.host == nbytes(*cache.values.pieces)

@@ -1,0 +1,37 @@
+"""A registrar of pinned memory that only takes notes."""
+
+import threading
+import time
+
+
+class FakeRegistrar:
+    """Registers in name only: up to `limit` bytes, and not before `go` is set."""
+
+    def __init__(self, limit=1 << 30):
+        self.limit, self.go = limit, threading.Event()
+        self.go.set()
+        self.begun = threading.Event()  # that something is being registered
+        self.held, self.sizes, self.threads, self.busy = {}, [], set(), False
+
+    def register(self, address, size):
+        self.begun.set()
+        assert self.go.wait(10)
+        if sum(self.held.values()) + size > self.limit:
+            raise RuntimeError("no more")
+        self.held[address] = size
+        self.sizes.append(size)
+        self.threads.add(threading.current_thread())
+
+    def unregister(self, address):
+        if self.busy:
+            raise RuntimeError("a graph is being captured")
+        del self.held[address]
+        self.threads.add(threading.current_thread())
+
+
+def eventually(condition):
+    """Wait until the worker has brought `condition` about."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
