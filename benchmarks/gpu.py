@@ -1,11 +1,11 @@
 """The device path on a GPU: what is right, what the machine allows, and how far a decode step is from it.
 
     python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
-    python benchmarks/gpu.py --parts kernels,ceilings   # other parts stay in the file as this commit measured them
+    python benchmarks/gpu.py --parts kernels,rates   # other parts stay in the file as this commit measured them
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
 It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`), and needs torch, triton,
-transformers, pydantic and psutil, nothing else; `kernels` and `ceilings` do without transformers and pydantic.
+transformers, pydantic and psutil, nothing else; `kernels` and `rates` do without transformers and pydantic.
 Without a package index in reach: `pip download -d DIR pydantic` elsewhere, for that machine's Python, and there
 `pip install --no-index --find-links DIR pydantic`.
 
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("machine", 30, "the device"),
     Part("kernels", 150, "every kernel against its reference"),
-    Part("ceilings", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
+    Part("rates", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
     Part("agreement", 90, "the pipeline over slots against the blocking one"),
     Part("speed", 60, "a decode step at a short context"),
     Part("length", 75, "a decode step at a context 32 times as long"),
@@ -147,7 +147,7 @@ def prepare() -> None:
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     except ImportError as error:
-        print(f"all parts but machine, kernels and ceilings will fail: {error}", file=sys.stderr)
+        print(f"all parts but machine, kernels and rates will fail: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from common import add_output, save, spread
 from transformers import LlamaConfig
 
 from kvcli.capacity import memory
-from kvcli.capacity.ceilings import measure_ceilings
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
+from kvcli.capacity.roofline import measure_rates
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import geometry_of
@@ -89,7 +89,7 @@ def config_of(shape: str) -> LlamaConfig:
 def planned(shape: str, method: str, context: int, batch: int) -> dict[str, float]:
     """What plan says."""
     subject = PlannedRun.of(config_of(shape), DTYPE)
-    machine = Machine(CPU, memory.available(CPU), measure_ceilings(CPU, DTYPE), here=True)
+    machine = Machine(CPU, memory.available(CPU), measure_rates(CPU, DTYPE), here=True)
     (found,) = plan(subject, machine, [(method, resolve_profile(method))], [context], [batch], STEPS)
     assert found.times is not None
     return {

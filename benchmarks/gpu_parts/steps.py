@@ -11,7 +11,7 @@ from gpu_parts.clock import Work, in_turn, milliseconds
 from gpu_parts.frame import Row
 from gpu_parts.made_up import Workshop
 from gpu_parts.setting import Setting
-from kvcli.capacity.floors import step_work
+from kvcli.capacity.roofline import step_work
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.gpu.synthetic import DecisionRates
 from kvcli.runtime.sequence import RunningSequence
@@ -134,7 +134,7 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
 
 def rate_of(found: Any, what: str) -> float | None:
     """Look a measured rate up, bytes a second; None where it was not measured."""
-    rows = found.get("ceilings", {}).get("rows", [])
+    rows = found.get("rates", {}).get("rows", [])
     rates = [row["bytes_per_s"]["median"] for row in rows if row["what"] == what]
     return rates[0] if rates else None
 

@@ -91,7 +91,7 @@ def over_floor(part: str, case: str) -> Callable[[Results], Figure]:
     def figure(results: Results) -> Figure:
         found = row(results, part, case=case)
         if found["floor_ms"] is None:
-            raise Missing("ceilings: the rate of a device copy was not measured")
+            raise Missing("rates: the rate of a device copy was not measured")
         return Figure.of([taken / found["floor_ms"] for taken in found["rounds_ms"]])
 
     return figure
@@ -110,7 +110,7 @@ def slower(peer: str, part: str = "peers") -> Callable[[Results], Figure]:
 
 def recall(results: Results) -> Figure:
     """Rate of the recall kernel over that of plain copies, in per cent."""
-    found = row(results, "ceilings", layout="hnd", missing=1.0, default=True)["of_plain"]
+    found = row(results, "rates", layout="hnd", missing=1.0, default=True)["of_plain"]
     return Figure(*(100 * found[key] for key in ("median", "min", "max")))
 
 

@@ -1,5 +1,7 @@
-"""Where the time of a decode step goes: timed runs of several methods, their parts, and how far they are from a floor.
+"""`kvcli profile`: timed decode steps of several methods, the phases that they consist of, and their rooflines.
 
-`run.py` is the place to start reading: it runs the cases in turn. `phases.py` makes parts of spans, `modules.py` gets
-spans of the model's own layers, `sources.py` gives the caches something to hold, `peers.py` runs other caches beside.
+Start reading at `profiler.py`, which runs all cases in turn. `candidates.py` decodes with kvcli's methods, `peers.py`
+with transformers' own caches; `rounds.py` interleaves their runs. `phases.py` splits a step into phases by the spans of
+a timeline (`module_spans.py`, `cuda_timeline.py`) or by the kernels of a captured step (`graph_trace.py`). `doctor.py`
+examines the machine.
 """

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcli.bench.kernels import Kernel, parts_of, products_of, spans_of, traced
-from kvcli.bench.modules import module_spans
+from kvcli.bench.graph_trace import Kernel, parts_of, products_of, spans_of, traced
+from kvcli.bench.module_spans import module_spans
 from kvcli.bench.phases import StepParts
 from kvcli.bench.sources import ContextSource, Load
-from kvcli.capacity.floors import Work, step_work
+from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Model
 from kvcli.runtime.detokenizer import StreamingDetokenizer

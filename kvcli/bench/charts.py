@@ -1,4 +1,4 @@
-"""The pictures of a profile. Imported only where a page is asked for: Altair is optional."""
+"""The charts of a profile's HTML page. Imported only where a page is wanted, because Altair is optional."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import altair as alt
 
 from kvcli.bench.phases import STEP, phase_of
 from kvcli.bench.report import Case
-from kvcli.capacity.floors import PHASES
+from kvcli.capacity.roofline import PHASES
 from kvcli.telemetry.timeline import Span
 from kvcli.ui.html import colour
 
 _ROW = 24  # pixels
 _MOST_TICKS = 10
-_LONG_NAME = 24  # letters; two of these do not fit beside each other on a narrow page
-_MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, meets the one before it
-_NAMES = alt.Axis(labelLimit=320)  # long ones differ at their ends
+_LONG_NAME = 24  # characters; two such names do not fit side by side on a narrow page
+_MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, touches the one before it
+_NAMES = alt.Axis(labelLimit=320)  # characters at the end tell long names apart
 _COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
 
 
 def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.FacetChart:
-    """Bars of the phases of a step, one a case, with the floor as a line across."""
+    """Draw one bar of phases for each case, with its roofline as a mark across."""
     rows: list[dict[str, Any]] = []
-    floors: list[dict[str, Any]] = []
+    rooflines: list[dict[str, Any]] = []
     for name, case in named:
         if case.breakdown is None:
             continue
         for order, part in enumerate(case.breakdown.parts):
             rows.append({"case": name, "phase": part.phase, "ms": part.ms, "order": order})
             if part.hidden_ms:
-                hidden = {"case": f"{name}, hidden", "phase": part.phase, "ms": part.hidden_ms, "order": order}
-                rows.append(hidden)
+                overlapped = {"case": f"{name}, overlapped", "phase": part.phase, "ms": part.hidden_ms, "order": order}
+                rows.append(overlapped)
         if case.floor_ms is not None:
-            floors.append({"case": name, "floor": case.floor_ms})
+            rooflines.append({"case": name, "roofline": case.floor_ms})
     across = alt.Y("case:N", title=None, sort=None, axis=_NAMES)
     bars = (
         _chart(rows)
@@ -49,24 +49,26 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
         )
     )
     ticks = (
-        _chart(floors)
+        _chart(rooflines)
         .mark_tick(color="var(--ink)", thickness=2, height={"band": 0.95})
-        .encode(x="floor:Q", y=across, tooltip=["case:N", alt.Tooltip("floor:Q", format=".3f", title="floor, ms")])
+        .encode(
+            x="roofline:Q", y=across, tooltip=["case:N", alt.Tooltip("roofline:Q", format=".3f", title="roofline, ms")]
+        )
     )
     return alt.layer(bars, ticks).properties(height=alt.Step(_ROW))
 
 
 def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
-    """Step time over context: a solid line with its spread for each method, a broken one for its floor."""
+    """Draw step time over context: for each method a solid line with its spread, and a dashed one for its roofline."""
     times: list[dict[str, Any]] = []
-    floors: list[dict[str, Any]] = []
+    rooflines: list[dict[str, Any]] = []
     for case in cases:
         if case.step_ms is None:
             continue
         at = {"method": case.label, "context": case.context}
         times.append(at | {"ms": case.step_ms.median, "least": case.step_ms.least, "most": case.step_ms.most})
         if case.floor_ms is not None:
-            floors.append(at | {"ms": case.floor_ms})
+            rooflines.append(at | {"ms": case.floor_ms})
     labels = list(dict.fromkeys(case.label for case in cases))
     marks = sorted({case.context for case in cases})
     x = alt.X(
@@ -81,7 +83,7 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
         "ms:Q",
         title="milliseconds a step",
         scale=alt.Scale(type="log", nice=False, padding=12),
-        axis=alt.Axis(values=_round_values([row["ms"] for row in times + floors]), format="~g"),
+        axis=alt.Axis(values=_round_values([row["ms"] for row in times + rooflines]), format="~g"),
     )
     palette = alt.Scale(domain=labels, range=[colour(index) for index in range(len(labels))])
     tooltip = ["method:N", "context:Q", alt.Tooltip("ms:Q", format=".3f")]
@@ -91,12 +93,12 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
     measured = _chart(times).encode(x=x, color=shade)
     line = measured.mark_line(point={"size": 50, "filled": True}).encode(y=y, tooltip=tooltip)
     spread = measured.mark_rule().encode(y="least:Q", y2="most:Q", color=shade)
-    floor = _chart(floors).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
-    return alt.layer(floor, spread, line).properties(height=320)
+    bounds = _chart(rooflines).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
+    return alt.layer(bounds, spread, line).properties(height=320)
 
 
 def _round_values(values: Sequence[float]) -> list[float]:
-    """Values of a logarithmic axis: 1, 2 and 5 times powers of ten; where these are many, the powers alone."""
+    """Choose ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone where those are many."""
     least, most = min(values), max(values)
     powers = [10.0**exponent for exponent in range(floor(log10(least)) - 1, ceil(log10(most)) + 1)]
     found = [factor * power for power in powers for factor in (1, 2, 5) if least <= factor * power <= most]
@@ -104,7 +106,7 @@ def _round_values(values: Sequence[float]) -> list[float]:
 
 
 def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Chart:
-    """One step of each case, all beginning at zero: a row for each of its tracks.
+    """Draw one step of each case, beginning at zero, with a row for each of its tracks.
 
     A case is its name, whether it keeps KV in host memory, and its spans.
     """
@@ -129,14 +131,14 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
 def heat_chart(
     part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str, across: str, down: str
 ) -> alt.Chart:
-    """A share, both [across][down]: from nothing to all of it, no mark where there was nothing."""
+    """Draw the share of `part` in `whole`, both [across][down], as a heat map; cells whose whole is 0 stay empty."""
     rows = [
         {across: column, down: row, "share": count / total, "of": f"{count} of {total}"}
         for column, (counts, totals) in enumerate(zip(part, whole, strict=True))
         for row, (count, total) in enumerate(zip(counts, totals, strict=True))
         if total
     ]
-    # Two shades of one colour would need it twice; seen through to the page, one colour suits light and dark.
+    # Opacity, not a range of colours, so that one colour suits light and dark pages.
     opacity = alt.Opacity(
         "share:Q", title=what, scale=alt.Scale(domain=[0, 1], range=[0.06, 1]), legend=alt.Legend(format="%")
     )
@@ -159,7 +161,7 @@ def _chart(rows: list[dict[str, Any]]) -> alt.Chart:
 
 
 def _step_rows(name: str, offloaded: bool, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The spans of the middle step; what lies within others stays on top of them."""
+    """List the spans of the step of median length, inner spans after the ones around them."""
     steps = sorted((span for span in spans if span.name == STEP), key=lambda span: span.end - span.start)
     step = steps[len(steps) // 2]
     inside = [s for s in spans if s.name != STEP and step.start <= s.start and s.end <= step.end]

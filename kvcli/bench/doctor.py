@@ -1,6 +1,6 @@
-"""What kvcli finds on this machine, check by check, and for each problem what to do.
+"""Checks of this machine, and for each problem what to do about it.
 
-A check that finds something amiss says so with a way out; one that fails itself is a finding, too. Nothing is changed.
+A check that raises an exception is reported as a finding, too. No check changes anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 from kvcli.capacity import cgroup
-from kvcli.capacity.ceilings import measure_ceilings, rates_text
+from kvcli.capacity.roofline import measure_rates, rate_rows
 from kvcli.errors import KvcliError
 from kvcli.kernels import onednn
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
@@ -30,12 +30,12 @@ from kvcli.runtime.compiled import cpp_compiler
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import processor
 
-_ROOM = 20 << 30  # bytes of disk: the weights of an 8B in 16 bits, and some
-_PINNED = 64 << 20  # bytes that are pinned for a trial
+_ROOM = 20 << 30  # bytes of disk: the weights of an 8B model in 16 bits, and some more
+_PINNED = 64 << 20  # bytes that the check of pinned memory pins
 
 
 class State(StrEnum):
-    """How a check came out: `NOTE` costs speed or a feature, `BROKEN` stops runs."""
+    """The outcome of a check: a `NOTE` costs speed or a feature, `BROKEN` prevents runs."""
 
     OK = "ok"
     NOTE = "note"
@@ -44,7 +44,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, what there is, and what to do about it where something is amiss."""
+    """The finding of one check, and what to do about it (`fix`) where its state is not `OK`."""
 
     name: str
     state: State
@@ -55,7 +55,7 @@ class Check:
 def examine(debug: bool = False) -> Iterator[Check]:
     """Run all checks, one after another; those that measure take a second or two.
 
-    With `debug` the traceback of a check that fails itself goes to stderr.
+    With `debug` the traceback of a check that raises an exception goes to stderr.
     """
     for name, check in _CHECKS.items():
         try:
@@ -103,13 +103,16 @@ def _requirements() -> Finding:
     problems = [f"{each.name} is missing" for each in missing] + unmet
     if problems:
         return State.BROKEN, "; ".join(problems), "install kvcli again, into an environment of its own"
-    return State.OK, f"all {len(wanted)} there in versions that suit"
+    return State.OK, f"all {len(wanted)} are installed in suitable versions"
 
 
 def _device() -> Finding:
     if torch.cuda.is_available():
-        names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        return State.OK, ", ".join(names)
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if len(names) == 1:
+            return State.OK, names[0]
+        found = f"{len(names)} GPUs ({', '.join(names)}): a run uses one of them, by default {_where()}"
+        return State.NOTE, found, "choose another one with --device, as in --device cuda:1"
     name = processor()
     if torch.version.cuda is None:
         return State.NOTE, f"CPU only ({name}): this torch has no CUDA", "for a GPU, install a torch built for CUDA"
@@ -125,21 +128,21 @@ def _memory() -> Finding:
         found += f", device {format_bytes(free)} free of {format_bytes(total)}"
     limit = cgroup.memory_limit()
     if limit is not None and limit < memory.total:
-        fix = "raise the limit of the container: the KV cache lies in host memory"
+        fix = "raise the memory limit of the container: the KV cache lies in host memory"
         return State.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
     return State.OK, found
 
 
 def _bandwidth() -> Finding:
     device = _where()
-    rates = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    found = rates_text(rates.as_dict())
+    rates = measure_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
     spread = (rates.copy.most - rates.copy.least) / rates.copy.median
     if spread > 0.5:
         return (
             State.NOTE,
-            f"{found}; it varies by {spread:.0%}",
-            "other programs use this machine: trust no timings now",
+            f"{found}; memory copy varies by {spread:.0%}",
+            "other programs use this machine: timings taken now are not reliable",
         )
     return State.OK, found
 
@@ -160,7 +163,11 @@ def _triton() -> Finding:
         return State.OK, f"Triton {triton.__version__} can be imported; there is no GPU to compile for"
     keys = torch.arange(256, device="cuda", dtype=torch.float32).view(1, 4, 4, 16)
     if not torch.equal(page_summary(keys), page_summary_ref(keys)):
-        return State.BROKEN, "Triton compiles, and computes wrongly", "update the driver, or torch and triton together"
+        return (
+            State.BROKEN,
+            "Triton compiles, but its results are wrong",
+            "update the driver, or torch and triton together",
+        )
     return State.OK, f"Triton {triton.__version__} compiles"
 
 
@@ -172,14 +179,14 @@ def _graphs() -> Finding:
         y = 2 * x
     graph.replay()
     if float(y.sum()) != 2048:
-        return State.BROKEN, "a captured step computes wrongly", "update the driver"
-    return State.OK, "a step can be captured and replayed"
+        return State.BROKEN, "a captured graph gives wrong results", "update the driver"
+    return State.OK, "a graph can be captured and replayed"
 
 
 def _compiler() -> Finding:
     if path := cpp_compiler():
         return State.OK, f"{path}: --pipeline compiled can be used on a CPU"
-    found = "neither $CXX nor g++ is there: no --pipeline compiled on a CPU"
+    found = "neither $CXX nor g++ exists: no --pipeline compiled on a CPU"
     return (State.OK, found) if torch.cuda.is_available() else (State.NOTE, found, "install g++, or set CXX")
 
 
@@ -190,7 +197,11 @@ def _threads() -> Finding:
     setting = os.environ.get("OMP_NUM_THREADS")
     found = f"{threads} threads on {usable_cores} cores (OMP_NUM_THREADS {setting or 'not set'})"
     if threads > usable_cores:
-        return State.NOTE, f"{found}: they wait for one another", f"set OMP_NUM_THREADS={usable_cores}"
+        return (
+            State.NOTE,
+            f"{found}: more threads than cores slow each other down",
+            f"set OMP_NUM_THREADS={usable_cores}",
+        )
     if not torch.cuda.is_available() and not onednn.suits(torch.empty(0)):
         return State.NOTE, f"{found}; torch has no oneDNN, decoding is slower", "install a torch built with oneDNN"
     if threads < usable_cores and not torch.cuda.is_available():
@@ -216,7 +227,7 @@ def _disk() -> Finding:
     if not os.access(place, os.W_OK):
         return State.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a directory of your own"
     if free < _ROOM:
-        return State.NOTE, f"{found}: an 8B takes 16 GB", "free some, or set HF_HOME to a larger disk"
+        return State.NOTE, f"{found}: an 8B model takes 16 GB", "free some space, or set HF_HOME to a larger disk"
     return State.OK, found
 
 

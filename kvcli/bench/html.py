@@ -1,27 +1,29 @@
-"""A profile as a page: pictures first, the same in tables below, and what it ran on."""
+"""A profile as an HTML page: the main result, charts, the same figures as tables, and the machine."""
 
 from __future__ import annotations
 
 from kvcli.bench import charts
+from kvcli.bench.profiler import Outcome, case_name
 from kvcli.bench.report import Case, ProfileReport
-from kvcli.bench.run import Outcome, case_name
-from kvcli.bench.tables import groups, notes, tables
+from kvcli.bench.tables import headline, largest, notes, tables
+from kvcli.capacity.roofline import rate_rows
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import HeadCounts
 from kvcli.ui.html import Page
 
 _SHARES = (
-    ("corrected", "KV heads that had to be corrected", "heads_corrected", "heads_checked"),
+    ("corrected", "KV heads that were corrected", "heads_corrected", "heads_checked"),
     ("missed", "selected pages that were not on the device", "misses", "pages_requested"),
 )
 
 
 def page(outcome: Outcome) -> str:
-    """Make the whole file."""
+    """Render the whole file."""
     report, model = outcome.report, outcome.report.model
     weights = ", random weights" if model["source"] == "dummy" else ""
     made = Page("Where a decode step goes", f"kvcli profile · {model['name']}{weights} · {model['dtype']}")
-    made.text(" ".join(f"{note[0].upper()}{note[1:]}." for note in notes(report)))
+    made.text(headline(report))
+    made.facts(notes(report))
     _parts(made, report)
     _contexts(made, report)
     _timelines(made, outcome)
@@ -35,27 +37,25 @@ def page(outcome: Outcome) -> str:
 
 
 def facts(report: ProfileReport) -> list[tuple[str, str]]:
-    """What the figures depend on, label and value."""
-    model, rates = report.model, report.ceilings
+    """List what the figures depend on: labels with their values."""
+    model = report.model
     named = [(key.replace("_", " "), str(value)) for key, value in report.environment.items()]
-    speeds = {"read": "memory, read", "copy": "memory, copied", "to_device": "to the device", "to_host": "to the host"}
-    measured = [(label, f"{format_bytes(rates[key]['median'])}/s, measured") for key, label in speeds.items()]
     size = f"{model['layers']} layers, {format_bytes(model['weight_bytes'])} of weights in {model['dtype']}"
-    matrices = ("matrix products", f"{rates['matmul']['median'] / 1e9:,.0f} GFLOP/s, measured")
+    measured = [(label, f"{value}, measured") for label, value in rate_rows(report.ceilings)]
     profiles = {case.label: case.profile for case in report.cases if case.profile is not None}
     settings = [
         (label, ", ".join(f"{key} {value}" for key, value in profile["settings"].items()) or "no settings")
         for label, profile in profiles.items()
     ]
-    return [("model", f"{model['name']} ({model['source']}), {size}"), *measured, matrices, *settings, *named]
+    return [("model", f"{model['name']} ({model['source']}), {size}"), *measured, *settings, *named]
 
 
 def _parts(made: Page, report: ProfileReport) -> None:
     named = [(_name(case, report), case) for case in report.cases if case.breakdown is not None]
     if named:
-        made.section("What a step is made of", "From runs of their own, with clocks inside. Parts add up to the step.")
-        floor = "The mark across is the floor: what has to be moved and computed, at the rates measured here."
-        made.chart(charts.parts_chart(named), f"Time of a step by phase. {floor}")
+        made.section("Phases of a step", "From separate runs with clocks inside. The phases add up to the step.")
+        roofline = "The mark across is the roofline: the bytes and operations of the step at the rates measured here."
+        made.chart(charts.parts_chart(named), f"Time of a step by phase. {roofline}")
 
 
 def _contexts(made: Page, report: ProfileReport) -> None:
@@ -65,11 +65,13 @@ def _contexts(made: Page, report: ProfileReport) -> None:
     for batch in report.options["batch_sizes"]:
         cases = [case for case in report.cases if case.batch == batch]
         title = f" Batch {batch}." if len(report.options["batch_sizes"]) > 1 else ""
-        made.chart(charts.context_chart(cases), f"Solid: measured, with least and most. Broken: the floor.{title}")
+        made.chart(
+            charts.context_chart(cases), f"Solid: measured, with minimum and maximum. Dashed: the roofline.{title}"
+        )
 
 
 def _timelines(made: Page, outcome: Outcome) -> None:
-    last = _last(outcome.report)
+    last = largest(outcome.report)
     named = []
     for case in last:
         spans = outcome.spans.get(case_name(case.label, case.context, case.batch))
@@ -78,20 +80,22 @@ def _timelines(made: Page, outcome: Outcome) -> None:
     if named:
         moves = "Drag to move, Alt and the wheel to zoom, double-click to go back."
         made.section("One step", f"At {_load(last[0])}. {moves}")
-        made.chart(charts.timeline_chart(named), "The step of median length of each case; what is blank is the host's.")
+        made.chart(
+            charts.timeline_chart(named), "The step of median length of each case; where it is blank, the host works."
+        )
 
 
 def _heat(made: Page, report: ProfileReport) -> None:
-    cases = [case for case in _last(report) if case.counts is not None and any(map(any, case.counts.misses))]
+    cases = [case for case in largest(report) if case.counts is not None and any(map(any, case.counts.misses))]
     if cases:
-        made.section("What was corrected and recalled", f"At {_load(cases[0])}, by KV head and by step.")
+        made.section("Corrections and recalls", f"At {_load(cases[0])}, by KV head and by step.")
     for case in cases:
         for share in _SHARES:
             _share(made, case, *share)
 
 
 def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: str) -> None:
-    """Two maps of a share of counts, named as they are in the report."""
+    """Add two heat maps of a share, `part` and `whole` being names of counts in the report."""
     counts = case.counts
     if counts is None or not any(map(any, getattr(counts, whole))):
         return
@@ -100,11 +104,6 @@ def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: st
     made.chart(charts.heat_chart(some, every, name, "layer", "KV head"), f"{case.label}: {meaning}, by head.")
     some, every = getattr(counts, part), getattr(counts, whole)  # [steps][layers] each
     made.chart(charts.heat_chart(some, every, name, "step", "layer"), f"{case.label}: {meaning}, by step.")
-
-
-def _last(report: ProfileReport) -> list[Case]:
-    """The cases of the longest context, or of the last batch size there."""
-    return max(groups(report), key=lambda group: group[0])[1]
 
 
 def _name(case: Case, report: ProfileReport) -> str:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcli.capacity.floors import PHASES
+from kvcli.capacity.roofline import PHASES
 from kvcli.telemetry.timeline import Span
 
 STEP = "step"

@@ -1,6 +1,6 @@
-"""A profile as data, and its JSON form. Times are milliseconds on the host clock, sizes bytes, counts exact.
+"""A profile as data, and its JSON form. Times are milliseconds on the host's clock, sizes bytes, counts exact.
 
-The names are a contract with readers of `--json`: add to them, never rename.
+The names are a contract with readers of `--json`: fields may be added, but not renamed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvcli.capacity.floors import Work
+from kvcli.capacity.roofline import Work
 from kvcli.telemetry.report import HeadCounts
 
 SCHEMA_VERSION = 1
@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Spread:
-    """Several runs of the same: their median, the least and the most."""
+    """Several runs of one case: their median, the least and the most."""
 
     median: float
     least: float
@@ -33,9 +33,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Part:
-    """One phase of a step: the time that the step waits for it (`ms`), and beside it what is hidden behind others.
+    """One phase of a step: `ms` is the time that the step waits for it, `hidden_ms` the time overlapped with others.
 
-    `floor_ms` is what the machine's rates allow for `work`, the bytes and operations that it has to move and make.
+    `floor_ms` is the roofline of `work`, its bytes and operations.
     """
 
     phase: str
@@ -47,10 +47,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Means over `steps` steps of runs of their own, the half around the median; `parts` add up to `step_ms`.
+    """The phases of a step: means over `steps` steps of separate runs, the half around the median.
 
-    `step_ms` is taken by the loop's clock, `parts` by those inside; the host's is what is left. `disturbance` is the
-    median step with clocks inside over that of the run before, without them: 1.05 is 5 % slower.
+    `parts` add up to `step_ms`, which the decode loop measures; the host's part is what the clocks inside leave of it.
+    `disturbance` is the median step with clocks inside over that of the run before without them: 1.05 is 5 % slower.
     """
 
     step_ms: float
@@ -61,10 +61,10 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was checked, selected and moved in a run's timed steps, all sequences together: [steps][layers].
+    """What the timed steps of a run checked, selected and moved, over all sequences: [steps][layers].
 
-    `bytes_exposed` is the part of `bytes_to_device` that attention waited for. `by_head` has the sums of these steps
-    for each KV head, [layers]; None where a layer asked for nothing.
+    `bytes_exposed` is the part of `bytes_to_device` that attention waited for. `by_head` has the sums over the steps by
+    KV head, [layers]; None for a layer that requested nothing.
     """
 
     heads_checked: list[list[int]]
@@ -78,9 +78,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Case:
-    """One method or peer at one context and batch size. `ratio` is the first case's step time over this one's.
+    """One method or peer at one context in tokens and batch size.
 
-    `runs_ms` has the median step of each run. A case that could not run says why in `error` and has nothing else.
+    `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's, `floor_ms` the
+    roofline. A case that could not run has the reason in `error` and no figures.
     """
 
     label: str
@@ -102,7 +103,10 @@ class Case:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Everything that `kvcli profile` found out. `kv` is "made up" or "read"; `finished` is False after Ctrl-C."""
+    """All results of `kvcli profile`; `finished` is False after Ctrl-C.
+
+    `options` has what was asked for, among it `kv`, "made up" or "read"; `ceilings` has the rates of the machine.
+    """
 
     environment: dict[str, Any]
     model: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A profile in tables: for the terminal and for the page."""
+"""A profile as tables and notes, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvcli.bench.report import Case, Part, ProfileReport, Spread
-from kvcli.capacity.ceilings import rates_text
+from kvcli.capacity.roofline import rate_rows
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, counted, duration, rate, without_empty_columns
 
 
 def tables(report: ProfileReport) -> list[tuple[str, Table]]:
-    """Every table with its title: the times of a context and batch size, and below it where they go."""
+    """Give every table with its title: of each context and batch size the step times, then their phases."""
     found = []
     for (context, batch), cases in groups(report):
         name = f"{context:,} tokens, batch {batch}"
         found.append((f"step at {name}", steps_table(cases)))
         parts = parts_table(cases)
         if parts.rows:
-            found.append((f"where the step goes at {name}, ms", parts))
+            found.append((f"phases of a step at {name}, ms", parts))
     return found
 
 
 def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]]:
-    """The cases of each context and batch size."""
+    """Group the cases by context and batch size."""
     for load, cases in groupby(report.cases, key=lambda case: (case.context, case.batch)):
         yield load, list(cases)
 
 
 def steps_table(cases: Sequence[Case]) -> Table:
-    """Times with their spread, how they compare with the first case's, and what was moved."""
+    """Tabulate step times with their spread, the speed relative to the first case, and transfers."""
     timed = [case for case in cases if case.step_ms is not None]
     first = timed[0].label if timed else ""
-    times = ("", "step", "least to most", "tokens/s", f"speed, {first} = 1", "floor", "of floor")
-    moves = ("heads corrected", "pages missed", "recalled a step", "waited for", "KV device", "KV host")
+    times = ("", "step", "min to max", "tokens/s", f"speed, {first} = 1", "roofline", "of roofline")
+    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host")
     return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
 
 
@@ -57,7 +57,7 @@ def _steps_row(case: Case) -> tuple[str, ...]:
         f"{case.tokens_per_s:,.1f}",
         ratio(case.ratio),
         "-" if case.floor_ms is None else duration(case.floor_ms),
-        "-" if not case.floor_ms else f"{step.median / case.floor_ms:.1f}x",
+        _over_roofline(case),
         corrected,
         missed,
         recalled,
@@ -68,15 +68,15 @@ def _steps_row(case: Case) -> tuple[str, ...]:
 
 
 def parts_table(cases: Sequence[Case]) -> Table:
-    """Milliseconds of each phase that the step waits for, below them how many times its floor that is.
+    """Tabulate the milliseconds that a step waits for each phase, and below them the multiple of the phase's roofline.
 
-    Beside them stands what is hidden behind others, and how much the clocks disturbed the step.
+    The last columns are the time of phases that ran overlapped with others, and the overhead of the clocks.
     """
     broken = [(case.label, case.breakdown) for case in cases if case.breakdown is not None]
     if not broken:
         return Table(("",), [])
     phases = [part.phase for part in broken[0][1].parts]
-    columns = ("", "step", *phases, "hidden", "disturbed by")
+    columns = ("", "step", *phases, "overlapped", "clock overhead")
     rows = []
     for label, breakdown in broken:
         hidden = ", ".join(f"{part.phase} {_ms(part.hidden_ms)}" for part in breakdown.parts if part.hidden_ms)
@@ -84,39 +84,76 @@ def parts_table(cases: Sequence[Case]) -> Table:
         change = breakdown.disturbance
         disturbed = f"{change.median - 1:+.0%} ({change.least - 1:+.0%} to {change.most - 1:+.0%})"
         rows.append((label, _ms(breakdown.step_ms), *parts, hidden or "-", disturbed))
-        rows.append(("  of floor", "", *(_of_floor(part) for part in breakdown.parts), "", ""))
+        rows.append(("  of roofline", "", *(_of_roofline(part) for part in breakdown.parts), "", ""))
     return without_empty_columns(Table(columns, rows))
 
 
 def ratio(spread: Spread | None) -> str:
-    """A median with its spread: "1.8x (1.7 to 1.9)"."""
+    """Write a median with its spread: "1.8x (1.7 to 1.9)"."""
     return "-" if spread is None else f"{spread.median:.2f}x ({spread.least:.2f} to {spread.most:.2f})"
 
 
-def notes(report: ProfileReport) -> list[str]:
-    """What has to be known to read the figures."""
+def headline(report: ProfileReport) -> str:
+    """Say the main result in a sentence: at the largest load the fastest method beside the first one.
+
+    The text is empty where nothing was measured.
+    """
+    timed = [case for case in largest(report) if case.step_ms is not None and case.kind != "peer"]
+    if not timed:
+        return ""
+    first, *others = timed
+    best = max(others, key=lambda case: case.ratio.median if case.ratio else 0.0, default=first)
+    load = f"At {best.context:,} tokens, batch {best.batch}, a decode step of {best.label} takes {_step(best)}"
+    if best is not first:
+        return f"{load} and one of {first.label} {_step(first)}: {ratio(best.ratio)} the speed."
+    return f"{load}, {_over_roofline(best)} its roofline." if best.floor_ms else f"{load}."
+
+
+def largest(report: ProfileReport) -> list[Case]:
+    """Give the cases of the longest context at the largest batch size."""
+    return max(groups(report), key=lambda group: group[0], default=((0, 0), []))[1]
+
+
+def notes(report: ProfileReport) -> list[tuple[str, str]]:
+    """Say how the figures were measured: labels with their texts, the most important first."""
     options, environment = report.options, report.environment
     rounds = max((len(case.runs_ms) for case in report.cases), default=0)
+    read = options["kv"] == "read"
     found = [
-        f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, in turn, "
-        f"{counted(options['warmup'], 'step')} before them not counted; the median of the runs' medians",
-        f"the floor is what has to be moved and computed, at rates measured here: {rates_text(report.ceilings)}",
-        f"{environment['device']}, threads {environment['threads']}, cores {environment['cores']}, load "
-        f"{environment['load']} at the end",
-        "the prompts were read by the model" if options["kv"] == "read" else "the KV is seeded noise, not a text's",
+        (
+            "runs",
+            f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, in turn, after "
+            f"{counted(options['warmup'], 'warm-up step')}; a step is the median of the runs' medians",
+        ),
+        ("KV", "of prompts that the model read" if read else "seeded noise, not a text's"),
     ]
     if report.model["source"] == "dummy":
-        found.append("with random weights queries turn fully at every step: what can be corrected and recalled, is")
+        found.append(("weights", "random: queries turn at every step, so corrections and recalls are the worst case"))
+    rates = ", ".join(f"{label} {value}" for label, value in rate_rows(report.ceilings))
+    found.append(("roofline", f"the bytes and operations of a step, at rates measured here: {rates}"))
     if report.model["device"] == "cpu":
         found.append(
-            "on a CPU nothing overlaps, so that recall is waited for; what lies in its caches can be faster than the "
-            "floor, which is memory's"
+            (
+                "CPU",
+                "nothing overlaps, so every recall is exposed; data in the processor's caches can be faster than the "
+                "roofline, which is that of memory",
+            )
         )
-    return found
+    machine = f"{environment['device']}, {environment['threads']} threads, {environment['cores']} cores"
+    return [*found, ("machine", f"{machine}, load average {environment['load']} at the end")]
 
 
-def _of_floor(part: Part) -> str:
-    """How many times its floor a phase takes; nothing where it has none, or nothing to do with it."""
+def _step(case: Case) -> str:
+    return duration(case.step_ms.median if case.step_ms else None)
+
+
+def _over_roofline(case: Case) -> str:
+    """Write the multiple of its roofline that a step takes."""
+    return f"{case.step_ms.median / case.floor_ms:.1f}x" if case.step_ms and case.floor_ms else "-"
+
+
+def _of_roofline(part: Part) -> str:
+    """Write the multiple of its roofline that a phase takes; nothing where there is no time or no roofline."""
     if not part.ms or not part.floor_ms:
         return ""
     times = part.ms / part.floor_ms

@@ -1,1 +1,1 @@
-"""What a run will take before it takes it: memory, rates of the machine, floors, planning."""
+"""Whether a run fits and how long it takes, before it starts: memory, the roofline, planning."""

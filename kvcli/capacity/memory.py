@@ -1,14 +1,15 @@
-"""What a run will need in each tier, by the allocations it will make, and whether it fits, before it makes any.
+"""The memory that a run needs in each tier, and whether it fits, before anything is allocated.
 
-A method built on the meta device owns tensors of the right shapes and no bytes, so its KV is counted, not estimated.
-Where a method learns from the prompt how much it keeps, that is what it holds at most (`Method.planned_is_bound`).
-The workspace of the prefill is an estimate of the largest tensors that live at once.
+A method built on the meta device has tensors of the right shapes without bytes, so its KV is counted, not estimated.
+Where the prompt decides how much a method keeps, the count is the most that it can hold (`Method.planned_is_bound`).
+The workspace of the prefill is an estimate of the largest tensors that exist at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +33,22 @@ from kvcli.telemetry.timeline import Timeline
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
 
+LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
+
+Prompts = Sequence[int] | Mapping[int, int]
+"""Lengths of prompts in tokens, or how many prompts there are of each length."""
+
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes a run takes: `weights`, `kv` of all sequences by tier, `workspace` of the longest prefill."""
+    """Bytes of a run: `weights`, `kv` of all sequences by tier, and the `workspace` of the longest prefill."""
 
     weights: int
     kv: Footprint
     workspace: int
 
     def on(self, device: torch.device) -> dict[str, int]:
-        """Total by pool of memory: on a CPU both tiers are the host's."""
+        """Give the total by pool of memory; on a CPU both tiers are host memory."""
         compute = self.weights + self.kv.device + self.workspace + RUNTIME_BYTES
         if device.type == "cuda":
             return {"device": compute, "host": self.kv.host + RUNTIME_BYTES}
@@ -52,14 +58,21 @@ class Need:
 def kv_footprint(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> Footprint:
-    """KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known."""
+    """Count the KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known.
+
+    Raises:
+        KvcliError: the sequence is longer than `LONGEST_SEQUENCE` (will not fit).
+    """
     return planned_method(profile, geometry, capacity, dtype, prompt_tokens).footprint()
 
 
 def planned_method(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> Method[Any, Any]:
-    """Make the method object of a sequence on the meta device; see `kv_footprint`."""
+    """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`."""
+    if capacity > LONGEST_SEQUENCE:
+        what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"
+        raise KvcliError(what, "take fewer tokens", ExitCode.WILL_NOT_FIT)
     context = SequenceContext(
         capacity=capacity,
         tiers=Tiers.for_device(torch.device("meta"), dtype),
@@ -75,41 +88,49 @@ def need(
     profile: Profile,
     geometry: ModelGeometry,
     dtype: torch.dtype,
-    prompts: Sequence[int],
+    prompts: Prompts,
     max_tokens: int,
     samples: int,
     audited: bool = False,
 ) -> Need:
-    """Add up a run over `prompts` (their lengths in tokens), each continued `samples` times by `max_tokens`.
+    """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
     An audited run holds, beside each sequence, the cache of full attention.
+
+    Raises:
+        KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
     """
-    each = {length: planned_method(profile, geometry, length + max_tokens, dtype, length) for length in set(prompts)}
-    kv = sum((each[length].footprint() for length in prompts for _ in range(samples)), Footprint())
-    if audited:
-        reference = reference_profile()
-        beside = {length: kv_footprint(reference, geometry, length + max_tokens, dtype, length) for length in each}
-        kv = sum((beside[length] for length in prompts for _ in range(samples)), kv)
-    longest = max(prompts)
+    counted, kv = Counter(prompts), Footprint()
+    each = {length: planned_method(profile, geometry, length + max_tokens, dtype, length) for length in counted}
+    for length, method in each.items():
+        held = method.footprint()
+        if audited:
+            held += kv_footprint(reference_profile(), geometry, length + max_tokens, dtype, length)
+        sequences = samples * counted[length]
+        kv += Footprint(sequences * held.device, sequences * held.host)
+    longest = max(counted)
     return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))
 
 
 def check(
     profile: Profile,
     checkpoint: Checkpoint,
-    prompts: Sequence[int],
+    prompts: Prompts,
     sampling: Sampling,
     audited: bool = False,
     way_out: str = "take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run over prompts of these lengths (in tokens) that will not fit; `way_out` is what the user can change.
+    """Refuse a run that will not fit; `way_out` is what the user can change.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
     """
+    counted = Counter(prompts)
 
     def planned(longest: int) -> Need:
-        lengths = [min(longest, length) for length in prompts]
+        lengths: Counter[int] = Counter()
+        for length, number in counted.items():
+            lengths[min(longest, length)] += number
         return need(
             profile,
             checkpoint.geometry,
@@ -120,7 +141,7 @@ def check(
             audited,
         )
 
-    device, longest = checkpoint.device, max(prompts)
+    device, longest = checkpoint.device, max(counted)
     free, wanted = available(device), planned(longest)
     if fits(wanted.on(device), free):
         return
@@ -132,8 +153,10 @@ def check(
         least = "not even the weights fit"
     else:
         least = f"with {sampling.max_tokens:,} tokens of output no context fits"
+    number = counted.total()
+    run = f"a context of {longest:,}" if number == 1 else f"a batch of {number:,} contexts of up to {longest:,}"
     raise KvcliError(
-        f"a context of {longest:,} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
+        f"{run} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
         f"{format_bytes(free[pool])} are free",
         f"{least}; or {way_out}" + (", or leave --audit out" if audited else ""),
@@ -142,7 +165,7 @@ def check(
 
 
 def available(device: torch.device) -> dict[str, int]:
-    """Free bytes by pool of memory; a container may grant less than the machine has."""
+    """Give the free bytes by pool of memory; a container may grant less than the machine has."""
     machine, group = int(psutil.virtual_memory().available), cgroup.memory_free()
     free = {"host": machine if group is None else min(machine, group)}
     if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""`kvcli plan`: memory, times and the longest context, before there are weights."""
+"""`kvcli plan`: memory, times and the longest context, from a model's config alone."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, distinct, each, names, number, option, positive_count
@@ -29,9 +29,6 @@ def plan(
         ),
     ] = None,
     dtype: options.DType = "auto",
-    load_format: Annotated[  # noqa: ARG001 - so that the model options of generate can be kept
-        Literal["auto", "dummy"], option("--load-format", panel=options.MODEL, help="Makes no difference here.")
-    ] = "auto",
     offline: options.Offline = False,
     method: options.Methods = None,
     profile: options.Profiles = None,
@@ -50,35 +47,51 @@ def plan(
     device: Annotated[str, options.device(_MACHINE)] = "auto",
     device_memory: Annotated[
         str | None,
-        option("--device-memory", panel=_MACHINE, metavar="SIZE", help="Of another machine's GPU, as in 80GiB."),
+        option(
+            "--device-memory", panel=_MACHINE, metavar="SIZE", help="Free memory of another machine's GPU, as in 80GiB."
+        ),
     ] = None,
     host_memory: Annotated[
-        str | None, option("--host-memory", panel=_MACHINE, metavar="SIZE", help="Of another machine, as in 512GiB.")
+        str | None,
+        option("--host-memory", panel=_MACHINE, metavar="SIZE", help="Free memory of its host, as in 512GiB."),
     ] = None,
     bandwidth: Annotated[
         str | None,
-        option("--bandwidth", panel=_MACHINE, metavar="SIZE", help="Its GPU's memory, bytes a second, as in 3350GB."),
+        option(
+            "--bandwidth",
+            panel=_MACHINE,
+            metavar="SIZE",
+            help="Memory bandwidth of its GPU, bytes a second, as in 3350GB.",
+        ),
     ] = None,
     bus: Annotated[
         str | None,
-        option("--bus", panel=_MACHINE, metavar="SIZE", help="Host to GPU and back, bytes a second, as in 55GB."),
+        option(
+            "--bus", panel=_MACHINE, metavar="SIZE", help="Bandwidth between host and GPU, bytes a second, as in 55GB."
+        ),
     ] = None,
     compute: Annotated[
         float | None,
-        option("--compute", panel=_MACHINE, metavar="TFLOPS", parser=number, help="Its matrix products, as in 600."),
+        option(
+            "--compute",
+            panel=_MACHINE,
+            metavar="TFLOPS",
+            parser=number,
+            help="Rate of its matrix products in TFLOP/s, as in 600.",
+        ),
     ] = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
-    """Say what a run will need, whether it fits, and how long it will take.
+    """Plan the memory and the time of a run, and tell whether it fits.
 
     kvcli plan -m llama-3.1-8b --method full,freekv --context 8K,128K,1M
 
-    Needs a config.json, no weights. This machine's rates and a few layers are measured
-    in seconds; --device-memory and --host-memory plan for another machine instead, and
-    --bandwidth, --bus and --compute give its rates.
+    Reads a config.json and needs no weights. The rates of this machine and the times of
+    a few layers are measured in seconds; --device-memory and --host-memory plan for
+    another machine instead, and --bandwidth, --bus and --compute give its rates.
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
@@ -97,10 +110,10 @@ def plan(
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--bandwidth": bandwidth, "--bus": bus}
     told: dict[str, float] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     if compute is not None:
-        told["--compute"] = _positive("--compute", compute * 1e12)
+        told["--compute"] = 1e12 * _positive("--compute", compute)
 
-    from kvcli.capacity.planning import layout
-    from kvcli.capacity.planning.plan import plan as work_out
+    from kvcli.capacity.planning import tables
+    from kvcli.capacity.planning.plan import plan as plan_all
     from kvcli.ui import console
 
     observer = console.RunConsole(None, quiet, text_on_screen=False)
@@ -116,7 +129,7 @@ def plan(
         observer.stage("plan", len(chosen) * len(contexts) * len(batches))
         plans = []
         labelled = [(variant.label, variant.profile) for variant in chosen]
-        for each_plan in work_out(subject, machine, labelled, contexts, batches, max_tokens):
+        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens):
             plans.append(each_plan)
             observer.advance()
     finally:
@@ -125,8 +138,8 @@ def plan(
         text = json.dumps(_as_dict(model, subject, machine, [entry.as_dict() for entry in plans])) + "\n"
     else:
         title = f"{model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}, {max_tokens:,} tokens of output"
-        notes = layout.notes(plans, machine.ceilings, machine.here)
-        text = console.render_tables(layout.tables(title, plans), output is not None, notes)
+        notes = tables.notes(plans, machine.rates, machine.here)
+        text = console.render_tables(tables.tables(title, plans), output is not None, notes)
     write_result(output, text)
 
 
@@ -139,52 +152,52 @@ def _size(name: str, text: str) -> int:
 
 def _positive(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
-        raise KvcliError(f"{name} {value:g} is not more than nothing", "give what that machine has", ExitCode.USAGE)
+        raise KvcliError(f"{name} {value:g} is not a positive number", "give what that machine has", ExitCode.USAGE)
     return value
 
 
 def _subject_and_machine(
     model: str | None, dtype: str, device: str, offline: bool, told: dict[str, float]
 ) -> tuple[PlannedRun, Machine]:
-    """Read the config, and measure this machine or take what is told of another; measured is the less surprising."""
+    """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
     import torch
 
-    from kvcli.capacity.ceilings import Ceilings, Rate, measure_ceilings
     from kvcli.capacity.memory import available
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
+    from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
     from kvcli.models.loading import ModelSpec, read_config, resolve_device, resolve_dtype
 
     config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
     if told and device not in ("auto", "cuda"):
         raise KvcliError(
-            f"{next(iter(told))} is of another machine with a GPU, --device {device} is not",
+            f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one",
             "leave one of them out",
             ExitCode.USAGE,
         )
     if not told:
         place = resolve_device(device)
         subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
-        return subject, Machine(place, available(place), measure_ceilings(place, subject.dtype), here=True)
+        return subject, Machine(place, available(place), measure_rates(place, subject.dtype), here=True)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
         raise KvcliError(
-            f"{next(iter(told))} is of another machine, and {missing[0]} is not given",
+            f"{next(iter(told))} plans for another machine, and {missing[0]} is not given",
             "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
             ExitCode.USAGE,
         )
     place = torch.device("cuda")
     free = {"device": int(told["--device-memory"]), "host": int(told["--host-memory"])}
-    rates = [told.get(name) for name in ("--bandwidth", "--bus", "--compute")]
-    ceilings = None
-    if all(rate is not None for rate in rates):
-        read, crossing, products = (Rate.given(rate or 0.0) for rate in rates)
-        ceilings = Ceilings(read, Rate.given(read.median / 2), crossing, crossing, products)
-    elif any(rate is not None for rate in rates):
+    given = [told.get(name) for name in ("--bandwidth", "--bus", "--compute")]
+    rates = None
+    if all(rate is not None for rate in given):
+        read, bus, matmul = (Rate.given(rate or 0.0) for rate in given)
+        rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
+    elif any(rate is not None for rate in given):
         raise KvcliError(
             "of --bandwidth, --bus and --compute some are given and some are not", "give all of them", ExitCode.USAGE
         )
     subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
-    return subject, Machine(place, free, ceilings, here=False)
+    return subject, Machine(place, free, rates, here=False)
 
 
 def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +217,7 @@ def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: li
             "device": str(machine.device),
             "here": machine.here,
             "free": machine.free,
-            "ceilings": None if machine.ceilings is None else machine.ceilings.as_dict(),
+            "ceilings": None if machine.rates is None else machine.rates.as_dict(),
         },
         "plans": plans,
     }

@@ -1,4 +1,4 @@
-"""`kvcli profile`: how long a step takes, and where the time goes."""
+"""`kvcli profile`: the time of a decode step, and the phases that it consists of."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ def profile(
     file: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE", help="Text to read instead of made-up KV; - is standard input.", show_default=False
+            metavar="FILE", help="Text to prefill instead of random KV; - is standard input.", show_default=False
         ),
     ] = None,
     context: Annotated[
         str | None,
-        option("--context", panel=_LOAD, env=False, metavar="TOKENS,...", help="Tokens before the first step; 8K."),
+        option(
+            "--context",
+            panel=_LOAD,
+            env=False,
+            metavar="TOKENS,...",
+            help="Tokens before the first step, 8K by default.",
+        ),
     ] = None,
     batch_size: Annotated[
         str, option("--batch-size", panel=_LOAD, env=False, metavar="N,...", help="Sequences decoded together.")
@@ -39,7 +45,7 @@ def profile(
     ] = 32,
     read: Annotated[
         bool,
-        flag("--read", panel=_LOAD, env=False, help="ReadContext seeded tokens with the model instead of made-up KV."),
+        flag("--read", panel=_LOAD, env=False, help="Prefill random tokens with the model instead of random KV."),
     ] = False,
     model: options.Model = None,
     device: options.Device = "auto",
@@ -51,7 +57,12 @@ def profile(
     settings: options.Settings = None,
     ablate: Annotated[
         bool,
-        flag("--ablate", panel=options.METHODS, env=False, help="Add each method without the parts it can do without."),
+        flag(
+            "--ablate",
+            panel=options.METHODS,
+            env=False,
+            help="Add each method with its parts switched off, one by one.",
+        ),
     ] = False,
     peers: Annotated[
         bool,
@@ -59,36 +70,46 @@ def profile(
     ] = False,
     repeat: Annotated[
         int,
-        option("--repeat", panel=_RUNS, env=False, parser=positive_count, metavar="N", help="Runs of each, in turn."),
+        option(
+            "--repeat", panel=_RUNS, env=False, parser=positive_count, metavar="N", help="Runs of each method, in turn."
+        ),
     ] = 5,
     warmup: Annotated[
-        int, option("--warmup", panel=_RUNS, env=False, parser=whole, metavar="N", help="Steps of a run not counted.")
+        int,
+        option(
+            "--warmup",
+            panel=_RUNS,
+            env=False,
+            parser=whole,
+            metavar="N",
+            help="Steps of each run that are not counted.",
+        ),
     ] = 2,
     seed: Annotated[
-        int, option("--seed", panel=_RUNS, parser=whole, metavar="N", help="Of made-up KV and tokens.")
+        int, option("--seed", panel=_RUNS, parser=whole, metavar="N", help="Seed of random KV and tokens.")
     ] = 0,
     html: options.Html = None,
     trace: options.Trace = None,
     nvtx: Annotated[
-        bool, flag("--nvtx", panel=options.OUTPUT, env=False, help="Mark the same spans as NVTX ranges (CUDA).")
+        bool, flag("--nvtx", panel=options.OUTPUT, env=False, help="Mark the spans as NVTX ranges, too (CUDA).")
     ] = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
-    """Measure a decode step: how long, made of what, and how far from what the machine allows.
+    """Measure the time of a decode step, its phases, and its distance from the roofline.
 
     kvcli profile --method full,quest,freekv --context 8K,32K --html profile.html
 
-    The first row is what the others are compared with: the first method named, or with
-    --ablate the first of its parts switched on one by one. Runs take turns, and the
-    parts of a step come from runs of their own, with clocks inside.
+    The other rows are compared with the first one: the first method named, or with
+    --ablate its first ablation. The runs of all methods take turns; the phases of a step
+    come from separate runs with clocks inside.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.bench.entries import entries
+    from kvcli.bench.ablations import entries
     from kvcli.inputs.prompts import read_document
     from kvcli.inputs.variants import variants
     from kvcli.ui.html import check_installed
@@ -103,8 +124,8 @@ def profile(
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
 
-    from kvcli.bench.run import ProfileRequest
-    from kvcli.bench.run import profile as run
+    from kvcli.bench.profiler import ProfileRequest
+    from kvcli.bench.profiler import profile as run
     from kvcli.bench.tables import notes, tables
     from kvcli.models.loading import ModelSpec
     from kvcli.telemetry.timeline import chrome_trace
@@ -133,10 +154,9 @@ def profile(
     finally:
         observer.stage_done()
     report = outcome.report
-    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None)
+    explained = [] if quiet else notes(report)
+    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None, explained)
     write_result(output, text)
-    for note in notes(report):
-        observer.notice(note)
     if trace is not None:
         write_file(trace, chrome_trace(outcome.spans))
     if html is not None and report.cases:
@@ -150,7 +170,7 @@ def profile(
 
 
 def exit_code(report: ProfileReport) -> ExitCode:
-    """The worst that happened."""
+    """Give the exit code of a profile: interrupted, or how many of its cases failed."""
     if not report.finished:
         return ExitCode.INTERRUPTED
     failed = [case.error is not None for case in report.cases]

@@ -3,8 +3,7 @@ import torch
 
 from kvcli.bench import doctor
 from kvcli.bench.doctor import Check, State, examine, usable
-from kvcli.capacity import ceilings
-from kvcli.capacity import cgroup as control_group
+from kvcli.capacity import cgroup, roofline
 from kvcli.cli import app
 from kvcli.cli.guard import run
 from kvcli.errors import KvcliError
@@ -12,8 +11,8 @@ from kvcli.errors import KvcliError
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER", {"cpu": 1 << 20, "cuda": 1 << 20})
-    monkeypatch.setattr(ceilings, "_SQUARE", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(roofline, "_BUFFER_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(roofline, "_MATMUL_SIZE", {"cpu": 64, "cuda": 64})
 
 
 def found(name):
@@ -78,6 +77,17 @@ def test_more_threads_than_cores_are_a_note(monkeypatch):
     assert check.fix == "set OMP_NUM_THREADS=1"
 
 
+@pytest.mark.parametrize(("count", "state"), [(1, State.OK), (2, State.NOTE)])
+def test_of_several_gpus_it_says_that_one_is_used(monkeypatch, count, state):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    check = found("device")
+    assert check.state is state
+    assert ("a run uses one of them, by default cuda:0" in check.found) == (count == 2)
+
+
 def test_a_full_disk_is_a_note(monkeypatch):
     usage = doctor.shutil.disk_usage("/")._replace(free=1 << 30)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
@@ -95,7 +105,7 @@ def test_the_traceback_of_a_check_is_for_debug(monkeypatch, capsys):
 
 
 def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(control_group, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

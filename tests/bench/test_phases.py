@@ -7,7 +7,7 @@ import pytest
 
 import kvcli
 from kvcli.bench.phases import exclusive, known_spans, middle, phase_of, step_parts
-from kvcli.capacity.floors import PHASES
+from kvcli.capacity.roofline import PHASES
 from kvcli.telemetry.timeline import Span
 
 

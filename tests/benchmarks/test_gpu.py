@@ -122,7 +122,7 @@ def test_bounds_have_sides():
     assert not resident["met"]
     assert judged(found, "transformers, offloaded")["met"]
     assert judged(found, "tokens a second")["measured"] == pytest.approx((8 * 4 / 6 + 8 * 4 / 6.4) / 2)
-    assert judged(found, "freekv against the floor, middle")["missing"].startswith("ceilings")
+    assert judged(found, "freekv against the floor, middle")["missing"].startswith("rates")
 
 
 def test_reading_and_recall():
@@ -136,7 +136,7 @@ def test_reading_and_recall():
     ]
     of_plain = {"median": 0.84, "min": 0.8, "max": 0.9}
     gathered = {"layout": "hnd", "missing": 1.0, "default": True, "of_plain": of_plain}
-    found = results(reading=reading, ceilings=[{**gathered, "default": False}, gathered])
+    found = results(reading=reading, rates=[{**gathered, "default": False}, gathered])
     last = judged(found, "prefill against")
     assert (last["measured"], last["least"], last["most"]) == (1.1, 1.0, 1.1)
     assert judged(found, "prefill, device memory") | {"met": True} == judged(found, "prefill, device memory")
@@ -185,15 +185,15 @@ def test_shared_host_memory_begins_elsewhere_every_time():
 
 def test_smoke(tmp_path):
     output = tmp_path / "gpu.json"
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine,ceilings,length,phases"]
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine,rates,length,phases"]
     run = subprocess.run([*command, "-o", output], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(output.read_text())
     states = {name: part["state"] for name, part in found["parts"].items()}
-    assert {name for name, state in states.items() if state == "done"} == {"machine", "ceilings", "length"}
+    assert {name for name, state in states.items() if state == "done"} == {"machine", "rates", "length"}
     assert found["parts"]["phases"]["error"] == "there are no kernels to trace on a CPU"
     assert found["parts"]["speed"]["error"] == "not asked for"
-    gathers = [row for row in found["parts"]["ceilings"]["rows"] if "arrives" in row]
+    gathers = [row for row in found["parts"]["rates"]["rows"] if "arrives" in row]
     assert gathers
     assert all(row["arrives"] for row in gathers)
     assert all(row["missed_pages"] > 0 for row in found["parts"]["length"]["rows"])
@@ -203,4 +203,4 @@ def test_smoke(tmp_path):
     assert "long context against short" in run.stdout
     more = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine", "-o", output]
     subprocess.run(more, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert json.loads(output.read_text())["parts"]["ceilings"] == found["parts"]["ceilings"]
+    assert json.loads(output.read_text())["parts"]["rates"] == found["parts"]["rates"]

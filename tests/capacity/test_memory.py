@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from engine import run
@@ -103,3 +105,19 @@ def test_a_prompt_read_by_windows_needs_no_workspace_as_long_as_itself():
     tables = 4096 * 2 * 16 * 4
     assert workspaces[1][1] - workspaces[1][0] == tables
     assert workspaces[0][1] - workspaces[0][0] > 4 * tables
+
+
+def test_a_million_prompts_of_one_length_are_counted_at_once():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    one = memory.need(profile("freekv"), geometry, torch.float32, [500], 20, 1)
+    started = time.perf_counter()
+    many = memory.need(profile("freekv"), geometry, torch.float32, {500: 10**9}, 20, 1)
+    assert time.perf_counter() - started < 1
+    assert many.kv.host == 10**9 * one.kv.host > 0
+
+
+def test_a_sequence_that_torch_cannot_address_is_refused():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    with pytest.raises(KvcliError, match="10,000,000,000,000,000,000 tokens") as caught:
+        memory.need(profile("full"), geometry, torch.float32, [10**19], 0, 1)
+    assert caught.value.exit_code == ExitCode.WILL_NOT_FIT

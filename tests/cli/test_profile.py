@@ -1,6 +1,7 @@
 """`kvcli profile` as a command."""
 
 import json
+import time
 from functools import partial
 
 import pytest
@@ -58,20 +59,21 @@ def test_the_trace_has_a_process_for_each_case_and_a_line_for_each_track(written
 def test_the_page_stands_alone(written):
     page = written["page.html"]
     assert page.startswith("<!DOCTYPE html>")
-    for heading in ("What a step is made of", "Step time and context", "One step", "What was corrected and recalled"):
+    for heading in ("Phases of a step", "Step time and context", "One step", "Corrections and recalls"):
         assert f"<h2>{heading}</h2>" in page
     assert "src=" not in page.partition("<script>")[0]
     assert page.count('type="application/vega-lite+json"') >= 6
 
 
-def test_tables_go_to_stdout_and_notes_to_stderr(profile):
+def test_tables_and_notes_go_to_stdout(profile):
     result = profile("--method", "full,quest", *SMALL, "--context", "200", *QUICK)
     assert result.returncode == 0, result.stderr
-    titles = [line for line in result.stdout.splitlines() if line.startswith(("step at", "where"))]
-    assert titles == ["step at 200 tokens, batch 1", "where the step goes at 200 tokens, batch 1, ms"]
+    titles = [line for line in result.stdout.splitlines() if line.startswith(("step at", "phases"))]
+    assert titles == ["step at 200 tokens, batch 1", "phases of a step at 200 tokens, batch 1, ms"]
     assert "speed, full = 1" in result.stdout
-    assert "disturbed by" in result.stdout
-    assert "seeded noise" in result.stderr
+    assert "clock overhead" in result.stdout
+    assert "seeded noise" in result.stdout
+    assert result.stderr == ""
 
 
 def test_a_document_is_read(profile, tmp_path):
@@ -104,6 +106,14 @@ def test_a_document_is_read(profile, tmp_path):
 )
 def test_wrong_usage_is_refused(profile, arguments, words):
     assert_refused(profile(*arguments, "-q"), 2, *words)
+
+
+def test_a_batch_that_no_machine_holds_is_refused_at_once(profile):
+    started = time.monotonic()
+    result = profile("--batch-size", "1G", "--context", "1K", "-q")
+    assert_refused(result, 3, "memory", "1,073,741,824 contexts of up to 1,024 tokens")
+    assert "--batch-size" in result.stderr
+    assert time.monotonic() - started < 20
 
 
 def test_what_cannot_fit_is_refused(warm):

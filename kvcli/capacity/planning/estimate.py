@@ -1,9 +1,8 @@
 """How long a prefill and a decode step will take.
 
-The least time of a step follows from what it has to move and the machine's rates (`kvcli.capacity.floors`,
-`kvcli.capacity.ceilings`). The time to expect is that of a few layers run here with made-up weights (`probe`), carried
-over to all layers and to the whole context. Another machine cannot be tried: for it the least time is all that can be
-said.
+The least time of a step is its roofline (`kvcli.capacity.roofline`). The time to expect comes from running a few layers
+here with random weights (`probe`) and extrapolating to all layers and to the whole context. On another machine nothing
+can be run, so that the roofline is all that can be said of it.
 """
 
 from __future__ import annotations
@@ -16,30 +15,32 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from kvcli.capacity.ceilings import Ceilings
-from kvcli.capacity.floors import PHASES, Work, layer_work, least_seconds, step_work
 from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
+from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.methods.base import Method
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 
-# Weights and KV of the layers that are tried: more than any cache holds, and made up in a second or two.
+# Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
 _TRIED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is planned for: free bytes by pool of memory, rates measured or given, and whether it can be tried."""
+    """The machine that is planned for: free bytes by pool of memory and its rates, None where they are not known.
+
+    `here` is True for this machine, on which layers can be run.
+    """
 
     device: torch.device
     free: dict[str, int]
-    ceilings: Ceilings | None
+    rates: MachineRates | None
     here: bool
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The model: its config, and what follows from it in `dtype`."""
+    """The model that is planned for: its config, and the shapes and sizes that follow from it in `dtype`."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -47,22 +48,27 @@ class PlannedRun:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, dtype: torch.dtype) -> PlannedRun:
-        """Work the geometry out; raises what `geometry_of` raises."""
+        """Derive the geometry from the config.
+
+        Raises:
+            KvcliError: the architecture is not supported.
+        """
         return cls(config, dtype, geometry_of(config, dtype))
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the prefill of all prompts and of a decode step, at least of a step, and the work of its phases, too.
+    """Seconds of the prefill of all prompts and of a decode step, with the roofline of the step and of its phases.
 
-    They stand on `tried` of `layers` layers at `tried_length` tokens; 0: they are least times. `missed` is the part of
-    the selected pages that was recalled in these; None where nothing was selected: then all is taken to be recalled.
+    `tried` of `layers` layers were run, on `tried_length` tokens; where it is 0, `prefill` and `step` are rooflines,
+    too. `missed` is the part of the selected pages that those layers recalled; it is None where nothing was selected,
+    and then all selected pages are taken to be recalled.
     """
 
     prefill: float
     step: float
-    floor: float
-    floors: dict[str, tuple[Work, float]]
+    roofline: float
+    phases: dict[str, tuple[Work, float]]
     layers: int
     missed: float | None = None
     tried: int = 0
@@ -72,32 +78,40 @@ class Times:
 def estimate(
     subject: PlannedRun, machine: Machine, profile: Profile, method: Method[Any, Any], context: int, batch: int
 ) -> Times | None:
-    """Say what `batch` prompts of `context` tokens take; None without rates. `method` is one of them, on meta."""
-    ceilings, itemsize = machine.ceilings, subject.dtype.itemsize
-    if ceilings is None:
+    """Estimate the times of `batch` prompts of `context` tokens; None where the rates are not known.
+
+    `method` is the method object of one of them, on the meta device.
+    """
+    rates, itemsize = machine.rates, subject.dtype.itemsize
+    if rates is None:
         return None
     tried = _try(subject, machine, profile, context, batch) if machine.here else None
     missed = None if tried is None else tried.missed
     work = step_work(subject.geometry, itemsize, [(method, context + 1)] * batch, 1.0 if missed is None else missed)
-    floors = {phase: (work[phase], work[phase].seconds(ceilings)) for phase in PHASES}
-    prompt = prefill_work(subject.geometry, method, context, itemsize)
-    least = least_seconds(work, ceilings, machine.device.type == "cuda")
+    phases = {phase: work[phase].seconds(rates) for phase in PHASES}
+    least = least_seconds(work, rates, machine.device.type == "cuda")
     if tried is None:
-        return Times(batch * prompt.seconds(ceilings), least, least, floors, len(subject.geometry.layers))
+        prefill, step = prefill_work(subject.geometry, method, context, itemsize).seconds(rates), least
+    else:
+        prefill = _prefill(tried, rates, subject, method, context)
+        step = _step(tried, rates, subject, method, context, batch)
+    # Layers that ran faster than the rates allow show that the rates are too low: they were measured while other
+    # programs used the machine, or the layers fit into the processor's caches.
+    scale = min(1.0, step / least)
     return Times(
-        prefill=batch * _prefill(tried, ceilings, subject, method, context),
-        step=_step(tried, ceilings, subject, method, context, batch),
-        floor=least,
-        floors=floors,
+        prefill=batch * prefill,
+        step=step,
+        roofline=scale * least,
+        phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
         layers=len(subject.geometry.layers),
         missed=missed,
-        tried=len(tried.layers),
-        tried_length=tried.length,
+        tried=0 if tried is None else len(tried.layers),
+        tried_length=0 if tried is None else tried.length,
     )
 
 
 def prefill_work(geometry: ModelGeometry, method: Method[Any, Any], length: int, itemsize: int) -> Work:
-    """What reading a prompt needs: each weight read, each token through all layers, attention to what it sees."""
+    """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally."""
     parts = geometry.parts
     linear = parts.projections + parts.mlp + round(parts.experts * parts.active)
     attention = sum(_attention_operations(layer, method, length) for layer in geometry.layers)
@@ -105,23 +119,25 @@ def prefill_work(geometry: ModelGeometry, method: Method[Any, Any], length: int,
 
 
 def _attention_operations(layer: LayerGeometry, method: Method[Any, Any], length: int) -> int:
-    """Operations of a layer's attention over a prompt, read as the method wants it."""
+    """Count the operations of a layer's attention over a prompt, by windows where the method prefills so."""
     seen = length if layer.window is None else min(layer.window, length)
     if method.prefill_window is not None and layer.index in method.retrieval:
         seen = min(seen, method.prefill_window + getattr(method.config, "budget", length))
-    pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a query and a key that it sees
+    pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a query and a key before it
     return 4 * layer.num_heads * layer.head_dim * pairs
 
 
 def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, batch: int) -> Probe | None:
-    """Run as many layers, at as long a context, as is quickly done; None where not even those few have room."""
+    """Run as many layers, at as long a context, as takes a few seconds; None where memory does not hold them."""
     geometry, parts, dense = subject.geometry, subject.geometry.parts, profile.settings.leading_dense_layers
     layer_bytes = (parts.projections + parts.mlp + parts.experts) // len(geometry.layers)
     widest = max(layer.num_kv_heads * layer.head_dim for layer in geometry.layers)
     token_bytes = 2 * widest * subject.dtype.itemsize * batch
     kinds = [_kind(layer, dense) for layer in geometry.layers]
-    fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # one of each kind, the others that come before it too
-    ample = 2 * getattr(profile.settings, "budget", 0) + 1024  # tokens: something has to be left out
+    fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
+    ample = (
+        2 * getattr(profile.settings, "budget", 0) + 1024
+    )  # tokens, more than the budget, so that there is something to select
     length = min(context, max(ample, (_TRIED_BYTES // fewest - layer_bytes) // token_bytes))
     layers = min(len(kinds), max(fewest, _TRIED_BYTES // (layer_bytes + length * token_bytes)))
     if 2 * layers * (layer_bytes + length * token_bytes) > min(machine.free.values()):
@@ -131,14 +147,14 @@ def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, 
 
 
 def _kind(layer: LayerGeometry, dense: int) -> str:
-    """What decides how a layer attends."""
+    """Name the way in which a layer attends."""
     return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
 
 
 def _step(
-    tried: Probe, ceilings: Ceilings, subject: PlannedRun, method: Method[Any, Any], context: int, batch: int
+    tried: Probe, rates: MachineRates, subject: PlannedRun, method: Method[Any, Any], context: int, batch: int
 ) -> float:
-    """Every layer takes what those of its kind took; what it moves beyond them comes at the rate of attention."""
+    """Extrapolate a step: a layer takes the time of those of its kind, and KV beyond theirs that of reading it."""
     geometry, dense = subject.geometry, method.config.leading_dense_layers
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for layer, seconds in zip(tried.geometry.layers, tried.layers, strict=True):
@@ -147,19 +163,19 @@ def _step(
     def moving(layer: LayerGeometry, length: int) -> float:
         traffic, group = method.traffic(layer.index, length), layer.num_heads // layer.num_kv_heads
         work = layer_work(traffic, group, subject.dtype.itemsize, tried.missed or 0.0)
-        return sum(part.read / tried.read + part.to_device / ceilings.to_device.median for part in work.values())
+        return sum(part.read / tried.read + part.to_device / rates.to_device.median for part in work.values())
 
     beyond = sum(moving(layer, context + 1) - moving(layer, tried.length + 1) for layer in geometry.layers)
-    head = (geometry.parts.head - tried.geometry.parts.head) / ceilings.read.median
+    head = (geometry.parts.head - tried.geometry.parts.head) / rates.read.median
     return tried.rest + head + sum(fmean(taken[_kind(layer, dense)]) for layer in geometry.layers) + batch * beyond
 
 
-def _prefill(tried: Probe, ceilings: Ceilings, subject: PlannedRun, method: Method[Any, Any], context: int) -> float:
-    """Every token takes what those of the prompt that was tried took; attention to more than it had, at full rate."""
+def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: Method[Any, Any], context: int) -> float:
+    """Extrapolate the prefill of one prompt: linear layers by the token, attention by its operations."""
     layers = subject.geometry.layers
     linear = tried.prompt_layer * len(layers) * context / PROMPT
     attention = sum(
         _attention_operations(layer, method, context) - _attention_operations(layer, method, PROMPT) * context / PROMPT
         for layer in layers
     )
-    return linear + max(0.0, attention) / ceilings.matmul.median
+    return linear + max(0.0, attention) / rates.matmul.median

@@ -1,7 +1,7 @@
-"""What a run will need, what of it fits, and how long it will take, from a model's config alone.
+"""The memory and the time of a run, and whether it fits, from a model's config alone.
 
-Memory is counted by the arithmetic that `generate` refuses by (`kvcli.capacity.memory`); times are
-`kvcli.capacity.planning.estimate`'s.
+Memory is counted as `generate` counts it before it refuses a run (`kvcli.capacity.memory`); times come from
+`kvcli.capacity.planning.estimate`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimat
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.profiles import Profile
 
-LONGEST = 1 << 27  # tokens: longer contexts are not looked for
+LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
     """One combination of profile, context and batch; `label` names the profile.
 
-    `needed` and `free` are bytes by pool of memory; `longest` is the longest context that fits, in tokens, None where
-    nothing up to `LONGEST` is too long. `bound`: the prompt decides how much KV is kept, and this is the most.
+    `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None
+    where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
+    has the most of it.
     """
 
     label: str
@@ -42,11 +43,11 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine holds it."""
+        """Tell whether the memory of the machine holds the run."""
         return memory.fits(self.needed, self.free)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for the JSON report: bytes, milliseconds, and what each figure stands on."""
+        """Give plain data for the JSON report: bytes, milliseconds, and what each figure is based on."""
         return {
             "profile": self.profile.as_dict(),
             "context": self.context,
@@ -74,12 +75,12 @@ class CapacityPlan:
 
     @property
     def kv_basis(self) -> str:
-        """What the size of the KV stands on."""
+        """Say what the size of the KV is based on."""
         return "counted, the most that a prompt may need" if self.bound else "counted"
 
     @property
     def time_basis(self) -> str:
-        """What the times stand on."""
+        """Say what the times are based on."""
         if self.times is None:
             return "not known without --bandwidth, --bus and --compute"
         if not self.times.tried:
@@ -100,7 +101,7 @@ def plan(
     batches: Sequence[int],
     max_tokens: int,
 ) -> Iterator[CapacityPlan]:
-    """Plan every combination: prompts of so many tokens, so many of them at once, each continued by `max_tokens`."""
+    """Plan every combination of profile, context in tokens and batch size, with `max_tokens` of output each."""
     for (label, profile), context, batch in product(profiles, contexts, batches):
         yield _plan(subject, machine, label, profile, context, batch, max_tokens)
 
@@ -109,7 +110,7 @@ def _plan(
     subject: PlannedRun, machine: Machine, label: str, profile: Profile, context: int, batch: int, max_tokens: int
 ) -> CapacityPlan:
     def need(length: int) -> Need:
-        return memory.need(profile, subject.geometry, subject.dtype, [length] * batch, max_tokens, 1)
+        return memory.need(profile, subject.geometry, subject.dtype, {length: batch}, max_tokens, 1)
 
     wanted = need(context)
     longest = memory.longest_fitting(lambda length: need(length).on(machine.device), machine.free, LONGEST)
@@ -133,10 +134,10 @@ def _times(times: Times) -> dict[str, Any]:
     return {
         "prefill_ms": 1000 * times.prefill,
         "step_ms": 1000 * times.step,
-        "floor_ms": 1000 * times.floor,
+        "floor_ms": 1000 * times.roofline,
         "missed": times.missed,
         "phases": [
             {"phase": phase, **asdict(work), "floor_ms": 1000 * seconds}
-            for phase, (work, seconds) in times.floors.items()
+            for phase, (work, seconds) in times.phases.items()
         ],
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcli.capacity.ceilings import timed, wait
+from kvcli.capacity.roofline import synchronize, timed
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
@@ -233,7 +233,7 @@ class _Clock:
         self.steps[-1].append(self._now() - self._layer)
 
     def _now(self) -> float:
-        wait(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
 

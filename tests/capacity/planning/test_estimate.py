@@ -3,14 +3,14 @@ import torch
 from families import FAMILIES, tiny_config
 
 from kvcli.capacity import memory
-from kvcli.capacity.ceilings import Ceilings, Rate
 from kvcli.capacity.planning import estimate, probe
 from kvcli.capacity.planning.estimate import Machine, PlannedRun, prefill_work
+from kvcli.capacity.roofline import MachineRates, Rate
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
 
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(*(Rate.given(1e9) for _ in range(4)), Rate.given(1e11))
+RATES = MachineRates(*(Rate.given(1e9) for _ in range(4)), Rate.given(1e11))
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12}
 SMALL |= {"outliers": 2, "local": 1, "prefill_window": 20}
 
@@ -27,10 +27,10 @@ def profile(name):
     return resolve_profile(name, overrides={key: value for key, value in SMALL.items() if key in fields})
 
 
-def estimated(name, context, batch=1, family="llama", here=True, ceilings=CEILINGS):
+def estimated(name, context, batch=1, family="llama", here=True, rates=RATES):
     subject, chosen = PlannedRun.of(tiny_config(family), torch.float32), profile(name)
     method = memory.planned_method(chosen, subject.geometry, context + 16, subject.dtype, context)
-    machine = Machine(CPU, {"host": 8 << 30}, ceilings, here)
+    machine = Machine(CPU, {"host": 8 << 30}, rates, here)
     return estimate.estimate(subject, machine, chosen, method, context, batch)
 
 
@@ -89,17 +89,32 @@ def test_layers_take_what_those_of_their_kind_took(monkeypatch):
     assert times.step == pytest.approx(3 + 1 + 1 + 1)  # the first is dense
 
 
+@pytest.mark.parametrize("layer_seconds", [1e-9, 1.0])
+def test_a_step_is_never_shorter_than_its_roofline(monkeypatch, layer_seconds):
+    """Rates measured while the machine was busy were too low, and the layers that ran afterwards were faster."""
+
+    def stub(chosen, config, dtype, device, length, batch):
+        geometry = estimate.geometry_of(config, dtype)
+        return probe.Probe(geometry, length, [layer_seconds] * len(geometry.layers), 0.0, 0.0, None, 1e12)
+
+    monkeypatch.setattr(estimate, "probe", stub)
+    slow = MachineRates(*(Rate.given(1e6) for _ in range(5)))
+    times = estimated("freekv", 100, rates=slow)
+    assert 0 < times.roofline <= times.step
+    assert sum(seconds for _, seconds in times.phases.values()) == pytest.approx(times.roofline)
+
+
 def test_another_machine_gets_the_least_time_and_none_without_rates():
     times = estimated("freekv", 300, here=False)
-    assert times.step == times.floor > 0
+    assert times.step == times.roofline > 0
     assert times.tried == 0
-    assert estimated("freekv", 300, here=False, ceilings=None) is None
+    assert estimated("freekv", 300, here=False, rates=None) is None
 
 
 def test_what_has_no_room_is_not_tried():
     subject, chosen = PlannedRun.of(tiny_config("llama"), torch.float32), profile("full")
     method = memory.planned_method(chosen, subject.geometry, 116, subject.dtype, 100)
-    times = estimate.estimate(subject, Machine(CPU, {"host": 1000}, CEILINGS, True), chosen, method, 100, 1)
+    times = estimate.estimate(subject, Machine(CPU, {"host": 1000}, RATES, True), chosen, method, 100, 1)
     assert times.tried == 0
 
 

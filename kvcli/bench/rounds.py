@@ -1,4 +1,4 @@
-"""All candidates under one load: run in turn, taken apart, and summed up as cases."""
+"""All candidates under one load: run in turn, split into phases, and summed up as cases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from kvcli.bench.candidates import Candidate, TimedRun
 from kvcli.bench.phases import StepParts, middle, step_parts
 from kvcli.bench.report import Breakdown, Case, Counts, Part, Spread
 from kvcli.bench.sources import Load
-from kvcli.capacity.ceilings import Ceilings
-from kvcli.capacity.floors import PHASES, least_seconds
+from kvcli.capacity.roofline import PHASES, MachineRates, least_seconds
 from kvcli.errors import KvcliError
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
@@ -21,24 +20,24 @@ from kvcli.telemetry.report import HeadCounts
 from kvcli.telemetry.timeline import Span, Timeline
 
 
-class Runs:
-    """Runs the candidates under `load`; what there is can be asked for at any time, after Ctrl-C as well.
+class Rounds:
+    """Runs the candidates under `load`, round after round; `cases` can be called at any time, after Ctrl-C as well.
 
-    Floors come from `ceilings`; `overlapped` as in `least_seconds`.
+    Rooflines come from `rates`; `overlapped` as in `least_seconds`.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], load: Load, ceilings: Ceilings, overlapped: bool):
+    def __init__(self, candidates: Sequence[Candidate], load: Load, rates: MachineRates, overlapped: bool):
         self.candidates, self.load = candidates, load
-        self.ceilings, self.overlapped = ceilings, overlapped
+        self.rates, self.overlapped = rates, overlapped
         self.medians: dict[str, list[float]] = {candidate.label: [] for candidate in candidates}
         self.last: dict[str, TimedRun] = {}
-        self.spans: dict[str, list[Span]] = {}  # of the last run that was taken apart
-        self.steps: dict[str, list[tuple[float, StepParts]]] = {}  # of all of them
+        self.spans: dict[str, list[Span]] = {}  # of the last run that was split into phases
+        self.steps: dict[str, list[tuple[float, StepParts]]] = {}  # of all such runs
         self.disturbances: dict[str, list[float]] = {}
         self.errors: dict[str, str] = {}
 
     def run_all(self, repeat: int, recording: Callable[[], Timeline], observer: Observer) -> None:
-        """Run every candidate once as it is, and once with clocks inside, one after another in each of the rounds."""
+        """Run every candidate in each round, once without clocks inside the step and once with them."""
         for _ in range(repeat):
             for candidate in self.candidates:
                 if candidate.label not in self.errors:
@@ -46,7 +45,7 @@ class Runs:
                 observer.advance()
 
     def cases(self) -> list[Case]:
-        """One case for each candidate that was run at all."""
+        """Sum up each candidate that was run at least once."""
         return [self._case(candidate) for candidate in self.candidates if self._known(candidate)]
 
     def _known(self, candidate: Candidate) -> bool:
@@ -64,15 +63,15 @@ class Runs:
         label = candidate.label
         run = self.last[label] = candidate.run(self.load, Timeline())
         self.medians[label].append(statistics.median(run.steps_ms))
-        if candidate.profile is None:  # nothing inside a peer can be told apart
+        if candidate.profile is None:  # the step of a peer has no spans
             return
         timeline = recording()
-        apart = candidate.run(self.load, timeline)
-        offloaded = apart.footprint is not None and apart.footprint.host > 0
-        parts = step_parts(timeline.spans, offloaded) if apart.parts is None else apart.parts
-        times = zip(apart.steps_ms, parts[self.load.warmup :], strict=True)
+        split = candidate.run(self.load, timeline)
+        offloaded = split.footprint is not None and split.footprint.host > 0
+        parts = step_parts(timeline.spans, offloaded) if split.parts is None else split.parts
+        times = zip(split.steps_ms, parts[self.load.warmup :], strict=True)
         self.steps.setdefault(label, []).extend(times)
-        self.disturbances.setdefault(label, []).append(statistics.median(apart.steps_ms) / self.medians[label][-1])
+        self.disturbances.setdefault(label, []).append(statistics.median(split.steps_ms) / self.medians[label][-1])
         self.spans[label] = timeline.spans
 
     def _case(self, candidate: Candidate) -> Case:
@@ -81,7 +80,7 @@ class Runs:
         if label in self.errors:
             return Case(label, candidate.kind, load.context, load.batch, profile, error=self.errors[label])
         own, last = self.medians[label], self.last[label]
-        # The baseline is the first that did not fail; it may be missing a round that Ctrl-C cut off.
+        # The baseline is the first that did not fail; Ctrl-C can leave it one round more than the others.
         first = next(each.label for each in self.candidates if each.label not in self.errors)
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]
@@ -95,7 +94,7 @@ class Runs:
             step_ms=Spread.of(own),
             tokens_per_s=1000 * load.batch / statistics.median(own),
             ratio=Spread.of(ratios) if ratios else None,
-            floor_ms=1000 * least_seconds(last.work, self.ceilings, self.overlapped) if last.work else None,
+            floor_ms=1000 * least_seconds(last.work, self.rates, self.overlapped) if last.work else None,
             breakdown=self._breakdown(label),
             counts=counts(last.counters, load.warmup) if last.counters else None,
             device_kv_bytes=None if last.footprint is None else last.footprint.device,
@@ -110,10 +109,10 @@ class Runs:
         for phase in PHASES:
             exposed = sum(step.exposed.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
             hidden = sum(step.hidden.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
-            floor = 1000 * work[phase].seconds(self.ceilings) if phase in work else None
+            floor = 1000 * work[phase].seconds(self.rates) if phase in work else None
             parts.append(Part(phase, exposed, hidden, floor, work.get(phase)))
         step_ms = sum(ms for ms, _ in steps) / len(steps)
-        outside = step_ms - sum(part.ms for part in parts)  # what the loop does around the step's own span
+        outside = step_ms - sum(part.ms for part in parts)  # the time of the loop around the step's own span
         return Breakdown(
             step_ms=step_ms,
             steps=len(steps),
@@ -123,7 +122,7 @@ class Runs:
 
 
 def counts(counters: Sequence[Counters], warmup: int) -> Counts:
-    """Add up the sequences, leaving the first `warmup` steps out."""
+    """Add up the counts of all sequences without the first `warmup` steps."""
     total = torch.tensor([each.counts[warmup:] for each in counters]).sum(0)  # [steps, layers, Count]
 
     def of(count: Count) -> list[list[int]]:
@@ -136,12 +135,12 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
         misses=of(Count.MISSES),
         bytes_to_device=of(Count.BYTES_TO_DEVICE),
         bytes_exposed=of(Count.BYTES_EXPOSED),
-        by_head=[_together([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)],
+        by_head=[_add_heads([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)],
     )
 
 
-def _together(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:
-    """Add up one layer's counts by head."""
+def _add_heads(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:
+    """Add up the counts of one layer by KV head; None where no sequence has any."""
     found = [asdict(each) for each in sequences if each is not None]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What a profile compares: the methods and profiles that were named, and their parts one by one."""
+"""The methods and profiles that a profile compares, and where asked for the same with parts switched off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.methods import get_method
 
 @dataclass(frozen=True)
 class Entry:
-    """One method under one profile; `kind` is "method", or "ablation" where a part of it is taken out."""
+    """One method under one profile; `kind` is "method", or "ablation" where a part of it is switched off."""
 
     label: str
     kind: str
@@ -20,10 +20,7 @@ class Entry:
 
 
 def entries(compared: Sequence[Variant], ablate: bool) -> tuple[Entry, ...]:
-    """List what is compared; with `ablate` each method follows what it declares as steps towards it.
-
-    Only `Method.ablation` is ablated: what a method cannot switch off is not made up here.
-    """
+    """List what is compared; with `ablate` each method comes after the ablations that it declares."""
     found = []
     for variant in compared:
         profile = variant.profile

@@ -3,9 +3,18 @@ import torch
 from engine import run
 from families import VOCAB, tiny_config, tiny_model
 
-from kvcli.capacity import memory
-from kvcli.capacity.ceilings import Ceilings, Rate
-from kvcli.capacity.floors import PHASES, Work, least_seconds, step_work
+from kvcli.capacity import memory, roofline
+from kvcli.capacity.roofline import (
+    PHASES,
+    MachineRates,
+    Rate,
+    Work,
+    least_seconds,
+    measure_rates,
+    rate_rows,
+    step_work,
+    timed,
+)
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
@@ -13,6 +22,7 @@ from kvcli.store.cache import Traffic
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12}
 SMALL |= {"outliers": 2, "local": 1, "prefill_window": 20, "group": 8}
+CPU = torch.device("cpu")
 LENGTH, HK, D, ITEM = 77, 2, 16, 4
 TOKEN = 2 * HK * D * ITEM  # bytes of KV of a token in a layer
 
@@ -48,16 +58,16 @@ def test_pages_are_scored_by_their_bounds_and_recalled_where_they_are_away():
 
 def test_only_the_bus_goes_on_beside_the_phases():
     rate = Rate.given(1.0)
-    ceilings = Ceilings(read=rate, copy=rate, to_device=Rate.given(0.5), to_host=rate, matmul=rate)
+    rates = MachineRates(read=rate, copy=rate, to_device=Rate.given(0.5), to_host=rate, matmul=rate)
     work = {
         "attention": Work(read=3),
         "mlp": Work(operations=4),
         "recall": Work(to_device=2),
         "offload": Work(to_host=9),
     }
-    assert least_seconds(work, ceilings, overlapped=False) == 3 + 4 + 4 + 9
-    assert least_seconds(work, ceilings, overlapped=True) == 9  # both ways at once
-    assert least_seconds({**work, "offload": Work()}, ceilings, overlapped=True) == 3 + 4
+    assert least_seconds(work, rates, overlapped=False) == 3 + 4 + 4 + 9
+    assert least_seconds(work, rates, overlapped=True) == 9  # both ways at once
+    assert least_seconds({**work, "offload": Work()}, rates, overlapped=True) == 3 + 4
 
 
 @pytest.mark.parametrize("name", ["quest", "freekv", "fier", "shadowkv", "infllm"])
@@ -129,9 +139,49 @@ def test_experts_that_no_token_goes_through_are_not_read():
 
 
 def test_the_slowest_part_of_the_work_decides():
-    ceilings = Ceilings(*(Rate.given(rate) for rate in (100.0, 50.0, 10.0, 20.0, 1000.0)))
-    assert Work(read=500, to_device=20, to_host=20, operations=100).seconds(ceilings) == 5
-    assert Work(read=500, to_device=90).seconds(ceilings) == 9
-    assert Work(read=500, to_host=200).seconds(ceilings) == 10
-    assert Work(operations=7000).seconds(ceilings) == 7
-    assert Work().seconds(ceilings) == 0
+    rates = MachineRates(*(Rate.given(rate) for rate in (100.0, 50.0, 10.0, 20.0, 1000.0)))
+    assert Work(read=500, to_device=20, to_host=20, operations=100).seconds(rates) == 5
+    assert Work(read=500, to_device=90).seconds(rates) == 9
+    assert Work(read=500, to_host=200).seconds(rates) == 10
+    assert Work(operations=7000).seconds(rates) == 7
+    assert Work().seconds(rates) == 0
+
+
+def test_a_rate_is_the_median_with_its_spread():
+    rate = Rate.of(12.0, [1.0, 4.0, 2.0])
+    assert (rate.median, rate.least, rate.most) == (6.0, 3.0, 12.0)
+
+
+def test_work_is_timed_after_one_run_that_is_not():
+    calls = []
+    seconds = timed(lambda: calls.append("work"), CPU, 3, before=lambda: calls.append("before"))
+    assert len(seconds) == 3
+    assert calls == ["before", "work"] * 4
+
+
+def test_all_rates_are_measured(monkeypatch):
+    monkeypatch.setattr(roofline, "_BUFFER_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(roofline, "_MATMUL_SIZE", {"cpu": 64})
+    found = measure_rates(CPU, torch.bfloat16)
+    for name, rate in found.as_dict().items():
+        assert 0 < rate["least"] <= rate["median"] <= rate["most"], name
+    assert found.to_device == found.to_host == found.copy
+    assert found.read.median > 1e6  # bytes a second: no unit was lost
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_a_bus():
+    found = measure_rates(torch.device("cuda"), torch.bfloat16)
+    assert found.to_device.median < found.copy.median
+    assert found.to_host.median < found.copy.median
+
+
+def test_rates_are_shown_one_by_one():
+    rates = MachineRates(*(Rate.given(rate) for rate in (12.34e9, 6e9, 1e9, 2e9, 0.125e12)))
+    assert rate_rows(rates.as_dict()) == [
+        ("memory read", "12.3 GB/s"),
+        ("memory copy", "6.0 GB/s"),
+        ("host to device", "1.0 GB/s"),
+        ("device to host", "2.0 GB/s"),
+        ("matrix products", "0.125 TFLOP/s"),
+    ]

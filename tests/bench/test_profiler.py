@@ -8,16 +8,14 @@ from operator import truediv
 import pytest
 from families import tiny_checkpoint
 
-from kvcli.bench import run as profiling
-from kvcli.bench import runs
+from kvcli.bench import profiler, rounds
+from kvcli.bench.ablations import Entry, entries
 from kvcli.bench.candidates import Decoding
-from kvcli.bench.entries import Entry, entries
 from kvcli.bench.phases import step_parts
-from kvcli.bench.run import ProfileRequest, profile
+from kvcli.bench.profiler import ProfileRequest, profile
 from kvcli.bench.sources import Load, RandomContext, RandomKV
 from kvcli.capacity import memory
-from kvcli.capacity.ceilings import Ceilings, Rate
-from kvcli.capacity.floors import PHASES
+from kvcli.capacity.roofline import PHASES, MachineRates, Rate
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import variants
@@ -50,7 +48,7 @@ def model(checkpoint):
 def machine():
     """Measuring the machine takes seconds, and is tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiling, "measure_ceilings", lambda *_: Ceilings(*[Rate.given(1e9)] * 5))
+        patch.setattr(profiler, "measure_rates", lambda *_: MachineRates(*[Rate.given(1e9)] * 5))
         yield
 
 
@@ -226,7 +224,7 @@ def test_what_does_not_fit_is_left_out_and_refused_where_nothing_fits(checkpoint
 
     monkeypatch.setattr(memory, "check", check)
     full, quest = profile(request(checkpoint, "full", "quest"), Observer()).report.cases
-    assert full.error == "[200] will not fit"
+    assert full.error == "{200: 1} will not fit"
     assert quest.step_ms is not None
     with pytest.raises(KvcliError) as error:
         profile(request(checkpoint, "full"), Observer())
@@ -304,7 +302,7 @@ def test_counts_add_up_sequences_without_the_warmup():
             made.add_heads(1, Count.MISSES, [step, 1])
         return made
 
-    found = runs.counts([counters(), counters()], 1)
+    found = rounds.counts([counters(), counters()], 1)
     assert found.misses == [[0, 4], [0, 6]]
     none, of_heads = found.by_head
     assert none is None

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvcli.bench.html import page
+from kvcli.bench.profiler import Outcome, case_name
 from kvcli.bench.report import Breakdown, Case, Counts, Part, ProfileReport, Spread
-from kvcli.bench.run import Outcome, case_name
-from kvcli.bench.tables import notes, parts_table, steps_table, tables
+from kvcli.bench.tables import headline, notes, parts_table, steps_table, tables
 from kvcli.telemetry.report import HeadCounts
 from kvcli.telemetry.timeline import Span
 from kvcli.ui import html as pages
@@ -81,48 +81,65 @@ def columns(table):
     return {name: [row[i] for row in table.rows] for i, name in enumerate(table.columns)}
 
 
-def test_a_table_of_steps_has_spread_ratio_and_floor():
+def test_a_table_of_steps_has_spread_ratio_and_roofline():
     found = columns(steps_table([case(), case("freekv", ms=1.0, offloaded=True), FAILED, PEER]))
     assert found[""] == ["full", "freekv", "quest", "transformers"]
     assert found["step"] == ["2.00 ms", "1.00 ms", "out of memory", "4.00 ms"]
-    assert found["least to most"][0] == "1.80 ms to 2.40 ms"
+    assert found["min to max"][0] == "1.80 ms to 2.40 ms"
     assert found["speed, full = 1"][1] == "2.00x (1.00 to 3.00)"
-    assert found["of floor"] == ["2.0x", "2.0x", "-", "-"]
-    assert found["heads corrected"] == ["-", "3 / 12 (25.0 %)", "-", "-"]
-    assert found["pages missed"] == ["-", "15 / 30 (50.0 %)", "-", "-"]
+    assert found["of roofline"] == ["2.0x", "2.0x", "-", "-"]
+    assert found["KV heads corrected"] == ["-", "3 / 12 (25.0 %)", "-", "-"]
+    assert found["page misses"] == ["-", "15 / 30 (50.0 %)", "-", "-"]
     assert found["recalled a step"] == ["-", "4.00 KiB", "-", "-"]
-    assert found["waited for"] == ["-", "25%", "-", "-"]
+    assert found["exposed"] == ["-", "25%", "-", "-"]
 
 
 def test_columns_that_say_nothing_are_left_out():
-    assert "heads corrected" not in steps_table([case()]).columns
+    assert "KV heads corrected" not in steps_table([case()]).columns
     assert "recall" not in parts_table([case()]).columns
     assert parts_table([PEER]).rows == []
 
 
 def test_a_table_of_parts_shows_what_is_hidden_and_how_far_it_was_disturbed():
     found = columns(parts_table([case(), case("freekv", hidden=0.25)]))
-    assert found[""] == ["full", "  of floor", "freekv", "  of floor"]
+    assert found[""] == ["full", "  of roofline", "freekv", "  of roofline"]
     assert found["attention"] == ["1.00", "10.0x", "1.00", "10.0x"]
-    assert found["hidden"] == ["-", "", "recall 0.250", ""]
-    assert found["disturbed by"][0] == "+5% (-2% to +10%)"
+    assert found["overlapped"] == ["-", "", "recall 0.250", ""]
+    assert found["clock overhead"][0] == "+5% (-2% to +10%)"
 
 
 def test_each_context_and_batch_size_has_its_tables():
     titles = [title for title, _ in tables(report(case(), case(batch=2), case(context=2048), FAILED))]
     assert titles[:3] == [
         "step at 1,024 tokens, batch 1",
-        "where the step goes at 1,024 tokens, batch 1, ms",
+        "phases of a step at 1,024 tokens, batch 1, ms",
         "step at 1,024 tokens, batch 2",
     ]
 
 
 def test_notes_say_what_the_kv_was():
-    made_up, read = (" ".join(notes(report(case(), kv=kv))) for kv in ("made up", "read"))
-    assert "seeded noise" in made_up
-    assert "random weights" in made_up
-    assert "read by the model" in read
-    assert "seeded noise" not in read
+    made_up, read = (dict(notes(report(case(), kv=kv))) for kv in ("made up", "read"))
+    assert made_up["KV"] == "seeded noise, not a text's"
+    assert read["KV"] == "of prompts that the model read"
+    assert made_up["weights"].startswith("random")
+    assert list(made_up)[:2] == ["runs", "KV"]
+    assert "memory read" in made_up["roofline"]
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [
+        ([case(ms=4.0), FAILED, case("freekv", ms=1.0), case("quest", ms=2.0), replace(PEER, context=1024)],
+         "At 1,024 tokens, batch 1, a decode step of freekv takes 1.00 ms and one of full 4.00 ms: "
+         "2.00x (1.00 to 3.00) the speed."),
+        ([case(context=512), case(context=2048, ms=3.0)],
+         "At 2,048 tokens, batch 1, a decode step of full takes 3.00 ms, 2.0x its roofline."),
+        ([FAILED], ""),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_the_headline_is_the_fastest_at_the_largest_load(cases, expected):
+    assert headline(report(*cases)) == expected
 
 
 @pytest.fixture
@@ -150,7 +167,7 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
     parts, contexts, timeline, corrected_heads, corrected, missed_heads, missed = charts
     assert {row["phase"] for row in values(parts) if "phase" in row} == set(PHASES)
     assert {row["case"] for row in values(parts)} == {"full · 1K", "freekv · 1K", "full · 2K", "freekv · 2K"}
-    assert [row["floor"] for row in values(parts) if "floor" in row] == [1.0] * 4
+    assert [row["roofline"] for row in values(parts) if "roofline" in row] == [1.0] * 4
     assert {row["context"] for row in values(contexts)} == {1024, 2048}
     assert [(row["start"], row["end"], row["layer"]) for row in values(timeline)] == [(1, 3, 1)] * 2
     assert {row["share"] for row in values(corrected)} == {0.25}
@@ -159,18 +176,18 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
         found = [(row["layer"], row["KV head"], row["share"]) for row in values(chart)]
         assert found == [(1, head, share) for head, share in enumerate(shares)]
     assert html.count("<table>") == 4
-    assert "1.00 GiB/s, measured" in html
+    assert "1.1 GB/s, measured" in html
 
 
 def test_hidden_time_is_a_bar_of_its_own(shown):
     _, charts = shown(case("freekv", hidden=0.25))
-    assert [row["ms"] for row in values(charts[0]) if row["case"] == "freekv, hidden"] == [0.25]
+    assert [row["ms"] for row in values(charts[0]) if row["case"] == "freekv, overlapped"] == [0.25]
 
 
 def test_what_there_is_nothing_of_is_left_out(shown):
     html, charts = shown(case(), FAILED)
     assert len(charts) == 2
-    assert "<h2>What was corrected" not in html
+    assert "<h2>Corrections" not in html
     assert "Step time and context" not in html
     html, charts = shown(PEER)
     assert charts == []

@@ -3,7 +3,7 @@
 import pytest
 from families import tiny_model
 
-from kvcli.bench.kernels import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
+from kvcli.bench.graph_trace import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
 
 
 def kernel(name, start, end, stream=7):

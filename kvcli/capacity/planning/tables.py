@@ -1,38 +1,39 @@
-"""What plans say, as tables a person reads; the console lays them out."""
+"""Plans as tables and notes; the console renders them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.capacity.ceilings import Ceilings, rates_text
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
+from kvcli.capacity.roofline import MachineRates, rate_rows
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, duration, without_empty_columns
 
 
 def tables(title: str, plans: Sequence[CapacityPlan]) -> list[tuple[str, Table]]:
-    """One row a combination; of a single one also where its memory and the time of a step go."""
+    """Give one row for each combination; a single one also gets a table of its memory and one of its step."""
     found = [(title, _overview(plans))]
     if len(plans) == 1:
         found.append(("memory", _memory(plans[0])))
         if plans[0].times is not None:
-            found.append(("the least that a decode step can do with", _phases(plans[0])))
+            found.append(("roofline of a decode step", _phases(plans[0])))
     return found
 
 
-def notes(plans: Sequence[CapacityPlan], ceilings: Ceilings | None, measured: bool) -> list[tuple[str, str]]:
-    """What is measured, what is counted and what is estimated of the figures."""
+def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: bool) -> list[tuple[str, str]]:
+    """Say which figures are measured, counted and estimated: labels with their texts, the times first."""
     kv = ", ".join(dict.fromkeys(plan.kv_basis for plan in plans))
     free = ", ".join(f"{format_bytes(size)} of {pool} memory free" for pool, size in plans[0].free.items())
-    rows = [("memory", f"{free}; weights counted, KV {kv}, workspace estimated")]
-    if ceilings is not None:
-        rows.append(("rates", ("measured: " if measured else "given: ") + rates_text(ceilings.as_dict())))
-    return rows + _time_notes(plans)
+    rows = [*_time_notes(plans), ("memory", f"{free}; weights counted, KV {kv}, workspace estimated")]
+    if rates is not None:
+        found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
+        rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
+    return rows
 
 
 def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:
-    """What the times of each row stand on, once where that is the same for all."""
+    """Say what the times of each row are based on, once where that is the same for all."""
     if len({plan.time_basis for plan in plans}) == 1:
         return [("times", plans[0].time_basis)]
     return [("times", f"{plan.label} at {plan.context:,}, batch {plan.batch}: {plan.time_basis}") for plan in plans]
@@ -53,11 +54,11 @@ def _overview(plans: Sequence[CapacityPlan]) -> Table:
                 f"over {LONGEST:,}" if plan.longest is None else f"{plan.longest:,}" if plan.longest else "none",
                 duration(1000 * times.prefill if times else None),
                 duration(1000 * times.step if times else None),
-                duration(1000 * times.floor if times else None),
+                duration(1000 * times.roofline if times else None),
                 f"{plan.batch / times.step:,.1f}" if times else "-",
             )
         )
-    columns = ("method", "context", "batch", *pools, "fits", "longest", "prefill", "step", "at least", "tokens/s")
+    columns = ("method", "context", "batch", *pools, "fits", "longest", "prefill", "step", "roofline", "tokens/s")
     return without_empty_columns(Table(columns, rows))
 
 
@@ -85,8 +86,8 @@ def _phases(plan: CapacityPlan) -> Table:
             f"{work.operations / 1e9:,.2f}" if work.operations else "0",
             duration(1000 * seconds),
         )
-        for phase, (work, seconds) in plan.times.floors.items()
+        for phase, (work, seconds) in plan.times.phases.items()
         if seconds
     ]
-    columns = ("phase", "read", "to device", "to host", "Gop", "at least")
+    columns = ("phase", "read", "to device", "to host", "Gop", "roofline")
     return without_empty_columns(Table(columns, rows))

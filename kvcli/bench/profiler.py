@@ -1,30 +1,35 @@
-"""The profile: every entry under every load.
+"""The profiler: every method and profile, at every context and batch size.
 
-Runs of several candidates are interleaved, repeat after repeat, so that what changes on the machine meanwhile falls on
-all alike; ratios are taken within a repeat. What is taken apart are runs of their own, each right after one that is
-not, so that the two can be compared.
+Runs of several candidates are interleaved, round after round, so that a change of the machine's speed affects all of
+them alike; ratios are taken within a round. Runs that are split into phases are separate ones, each right after a run
+without clocks inside, so that the two can be compared.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
+import torch
+
+from kvcli.bench.ablations import Entry
 from kvcli.bench.candidates import Candidate, Decoding
-from kvcli.bench.entries import Entry
-from kvcli.bench.hardware import describe, recording
+from kvcli.bench.cuda_timeline import recording
 from kvcli.bench.peers import Transformers, left_out, peer_profiles
 from kvcli.bench.report import Case, ProfileReport
-from kvcli.bench.runs import Runs
+from kvcli.bench.rounds import Rounds
 from kvcli.bench.sources import ContextSource, Load, RandomContext, RandomKV, ReadContext, seeded_tokens
 from kvcli.capacity import memory
-from kvcli.capacity.ceilings import measure_ceilings
+from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.methods import get_method
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
+from kvcli.telemetry import report as telemetry_report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Span
 
@@ -34,9 +39,10 @@ _WAY_OUT = "take a smaller --context, --batch-size or --dtype"
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to profile. `document` is read instead of made-up KV, cut to each context; so are seeded tokens if `read`.
+    """What to profile, with `contexts` in tokens.
 
-    Without `contexts` a document is taken at its own length.
+    The caches hold random KV; with `document` the model reads that text instead, cut to each context, and with `read`
+    random tokens. Without `contexts` a document has its own length.
     """
 
     model: ModelSpec
@@ -56,18 +62,20 @@ class ProfileRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The report, and of each case that was taken apart the spans of its run."""
+    """The report, and by the name of each case the spans of its last run that was split into phases."""
 
     report: ProfileReport
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
 
 def profile(request: ProfileRequest, observer: Observer) -> Outcome:
-    """Run everything; Ctrl-C ends it early with what there is (`finished` is False).
+    """Run all cases; Ctrl-C ends the profile early with the cases so far (`finished` is False).
+
+    A case that fails or does not fit among others is reported with its error.
 
     Raises:
         KvcliError: the model cannot be loaded, the document is too short for a context (usage), or no case fits into
-            memory (exit code 3). A case that fails among others is reported with its error.
+            memory (will not fit).
     """
     observer.stage("load")
     checkpoint = open_checkpoint(request.model)
@@ -79,32 +87,33 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     _warn(request, checkpoint, loads, observer)
     model = checkpoint.load()
     observer.stage("measure the machine")
-    ceilings = measure_ceilings(model.device, model.dtype)
+    rates = measure_rates(model.device, model.dtype)
     noise = RandomKV(request.seed, model.device, model.dtype)
     cases: list[Case] = []
     spans: dict[str, list[Span]] = {}
     finished = True
     for load in loads:
         candidates = _candidates(request, load, model, noise, refused, ids)
-        runs = Runs(candidates, load, ceilings, model.device.type == "cuda")
+        rounds = Rounds(candidates, load, rates, model.device.type == "cuda")
         observer.stage(f"{load.context:,} tokens, batch {load.batch}", len(candidates) * request.repeat)
         try:
-            runs.run_all(request.repeat, lambda: recording(model.device, request.nvtx), observer)
+            rounds.run_all(request.repeat, lambda: recording(model.device, request.nvtx), observer)
         except KeyboardInterrupt:
             finished = False
         cases += [case for (at, _), case in refused.items() if at == load]
-        cases += runs.cases()
-        spans |= {case_name(label, load.context, load.batch): found for label, found in runs.spans.items()}
+        cases += rounds.cases()
+        spans |= {case_name(label, load.context, load.batch): found for label, found in rounds.spans.items()}
         if not finished:
             break
     observer.stage_done()
-    environment, described = describe(model)
-    report = ProfileReport(environment, described, _options(request, loads), ceilings.as_dict(), cases, finished)
+    report = ProfileReport(
+        _environment(model.device), _model(model), _options(request, loads), rates.as_dict(), cases, finished
+    )
     return Outcome(report, spans)
 
 
 def case_name(label: str, context: int, batch: int) -> str:
-    """What to call a case where all of them stand together."""
+    """Name a case among all others."""
     return f"{label} · {context:,} tokens" + (f" · batch {batch}" if batch > 1 else "")
 
 
@@ -120,7 +129,7 @@ def _loads(request: ProfileRequest, ids: Sequence[int] | None) -> list[Load]:
 
 
 def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]) -> dict[tuple[Load, str], Case]:
-    """Find what memory does not hold, before the weights are read: by load and label, as the case to report."""
+    """Find the cases that do not fit before the weights are read: by load and label, as they are reported."""
     refused: dict[tuple[Load, str], Case] = {}
     reads = request.read or request.document is not None
     peers = peer_profiles(checkpoint.device) if request.peers else {}
@@ -128,23 +137,22 @@ def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Lo
     wanted += [(label, "peer", profile) for label, profile in peers.items()]
     errors = []
     for load, (label, kind, profile) in product(loads, wanted):
-        lengths = [load.context] * (load.batch + (1 if reads else 0))  # what was read stays beside its copies
+        prompts = {load.context: load.batch + (1 if reads else 0)}  # a prompt that was read stays beside its copies
         try:
-            memory.check(profile, checkpoint, lengths, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
+            memory.check(profile, checkpoint, prompts, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
         except KvcliError as error:
             errors += [] if kind == "peer" else [error]
             settings = None if kind == "peer" else profile.as_dict()
             refused[load, label] = Case(label, kind, load.context, load.batch, settings, error=error.what)
     if len(errors) == len(loads) * len(request.entries):
         raise errors[0]
-    if reads:
-        for load in loads:
-            _check_together(request, checkpoint, load)
+    for load in loads if reads else []:
+        _check_together(request, checkpoint, load)
     return refused
 
 
 def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> None:
-    """Refuse to read a prompt for more methods than memory holds side by side."""
+    """Refuse to prefill a prompt for more methods than fit into memory side by side."""
     each = [
         memory.need(entry.profile, checkpoint.geometry, checkpoint.dtype, [load.context], load.max_tokens, 1).kv
         for entry in request.entries
@@ -153,7 +161,7 @@ def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load)
     free = memory.available(checkpoint.device)["host"]
     if checkpoint.device.type == "cpu" and kept + checkpoint.geometry.weight_bytes > free:
         raise KvcliError(
-            f"the prompt of {load.context:,} tokens as {len(each)} methods keep it needs {format_bytes(kept)}, "
+            f"the KV of {load.context:,} tokens for {len(each)} methods needs {format_bytes(kept)}, "
             f"{format_bytes(free)} are free",
             "name fewer methods at once, or leave --read out",
             ExitCode.WILL_NOT_FIT,
@@ -191,6 +199,27 @@ def _candidates(
     peers = [Transformers(model, noise, offloading) for offloading in (False, True)]
     offered = peer_profiles(model.device) if request.peers else ()
     return [*methods, *(peer for peer in peers if peer.label in offered and (load, peer.label) not in refused)]
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    return telemetry_report.environment() | {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else telemetry_report.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "source": model.source,
+        "type": model.module.config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "weight_bytes": model.geometry.weight_bytes,
+        "layers": len(model.geometry.layers),
+    }
 
 
 def _options(request: ProfileRequest, loads: Sequence[Load]) -> dict[str, object]:

@@ -1,0 +1,226 @@
+"""The roofline of a decode step: the bytes and the operations that it needs, over the measured rates of the machine.
+
+The work follows from the model's shapes and from the traffic that a method's caches state (`LayerCache.traffic`).
+Divided by the rates it is the least time of a step whose phases run one after another, because each phase needs the
+result of the one before it; only transfers over the bus can overlap with all else. What an implementation adds (copies
+to gather pages, kernel launches, Python) is not counted: a profile shows it as the distance from the roofline.
+
+Rates are measured anew for every report, in about two seconds, because a shared machine changes from day to day.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from kvcli.methods.base import Method
+from kvcli.models.geometry import ModelGeometry
+from kvcli.store.cache import Traffic
+
+REPEATS = 5
+# Bytes, far more than any cache holds, so that memory is measured; on a GPU also long against a kernel launch.
+_BUFFER_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+_MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
+
+PHASES = (
+    "projections",
+    "attention",
+    "mlp",
+    "score",
+    "select",
+    "recall",
+    "correction",
+    "offload",
+    "sampling",
+    "host",
+)
+"""The phases of a step, in the order in which they are shown.
+
+`projections` are the linear layers of attention and the model's head, `mlp` is all else that the layers compute.
+`correction`, which compares two queries, and `host`, the time that no other phase claims, move nothing.
+"""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate in units a second: the median over the repeats, the slowest and the fastest of them."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, amount: float, seconds: list[float]) -> Rate:
+        """Summarise repeats that each did `amount`."""
+        return cls(amount / statistics.median(seconds), amount / max(seconds), amount / min(seconds))
+
+    @classmethod
+    def given(cls, rate: float) -> Rate:
+        """Make a rate that is known without measuring."""
+        return cls(rate, rate, rate)
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """Rates of one device in bytes a second, of `matmul` in operations a second (a multiply-add is two).
+
+    `read` is reading device memory; `copy` counts the bytes that are read and as many again are written. `to_device`
+    and `to_host` are copies from and to pinned host memory; on a CPU, where both tiers are one memory, they are `copy`.
+    """
+
+    read: Rate
+    copy: Rate
+    to_device: Rate
+    to_host: Rate
+    matmul: Rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give plain data for the reports."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read on the device, brought to it and written to the host, and operations (a multiply-add is two)."""
+
+    read: int = 0
+    to_device: int = 0
+    to_host: int = 0
+    operations: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.read + other.read,
+            self.to_device + other.to_device,
+            self.to_host + other.to_host,
+            self.operations + other.operations,
+        )
+
+    def seconds(self, rates: MachineRates) -> float:
+        """Give the least time of this work: memory, bus and arithmetic overlap, and the slowest of them decides."""
+        return max(
+            self.read / rates.read.median,
+            self.to_device / rates.to_device.median,
+            self.to_host / rates.to_host.median,
+            self.operations / rates.matmul.median,
+        )
+
+
+def least_seconds(work: Mapping[str, Work], rates: MachineRates, overlapped: bool) -> float:
+    """Give the least time of a step from its work by phase.
+
+    `overlapped` is True where a bus lies between host and device memory, so that transfers can run beside the phases.
+    Elsewhere both tiers are one memory, and a transfer takes its time there.
+    """
+    if not overlapped:
+        return sum(part.seconds(rates) for part in work.values())
+    on_device = sum(replace(part, to_device=0, to_host=0).seconds(rates) for part in work.values())
+    transfers = replace(sum(work.values(), Work()), read=0, operations=0)
+    return max(on_device, transfers.seconds(rates))
+
+
+def step_work(
+    geometry: ModelGeometry, itemsize: int, sequences: Sequence[tuple[Method[Any, Any], int]], miss_rate: float = 1.0
+) -> dict[str, Work]:
+    """Give the work of one decode step by phase.
+
+    `sequences` has the method object of each sequence, which may be on the meta device, with its length in tokens, the
+    new one included. `itemsize` is that of weights and KV in bytes; `miss_rate` is the part of the selected KV that has
+    to be recalled.
+    """
+    batch, parts = len(sequences), geometry.parts
+    work = dict.fromkeys(PHASES, Work())
+    linear, mlp = parts.projections + parts.head, parts.used(batch)
+    active = parts.mlp + round(parts.experts * parts.active)
+    work["projections"] = Work(read=linear, operations=2 * batch * linear // itemsize)
+    work["mlp"] = Work(read=mlp, operations=2 * batch * active // itemsize)
+    for method, length in sequences:
+        for layer in geometry.layers:
+            traffic, group = method.traffic(layer.index, length), layer.num_heads // layer.num_kv_heads
+            for phase, part in layer_work(traffic, group, itemsize, miss_rate).items():
+                work[phase] += part
+            if method.caches[layer.index].footprint().host:
+                work["offload"] += Work(to_host=2 * layer.num_kv_heads * layer.head_dim * itemsize)
+    work["sampling"] = Work(read=4 * batch * geometry.vocab_size)
+    return work
+
+
+def layer_work(traffic: Traffic, group: int, itemsize: int, miss_rate: float = 1.0) -> dict[str, Work]:
+    """Give the work of a step on the KV of one layer of one sequence; `group` query heads share a KV head.
+
+    Every number attended to is multiplied and added once for each query head of its group. Scoring is counted in bytes
+    alone, because its arithmetic differs from method to method.
+    """
+    return {
+        "attention": Work(read=traffic.attended, operations=2 * group * traffic.attended // itemsize),
+        "score": Work(read=traffic.scored),
+        "select": Work(read=traffic.scores),
+        "recall": Work(to_device=round(miss_rate * traffic.recalled)),
+    }
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> MachineRates:
+    """Measure the rates of a device; `dtype` is that of the matrices."""
+    size = min(_BUFFER_BYTES[device.type], psutil.virtual_memory().available // 8)
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    numbers = max(1, size // 4)
+    source = torch.ones(numbers, device=device)  # written, so that its memory pages exist
+    target = torch.zeros_like(source)
+    copy = Rate.of(source.nbytes, timed(lambda: target.copy_(source), device))
+    to_device = to_host = copy
+    if device.type == "cuda":
+        pinned = torch.ones(min(numbers, 64 << 20), pin_memory=True)
+        part = target[: len(pinned)]
+        to_device = Rate.of(pinned.nbytes, timed(lambda: part.copy_(pinned, non_blocking=True), device))
+        to_host = Rate.of(pinned.nbytes, timed(lambda: pinned.copy_(part, non_blocking=True), device))
+    side = _MATMUL_SIZE[device.type]
+    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    return MachineRates(
+        read=Rate.of(source.nbytes, timed(lambda: torch.dot(source, source), device)),
+        copy=copy,
+        to_device=to_device,
+        to_host=to_host,
+        matmul=Rate.of(2 * side**3, timed(lambda: left @ right, device)),
+    )
+
+
+def rate_rows(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Give the medians of `MachineRates.as_dict` as labels with their values."""
+    labels = {"read": "memory read", "copy": "memory copy", "to_device": "host to device", "to_host": "device to host"}
+    rows = [(label, f"{rates[name]['median'] / 1e9:,.1f} GB/s") for name, label in labels.items()]
+    return [*rows, ("matrix products", f"{rates['matmul']['median'] / 1e12:,.3f} TFLOP/s")]
+
+
+def timed(
+    run: Callable[[], object],
+    device: torch.device,
+    repeats: int = REPEATS,
+    before: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Time `run` so often, after one run that is not counted; `before` precedes each of them and is not timed.
+
+    Returns seconds; the device has finished when the clock stops.
+    """
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            before()
+            synchronize(device)
+            started = time.perf_counter()
+            run()
+            synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all work that was queued on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
