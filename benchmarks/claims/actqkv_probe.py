@@ -23,8 +23,7 @@ from torch.nn.functional import normalize
 
 from claims.subject import Subject, percent, table
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.kernels.activation_probe import EPS, activation_probe
-from kvcli.kernels.moments import Moments, moments_of
+from kvcli.methods._activation import EPS, Moments, activation_probe, moments_of
 from kvcli.methods.actqkv import ActQKV
 from kvcli.methods.base import SequenceContext
 from kvcli.store.blocks import BlockCache

@@ -18,7 +18,9 @@ _SHARED = {"base", "card", "config"}
 
 def method_names() -> list[str]:
     """List the methods by their files, importing none of them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED and module.name[0] != "_"
+    )
 
 
 def get_method(name: str) -> type[Method[Any, Any]]:

@@ -23,9 +23,8 @@ from statistics import fmean
 
 from torch import Tensor
 
-from kvcli.kernels.activation_probe import activation_probe
 from kvcli.kernels.block_scores import cosine_scores, density
-from kvcli.kernels.moments import Moments, merge_moments, moments_of
+from kvcli.methods._activation import Moments, activation_probe, merge_moments, moments_of
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig

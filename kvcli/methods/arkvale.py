@@ -14,9 +14,9 @@ pages attended to are the best.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvcli.kernels.cuboid_digest import cuboid_digest
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
@@ -80,3 +80,16 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
         best = rank < max(1, round(self.config.top_part * cache.budget.selected))
         standing = rank + pages * ~(best | resident)
         return topk_pages(-standing, cache.budget.selected) + first
+
+
+def cuboid_digest(keys: Tensor) -> Tensor:
+    """Digest full pages, in the dtype of the keys: [Hk, n, p, d] -> [Hk, n, 2, d], as `page_summary` lays bounds out.
+
+        c = (max + min) / 2      r = mean_t |c - k_t|      upper bound c + r, lower bound c - r
+
+    The cuboid is narrower than the true bounds: a single outlier moves its centre, but hardly its width.
+    """
+    low, high = (bound.to(torch.promote_types(keys.dtype, torch.float32)) for bound in torch.aminmax(keys, dim=2))
+    centre = (high + low) / 2  # [Hk, n, d]
+    radius = (keys - centre[:, :, None]).abs().mean(2)
+    return torch.stack((centre + radius, centre - radius), 2).to(keys.dtype)

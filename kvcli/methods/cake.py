@@ -18,11 +18,14 @@ them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with 1,024 tokens a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kvcli.kernels.attention_dynamics import attention_dynamics
 from kvcli.kernels.kept_tokens import kept_tokens
+from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
@@ -101,3 +104,33 @@ def capped_shares(preferences: Sequence[float], total: int, cap: int) -> list[in
         shares[order.pop()] = int(share)
         left -= share
     return shares
+
+
+class Dynamics(NamedTuple):
+    """How a layer's attention spreads (`dispersion` H) and moves (`shift` V), and the worth of tokens I [Hk, s - r]."""
+
+    dispersion: float
+    shift: float
+    indicator: Tensor
+
+
+def attention_dynamics(q: Tensor, k: Tensor, softmax: Softmax, gamma: float, kernel: int) -> Dynamics:
+    """Measure the attention weights w of the last r queries, q [H, r, d], on the tokens j before them (section 4.3).
+
+        H = -sum_ij w_ij log w_ij      V = sum_j Var_i(w_ij)
+        I_j = mean over the group of the mean, over |t - j| <= kernel // 2, of Mean_i(w_it) + gamma * Var_i(w_it)
+
+    H and V are sums over all heads, Var is unbiased, nothing is renormalised, and no token stands beyond the ends.
+    Shapes: k [Hk, s, d], 2 <= r < s, `kernel` odd. The weights of one KV head are held at a time.
+    """
+    before = k.shape[1] - q.shape[1]
+    dispersion = shift = 0.0
+    indicators = []
+    for weights in last_rows_by_kv_head(q, k, softmax):  # [G, r, s]
+        seen = weights[..., :before]
+        variance, mean = torch.var_mean(seen, 1)  # [G, s - r]
+        dispersion += float(torch.special.entr(seen).sum(dtype=torch.float64))
+        shift += float(variance.sum(dtype=torch.float64))
+        indicator = functional.avg_pool1d(mean + gamma * variance, kernel, stride=1, padding=kernel // 2)
+        indicators.append(indicator.mean(0))
+    return Dynamics(dispersion, shift, torch.stack(indicators))

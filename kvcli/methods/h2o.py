@@ -16,13 +16,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kernels.column_sums import column_sums
-from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.last_rows import last_rows, last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
+
+# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
+# GPU what keeps it busy (256 MiB).
+WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 32
 
 
 class H2OConfig(MethodConfig):
@@ -92,3 +96,21 @@ class H2O(Method[H2OConfig, EvictingCache]):
 def _over_groups(received: Tensor, k: Tensor) -> Tensor:
     """Mean over the query heads of each KV head: [H, n] -> [Hk, n]."""
     return received.view(k.shape[0], -1, received.shape[-1]).mean(1)
+
+
+def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """Sum the attention that each key got from the newest n queries: q [H, n, d], k [Hk, m, d], n <= m -> [H, m].
+
+    The sums are in at least fp32. There is never an n*m matrix: the weights of a bounded number of queries of one KV
+    head are held at a time.
+    """
+    (num_heads, n, _), (num_kv_heads, m, _) = q.shape, k.shape
+    groups = num_heads // num_kv_heads
+    sums = q.new_zeros(num_kv_heads, groups, m, dtype=torch.promote_types(q.dtype, torch.float32))
+    rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (groups * m))
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        seen = m - n + stop
+        for head, weights in enumerate(last_rows_by_kv_head(q[:, start:stop], k[:, :seen], softmax)):
+            sums[head, :, :seen] += weights.sum(1)
+    return sums.flatten(0, 1)

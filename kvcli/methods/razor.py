@@ -24,7 +24,6 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvcli.kernels.head_choice import choose_heads
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
@@ -119,3 +118,19 @@ def _heads(config: RazorConfig, layers: Sequence[LayerGeometry], context: Sequen
             induction[cells] = 0 if known is None else known["head_scores"].induction[cells]
         keep = choose_heads(induction, echo, config.sparsity, config.echo)
     return {layer.index: keep[layer.index, : layer.num_kv_heads] for layer in split}
+
+
+def choose_heads(induction: Tensor, echo: Tensor, part: float, echo_part: float) -> Tensor:
+    """Mark `part` of all heads, rounded up: `echo_part`, rounded, by echo score, the others by induction score.
+
+    Scores [layers, heads] -> bool [layers, heads]; larger is better, and -inf stands where there is no such head. A
+    head that is good at both takes one place. Ties go to the lower layer and head.
+    """
+    num_heads = int((induction > -torch.inf).sum())
+    wanted = math.ceil(round(part * num_heads, 6))  # 0.15 of 20 are 3 heads, whatever the product rounds to
+    chosen = torch.zeros_like(induction, dtype=torch.bool)
+    for scores, so_far in ((echo, min(wanted, round(echo_part * num_heads))), (induction, wanted)):
+        left = scores.masked_fill(chosen, -torch.inf).flatten()
+        best = left.sort(descending=True, stable=True).indices[: so_far - int(chosen.sum())]
+        chosen.view(-1)[best] = True
+    return chosen

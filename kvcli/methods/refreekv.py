@@ -23,7 +23,6 @@ from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
-from kvcli.kernels.norm_cut import norm_cut
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
@@ -110,3 +109,16 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         rows, length = weights.shape[1:]
         seen_by = (length - torch.arange(length, device=q.device)).clamp(max=rows)
         return weights.sum(1) / seen_by
+
+
+def norm_cut(weights: Tensor, threshold: float) -> int:
+    """Count the newest tokens that hold nearly all of an attention row's norm (section 3.2).
+
+        N_j = mean over heads of sqrt(sum of a_t^2 over the newest j tokens)      least j with 1 - N_j / N_s < T
+
+    `weights` a [H, s], s >= 1, oldest token first. All tokens where no j is enough, as with T = 0. All norms come from
+    one cumulative sum, in float64 for the sake of long rows.
+    """
+    norms = weights.flip(-1).to(torch.float64).square_().cumsum(-1).sqrt_().mean(0)  # [s]
+    short = norms[-1] - norms >= threshold * norms[-1]
+    return min(int(short.sum()) + 1, len(norms))

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import torch
 from pydantic import AfterValidator, model_validator
 from torch import Tensor
+from torch.nn import functional
 
 from kvcli.kernels.kept_tokens import kept_tokens
+from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.window_votes import window_votes
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
@@ -96,3 +98,18 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
     def statistics(self) -> dict[str, Any]:
         """Say how many tokens each layer kept of the prompt; sliding-window layers, which are not cut, do not count."""
         return {"kept_tokens": [self.kept[layer] for layer in sorted(self.kept)]}
+
+
+def window_votes(q: Tensor, k: Tensor, softmax: Softmax, kernel: int) -> Tensor:
+    """Count the votes of the last r queries for the tokens before them, in at least fp32 (section 4, listing 1).
+
+        a_j = sum_i w_ij      vote_j = mean over the group of max(a_t, |t - j| <= kernel // 2)
+
+    q [H, r, d], k [Hk, s, d], r < s, `kernel` odd -> [Hk, s - r]. The weights w of one KV head are held at a time.
+    """
+    before = k.shape[1] - q.shape[1]
+    votes = []
+    for weights in last_rows_by_kv_head(q, k, softmax):  # [G, r, s]
+        sums = weights[..., :before].sum(1)
+        votes.append(functional.max_pool1d(sums, kernel, stride=1, padding=kernel // 2).mean(0))
+    return torch.stack(votes)

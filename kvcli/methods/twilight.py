@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvcli.kernels.nucleus import nucleus
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
@@ -93,3 +93,18 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             "tokens_kept_min": self.fewest,
             "tokens_kept_max": self.most,
         }
+
+
+def nucleus(weights: Tensor, always: Tensor, p: float) -> Tensor:
+    """Flag the fewest tokens that hold the part `p` of each row's attention, those of `always` [n] bool among them.
+
+    Weights [..., n], each row of sum 1 -> bool [..., n]. Of equal weights the lower index goes first; p = 1 keeps all
+    tokens, whatever the sum rounds to.
+    """
+    if p >= 1:
+        return torch.ones_like(weights, dtype=torch.bool)
+    order = weights.masked_fill(always, float("inf")).argsort(dim=-1, descending=True, stable=True)
+    ranked = weights.gather(-1, order)
+    before = ranked.cumsum(-1) - ranked  # the mass of those that rank higher
+    kept = torch.empty_like(weights, dtype=torch.bool).scatter_(-1, order, before < p)
+    return kept | always

@@ -13,12 +13,12 @@ is larger than the model was trained for; the query is turned instead of the key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels.far_near_attention import Far, far_near_attention
+from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
@@ -220,3 +220,46 @@ class BlockCache(LayerCache):
         if self.rotary.attention_scaling != 1:  # what keys turned to position 0 would carry is put upon the query
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))
         return self.rotary.rotate(plain, distance).to(q.dtype)
+
+
+class Far(NamedTuple):
+    """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: Far, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend causally with the newest m tokens to near keys, and to far keys that all of them see.
+
+        s_ij = f(scale * q_i . k_j), near, j <= n - m + i      t_ij = f(scale * p_i . l_j), far
+        z_i = log(sum_j e^s_ij + sum_j e^t_ij + e^sink)
+        out_i = sum_j e^(s_ij - z_i) v_j + sum_j e^(t_ij - z_i) w_j
+        mass_j = sum over all heads, and over i with n - m + i > j, of e^(s_ij - z_i)
+
+    f is the model's softcap. The far keys have a query of their own, p, for they may stand at another distance than
+    their position tells. `mass` is the attention that a near token got from those that came after it; only the near
+    weights are ever held as a matrix. q [H, m, d], k, v [Hk, n, d], m <= n -> out [H, m, d], mass [n] in at least fp32.
+    """
+    (m, n), groups = (q.shape[1], k.shape[1]), q.shape[0] // k.shape[0]
+    queries = _fold(q, k)  # [Hk, G*m, d]
+    mask = _causal(m, n, q).repeat(groups, 1) if m > 1 else None
+    out, norm = block_attention(queries, k, v, softmax, mask)
+    if far.k.shape[1]:
+        out, norm = merge_blocks((out, norm), block_attention(_fold(far.q, k), far.k, far.v, softmax))
+    if softmax.sinks is not None:
+        sinks = softmax.sinks[:, None].expand(-1, m).reshape(norm.shape)  # [H] -> [Hk, G*m]
+        out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
+    weights = torch.exp(attention_scores(queries, k, softmax) - norm[..., None])
+    later = _causal(m, n, q, above=1).repeat(groups, 1)
+    return out.reshape(q.shape), weights.masked_fill(~later, 0.0).sum((0, 1))
+
+
+def _causal(m: int, n: int, like: Tensor, above: int = 0) -> Tensor:
+    """Keys [m, n] at least `above` tokens before each query."""
+    return torch.ones(m, n, dtype=torch.bool, device=like.device).tril(n - m - above)
+
+
+def _fold(q: Tensor, k: Tensor) -> Tensor:
+    return q.reshape(k.shape[0], -1, q.shape[-1])  # [H, m, d] -> [Hk, G*m, d]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from kvcli.kernels.compensated_attention import compensated_attention
+from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic, nbytes
 
@@ -92,3 +94,23 @@ class HeadSplitCache(LayerCache):
     def traffic(self, length: int) -> Traffic:
         """See `LayerCache.traffic`."""
         return Traffic(attended=sum(part.traffic(length).attended for _, part in self.parts))
+
+
+def compensated_attention(
+    q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor, mean_v: Tensor, count: int, softmax: Softmax
+) -> Tensor:
+    """Attend to resident keys and to one token that stands for the N = `count` dropped (arXiv 2407.15891, equation 5).
+
+        out_h = (sum_j e^(s_hj) v_j + N e^(t_h) v') / (sum_j e^(s_hj) + N e^(t_h) + e^sink)
+        s_hj = f(scale * q_h . k_j)      t_h = f(scale * q_h . k')
+
+    k', v' [Hk, d] are the means of the N >= 1 dropped keys and values, so the token weighs as if each of them were it:
+    log N is added to its score. f is the model's softcap. q [H, d], k, v [Hk, n, d] -> [H, d].
+    """
+    heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
+    weight = attention_scores(heads, mean_k[:, None], softmax)[..., 0] + math.log(count)  # [Hk, G]
+    mean = mean_v[:, None].expand_as(heads)
+    out, lse = merge_blocks(block_attention(heads, k, v, softmax), (mean, weight))
+    if softmax.sinks is not None:
+        out = add_sinks(out, lse, softmax.sinks.view_as(lse))
+    return out.to(q.dtype).reshape(q.shape)

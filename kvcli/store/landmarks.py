@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kvcli.kernels.landmarks import chunk_landmarks, landmark_scores, outlier_chunks
+from kvcli.kernels.group_pooling import pool_scores
+from kvcli.kernels.topk import topk_pages
 from kvcli.store.cache import Tiers, nbytes
 
 # Chunks summarised at once: fp32 copies of the keys stay this long.
@@ -42,3 +44,35 @@ class Landmarks:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return nbytes(self.means, self.excluded)
+
+
+def chunk_landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Landmarks [Hk, n, d] of full chunks, keys [Hk, n, c, d], and how each fits its keys [Hk, n]; both in fp32.
+
+    L_j = mean_t k_jt      fit_j = min_t cos(L_j, k_jt)
+    """
+    keys = keys.float()
+    landmarks = keys.mean(2)
+    return landmarks, functional.cosine_similarity(keys, landmarks[:, :, None], dim=-1).amin(-1)
+
+
+def outlier_chunks(fit: Tensor, count: int) -> Tensor:
+    """The `count` chunks of each head that fit their landmark worst, of equals the lower: fit [Hk, n] -> [Hk, o]."""
+    if count == 0:
+        return torch.empty(fit.shape[0], 0, dtype=torch.int64, device=fit.device)
+    return topk_pages(-fit, count)
+
+
+def landmark_scores(q: Tensor, landmarks: Tensor, excluded: Tensor, scale: float) -> Tensor:
+    """Score chunks in fp32 for every KV head: q [H, d], landmarks [Hk, n, d], excluded [Hk, n] bool -> [Hk, n].
+
+        s_j = max_g softmax_j(scale * q_g . L_j)
+
+    The softmax of each query head runs over the chunks that can be selected, the maximum over the G heads of a KV head;
+    an excluded chunk gets -1, less than any other.
+    """
+    heads = scale * q.float().view(landmarks.shape[0], -1, q.shape[-1])  # [Hk, G, d]
+    # The long factor first: the product then reads the landmarks, which are the bulk, row by row.
+    scores = (landmarks.to(heads.dtype) @ heads.transpose(1, 2)).transpose(1, 2)  # [Hk, G, n]
+    weights = pool_scores(scores.masked_fill(excluded[:, None], float("-inf")), "max_s")
+    return weights.masked_fill(excluded, -1.0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.resolve_tokens import resolve_tokens
+from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
@@ -266,3 +266,25 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     def _ring_rows(self, tokens: Tensor) -> Tensor:
         return self.first_rows + tokens % self.recent
+
+
+def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> tuple[Misses, Tensor]:
+    """Pair the j-th missing token of a head with its j-th slot that is free, in time linear in the context.
+
+    resident [Hk, S] and selected [Hk, k], k <= S, hold token numbers below `length`; EMPTY in `resident` is an empty
+    slot. A selection has no duplicates. Returns also the slots whose token left the selection, bool [Hk, S]: every
+    head has at least as many as it misses tokens, and the first of them take these.
+    """
+    leaving = ~_members(selected, length).gather(1, resident + 1)
+    missing = ~_members(resident, length).gather(1, selected + 1)
+    wanted = leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))
+    heads, slots = wanted.nonzero(as_tuple=True)
+    return Misses(heads, slots, selected[missing]), leaving
+
+
+def _members(tokens: Tensor, length: int) -> Tensor:
+    """Flag what is in each row of `tokens` [Hk, n], EMPTY first: [Hk, length + 1]; nothing is ever in it as EMPTY."""
+    flags = torch.zeros(tokens.shape[0], length + 1, dtype=torch.bool, device=tokens.device)
+    flags.scatter_(1, tokens + 1, True)
+    flags[:, 0] = False
+    return flags

@@ -1,4 +1,4 @@
-"""The last rows of attention and the cut in them, against loops in float64."""
+"""The last rows of attention against loops in float64."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 import kvcli.kernels.last_rows as module
 from kvcli.kernels.last_rows import last_rows
-from kvcli.kernels.norm_cut import norm_cut
 from kvcli.kernels.softmax import Softmax
 
 HK, G, D = 2, 3, 8
@@ -39,26 +38,3 @@ def test_weights_follow_the_formula(rows, softmax, monkeypatch):
                 total += math.exp(float(softmax.sinks[head]))
             expected = [math.exp(score) / total for score in scores] + [0.0] * (length - seen)
             assert found[head, row].tolist() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.001, 0.01, 0.3, 0.999, 1.0])
-@pytest.mark.parametrize("length", [1, 2, 50])
-def test_cut_is_the_least_prefix_that_holds_the_norm(length, threshold):
-    weights = random(6, length, seed=length).mul(2).softmax(-1)
-    rows = weights.double().tolist()
-
-    def norm(count):
-        return sum(math.sqrt(sum(x * x for x in row[length - count :])) for row in rows) / len(rows)
-
-    enough = [count for count in range(1, length + 1) if 1 - norm(count) / norm(length) < threshold]
-    assert norm_cut(weights, threshold) == (min(enough) if enough else length)
-
-
-def test_zero_keeps_everything_even_what_weighs_nothing():
-    assert norm_cut(torch.zeros(3, 7), 0.0) == 7
-    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.0) == 3
-    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.01) == 1
-
-
-def test_long_rows_end_at_the_whole_norm():
-    assert norm_cut(torch.full((2, 200_001), 1 / 200_001), 1e-9) == 200_001

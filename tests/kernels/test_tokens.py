@@ -1,4 +1,4 @@
-"""Kernels that quantise keys to bits, score by them, and resolve tokens, against loops in float64."""
+"""Kernels that quantise keys to bits and score by them, against loops in float64."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores
-from kvcli.kernels.resolve_tokens import resolve_tokens
 
 HK, G = 2, 3
 
@@ -74,30 +73,3 @@ def test_quantised_keys_take_an_eighth_at_groups_of_32_in_16_bits():
     k = keys(3, 32, 64, torch.bfloat16)
     codes, ranges = quantise_keys(k)
     assert codes.nbytes + ranges.nbytes == k.nbytes / 8
-
-
-@pytest.mark.parametrize("wanted", [1, 4, 6])
-def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted):
-    generator = torch.Generator().manual_seed(wanted)
-    for _ in range(50):
-        resident = torch.stack([torch.randperm(13, generator=generator)[:6] for _ in range(HK)])
-        selected = torch.stack([torch.randperm(13, generator=generator)[:wanted] for _ in range(HK)])
-        resident[0, :2] = -1
-        misses, leaving = resolve_tokens(resident, selected, 13)
-        after = resident.clone()
-        after[leaving] = -1
-        after[misses.heads, misses.slots] = misses.pages
-        for head in range(HK):
-            held, chosen = set(resident[head].tolist()), set(selected[head].tolist())
-            assert set(after[head].tolist()) - {-1} == chosen
-            assert (after[head] != -1).sum() == wanted, "none is held twice"
-            stays = torch.tensor([token in chosen for token in resident[head].tolist()])
-            assert torch.equal(after[head][stays], resident[head][stays]), "hits do not move"
-            assert torch.equal(leaving[head], ~stays)
-            assert int((misses.heads == head).sum()) == len(chosen - held)
-
-
-def test_resolution_of_a_hit_moves_nothing():
-    misses, leaving = resolve_tokens(torch.tensor([[3, 5, -1]]), torch.tensor([[5, 3]]), 6)
-    assert all(len(part) == 0 for part in misses)
-    assert leaving.tolist() == [[False, False, True]]

@@ -10,13 +10,13 @@ from driver import HK, SOFTMAX, D, H, layers
 from engine import SPARE, new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli.kernels import far_near_attention
 from kvcli.methods.actqkv import ActQKVConfig, CutOff
 from kvcli.methods.base import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.windowed import read_prompt
+from kvcli.store import blocks
 from kvcli.store.blocks import BlockCache
 
 P = 4
@@ -164,13 +164,13 @@ def test_a_batch_of_two_through_a_model_matches_the_oracle(monkeypatch):
 
 def test_attended_pairs_grow_linearly_with_the_prompt(monkeypatch):
     model, count = tiny_model("llama", layers=2), [0]
-    attention = far_near_attention.block_attention
+    attention = blocks.block_attention
 
     def counting(q, k, *rest):
         count[0] += q.shape[0] * q.shape[1] * k.shape[1]  # masked pairs included
         return attention(q, k, *rest)
 
-    monkeypatch.setattr(far_near_attention, "block_attention", counting)
+    monkeypatch.setattr(blocks, "block_attention", counting)
     pairs = {}
     for length in (200, 400, 800):
         count[0] = 0

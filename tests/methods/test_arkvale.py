@@ -1,10 +1,14 @@
 """ArkVale against a slow re-derivation in float64 and plain loops, sharing no code with it."""
 
+import itertools
 import math
 
 import pytest
+import torch
 from driver import HK, D, Stream
 from oracle import G, attention, best, group, same, softmax
+
+from kvcli.methods.arkvale import cuboid_digest
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 4  # in pages of 4 tokens
 SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}
@@ -94,3 +98,14 @@ def test_two_sequences_side_by_side():
     for together in zip(*(stream.run("arkvale", SETTINGS) for stream in streams), strict=True):
         for oracle, (step, _, out) in zip(oracles, together, strict=True):
             assert same(out, oracle.step(step))
+
+
+def test_digest_is_a_cuboid_about_the_middle_with_the_mean_distance():
+    keys = torch.randn(HK, 5, 7, 6, generator=torch.Generator().manual_seed(0))
+    digest = cuboid_digest(keys)
+    assert digest.shape == (HK, 5, 2, 6)
+    for head, page, channel in itertools.product(range(HK), range(5), range(6)):
+        values = keys[head, page, :, channel].double().tolist()
+        centre = (max(values) + min(values)) / 2
+        radius = sum(abs(value - centre) for value in values) / len(values)
+        assert digest[head, page, :, channel].tolist() == pytest.approx([centre + radius, centre - radius], abs=1e-6)

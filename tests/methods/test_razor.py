@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
+from kvcli.methods.razor import choose_heads
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.retrieval_heads import HeadScores
 
@@ -144,3 +145,19 @@ def test_a_file_of_another_model_is_refused(heads_file):
 def test_more_echo_heads_than_heads_are_refused():
     with pytest.raises(ValidationError, match=r"echo 0.2 is more than sparsity 0.1"):
         get_method("razor").Config(sparsity=0.1, echo=0.2)
+
+
+def test_heads_are_chosen_by_echo_first_and_then_by_induction():
+    induction = torch.tensor([[0.9, 0.1, 0.8], [0.2, 0.7, -torch.inf]])
+    echo = torch.tensor([[0.5, 0.9, 0.1], [0.1, 0.2, -torch.inf]])
+    assert choose_heads(induction, echo, 0.6, 0.2).tolist() == [[True, True, True], [False, False, False]]
+    assert choose_heads(induction, echo, 0.6, 0.0).tolist() == [[True, False, True], [False, True, False]]
+    assert choose_heads(induction, echo, 0.2, 0.2).tolist() == [[False, True, False], [False] * 3]
+    assert choose_heads(induction, echo, 0.15, 0.05).tolist() == [[True, False, False], [False] * 3]
+    assert choose_heads(induction, echo, 1.0, 0.0).sum() == 5
+    assert choose_heads(induction, echo, 0.0, 0.0).sum() == 0
+
+
+def test_a_head_good_at_both_takes_one_place_and_ties_go_to_the_lower():
+    scores = torch.tensor([[0.5, 0.9], [0.5, 0.5]])
+    assert choose_heads(scores, scores, 0.5, 0.25).tolist() == [[True, True], [False, False]]

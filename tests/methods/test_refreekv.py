@@ -10,6 +10,7 @@ from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.capacity import memory
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.methods.refreekv import norm_cut
 from kvcli.models.geometry import geometry_of
 from kvcli.store.cache import Footprint
 
@@ -173,3 +174,26 @@ def test_memory_of_dropped_tokens_is_given_back():
     )  # 2 KV heads: K, V of d 16, where
     storage = sum(x.untyped_storage().nbytes() for cache in method.caches for x in (cache.k, cache.v, cache.positions))
     assert storage == method.footprint().device
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.001, 0.01, 0.3, 0.999, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 50])
+def test_cut_is_the_least_prefix_that_holds_the_norm(length, threshold):
+    weights = torch.randn(6, length, generator=torch.Generator().manual_seed(length)).mul(2).softmax(-1)
+    rows = weights.double().tolist()
+
+    def norm(count):
+        return sum(math.sqrt(sum(x * x for x in row[length - count :])) for row in rows) / len(rows)
+
+    enough = [count for count in range(1, length + 1) if 1 - norm(count) / norm(length) < threshold]
+    assert norm_cut(weights, threshold) == (min(enough) if enough else length)
+
+
+def test_zero_keeps_everything_even_what_weighs_nothing():
+    assert norm_cut(torch.zeros(3, 7), 0.0) == 7
+    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.0) == 3
+    assert norm_cut(torch.tensor([[0.0, 0.0, 1.0]]), 0.01) == 1
+
+
+def test_long_rows_end_at_the_whole_norm():
+    assert norm_cut(torch.full((2, 200_001), 1 / 200_001), 1e-9) == 200_001

@@ -1,5 +1,6 @@
 """Twilight against a slow re-derivation in float64, sharing no code with it."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from driver import HK, D, Stream
 from engine import run
 from families import VOCAB, tiny_model
-from oracle import attention, best, dot, group, same, softmax
+from oracle import G, attention, best, dot, group, same, softmax
+
+from kvcli.methods import twilight
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 6  # in pages
 BUDGET = P * (SINK + WINDOW + SELECTED)
@@ -135,3 +138,28 @@ def test_two_sequences_side_by_side_and_models_with_caps_and_sinks():
 def test_nothing_is_said_of_a_sequence_that_never_retrieved():
     *_, (_, method, _) = Stream(5, steps=3).run("twilight", SETTINGS)
     assert method.statistics() == {}
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.85, 0.99])
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 6.0])
+def test_nucleus_is_the_least_set_that_holds_the_mass(p, sharpness):
+    weights = (sharpness * torch.randn(HK, G, 40, generator=torch.Generator().manual_seed(5))).softmax(-1)
+    always = torch.zeros(40, dtype=torch.bool)
+    always[[0, 1, 38, 39]] = True
+    kept = twilight.nucleus(weights, always, p)
+    for head, g in itertools.product(range(HK), range(G)):
+        row = weights[head, g].double().tolist()
+        chosen = {0, 1, 38, 39}
+        for j in sorted(range(2, 38), key=lambda j: (-row[j], j)):
+            if sum(row[i] for i in chosen) >= p:
+                break
+            chosen.add(j)
+        assert set(kept[head, g].nonzero().flatten().tolist()) == chosen
+
+
+def test_the_ends_and_ties_of_the_nucleus():
+    weights, never = torch.full((1, 10), 0.1), torch.zeros(10, dtype=torch.bool)
+    assert twilight.nucleus(weights, never, 1.0).all()
+    assert twilight.nucleus(weights, never, 0.25).nonzero()[:, 1].tolist() == [0, 1, 2]
+    assert twilight.nucleus(weights, never, 0.0).sum() == 0
+    assert twilight.nucleus(weights, ~never, 0.0).all()

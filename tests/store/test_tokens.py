@@ -6,7 +6,7 @@ import torch
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget
+from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget, resolve_tokens
 
 HK, D, CAPACITY = 2, 8, 60
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
@@ -98,3 +98,30 @@ def test_footprint_counts_what_is_allocated_even_on_meta(kind):
         slots = 24 - 2 - 1
         assert real.device == (2 + slots + 8) * token + HK * slots * 8 + index
         assert real.host == CAPACITY // 8 * 8 * token
+
+
+@pytest.mark.parametrize("wanted", [1, 4, 6])
+def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted):
+    generator = torch.Generator().manual_seed(wanted)
+    for _ in range(50):
+        resident = torch.stack([torch.randperm(13, generator=generator)[:6] for _ in range(HK)])
+        selected = torch.stack([torch.randperm(13, generator=generator)[:wanted] for _ in range(HK)])
+        resident[0, :2] = -1
+        misses, leaving = resolve_tokens(resident, selected, 13)
+        after = resident.clone()
+        after[leaving] = -1
+        after[misses.heads, misses.slots] = misses.pages
+        for head in range(HK):
+            held, chosen = set(resident[head].tolist()), set(selected[head].tolist())
+            assert set(after[head].tolist()) - {-1} == chosen
+            assert (after[head] != -1).sum() == wanted, "none is held twice"
+            stays = torch.tensor([token in chosen for token in resident[head].tolist()])
+            assert torch.equal(after[head][stays], resident[head][stays]), "hits do not move"
+            assert torch.equal(leaving[head], ~stays)
+            assert int((misses.heads == head).sum()) == len(chosen - held)
+
+
+def test_resolution_of_a_hit_moves_nothing():
+    misses, leaving = resolve_tokens(torch.tensor([[3, 5, -1]]), torch.tensor([[5, 3]]), 6)
+    assert all(len(part) == 0 for part in misses)
+    assert leaving.tolist() == [[False, False, True]]

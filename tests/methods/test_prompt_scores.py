@@ -1,4 +1,4 @@
-"""What evictions score and select by, against loops in float64."""
+"""What H2O, SnapKV and CAKE score a prompt's tokens by, against loops in float64."""
 
 import math
 import statistics
@@ -6,12 +6,11 @@ import statistics
 import pytest
 import torch
 
-import kvcli.kernels.column_sums as column_sums_module
-from kvcli.kernels.attention_dynamics import attention_dynamics
-from kvcli.kernels.column_sums import column_sums
-from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.window_votes import window_votes
+from kvcli.methods import h2o
+from kvcli.methods.cake import attention_dynamics
+from kvcli.methods.h2o import column_sums
+from kvcli.methods.snapkv import window_votes
 
 HK, G, D = 2, 3, 8
 SINKS = torch.randn(HK * G, generator=torch.Generator().manual_seed(9))
@@ -55,8 +54,8 @@ def neighbours(values, at, kernel):
 @pytest.mark.parametrize(("rows", "length"), [(13, 13), (5, 13), (1, 1)])
 @pytest.mark.parametrize("at_once", [1, 80, 1 << 20])
 def test_column_sums(rows, length, softmax, at_once, monkeypatch):
-    monkeypatch.setitem(column_sums_module.WEIGHTS_AT_ONCE, "cpu", at_once)
-    monkeypatch.setattr(column_sums_module, "LEAST_ROWS", 2)
+    monkeypatch.setitem(h2o.WEIGHTS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setattr(h2o, "LEAST_ROWS", 2)
     q, k = random(HK * G, rows, D, seed=1), random(HK, length, D, seed=2)
     expected = [[sum(column) for column in zip(*head, strict=True)] for head in weights(q, k, softmax)]
     found = column_sums(q, k, softmax)
@@ -101,13 +100,3 @@ def test_attention_dynamics(rows, length, kernel, softmax):
 def test_entropy_of_what_is_never_looked_at_is_zero():
     q, k = torch.full((1, 2, 1), 100.0), torch.tensor([[[3.0], [-3.0], [0.0], [0.0]]])
     assert attention_dynamics(q, k, Softmax(1.0), 0.0, 1).dispersion == 0
-
-
-@pytest.mark.parametrize("recent", [0, 1, 4, 9])
-@pytest.mark.parametrize("k", [9, 10, 20])
-def test_kept_tokens_are_the_newest_and_the_best(recent, k):
-    scores = random(HK, 20 - recent, seed=7).mul(2).round()  # with ties
-    found = kept_tokens(scores, recent, k)
-    for head in range(HK):
-        ranked = sorted(range(20 - recent), key=lambda token: (-scores[head, token].item(), token))
-        assert found[head].tolist() == sorted([*ranked[: k - recent], *range(20 - recent, 20)])

@@ -1,9 +1,11 @@
-"""Running mean and variance per channel, merged batch by batch (Chan, Golub and LeVeque, 1979).
+"""ActQKV's probe: one query that stands for a window, by how far its tokens are from the usual (arXiv 2502.13542, 4.1).
+
+    phi_j = (q_j - mean)^2 / (variance + eps)          probe = sum_j |phi_j|_1 / sum_i |phi_i|_1 * q_j
+
+Mean and variance per channel are merged window by window (Chan, Golub and LeVeque, 1979), in at least fp32:
 
     n = n_a + n_b,  delta = mean_b - mean_a
     mean = mean_a + delta * n_b / n          M2 = M2_a + M2_b + delta^2 * n_a * n_b / n          variance = M2 / (n - 1)
-
-Shapes: a batch x [n, c] -> mean, M2 [c] in at least fp32.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+EPS = 1e-6
+
 
 class Moments(NamedTuple):
-    """How many were seen, their mean and sum of squared deviations of all that was seen."""
+    """Number of the observations, their mean [c] and their sum of squared deviations [c]."""
 
     seen: int
     mean: Tensor
@@ -40,3 +44,15 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     delta = b.mean - a.mean
     mean = a.mean + delta * (b.seen / seen)
     return Moments(seen, mean, a.m2 + b.m2 + delta.square() * (a.seen * b.seen / seen))
+
+
+def activation_probe(queries: Tensor, moments: Moments) -> Tensor:
+    """Weigh queries [n, c], heads concatenated in c, by their activation bias -> [c] in at least fp32.
+
+    Where no query differs from the mean, as for the first of all, each weighs the same.
+    """
+    queries = queries.to(moments.mean.dtype)
+    bias = ((queries - moments.mean).square() / (moments.variance + EPS)).sum(1)  # [n]
+    total = bias.sum()
+    weights = torch.where(total > 0, bias / total, torch.full_like(bias, 1 / len(bias)))
+    return weights @ queries
