@@ -13,7 +13,8 @@ import pytest
 import typer
 import typer.main
 
-from kvcli.cli import app
+from kvcli.cli import app, options
+from kvcli.inputs.variants import variants
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *ROOT.glob("docs/*.md")])
@@ -42,14 +43,20 @@ def test_generated_parts_are_current():
 
 
 @pytest.mark.parametrize("command", list(shown_commands()))
-def test_every_command_shown_can_be_typed(command):
+def test_every_command_shown_can_be_given(command):
     arguments = shlex.split(command)[1:]
     root = typer.main.get_command(app)
     if arguments[0].startswith("-"):  # an option of kvcli itself
         assert any(arguments[0] in parameter.opts for parameter in root.params)
         return
     name, *rest = arguments
-    root.commands[name].make_context(name, rest, parent=typer.Context(root, info_name="kvcli"))
+    given = root.commands[name].make_context(name, rest, parent=typer.Context(root, info_name="kvcli")).params
+    methods, profiles = (options.names(given.get(key), key) for key in ("method", "profile"))
+    settings = options.assignments(given.get("settings") or [])
+    budgets = options.each(given.get("budget"), "--budget", options.positive_count)
+    bundled = [profile for profile in profiles if not profile.endswith(".toml")]
+    if name not in ("methods", "doctor") and len(bundled) == len(profiles):
+        variants(methods or ([] if profiles else ["freekv"]), profiles, budgets, settings)
 
 
 def test_the_manual_page_renders_without_a_warning():
