@@ -10,7 +10,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
-from kvcli.cli.output import check_outputs, write_file
+from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -125,9 +126,12 @@ def calibrate(
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
     """
-    check_outputs({"-o": output, "--html": html})
     if output is not None and output.suffix != ".toml":
         raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
+    check_outputs(
+        {"-o": output, "its file beside it": output and output.with_suffix(".safetensors"), "--html": html},
+        files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
+    )
     if html is not None:
         from kvcli.ui.html import check_installed
 
@@ -169,19 +173,20 @@ def calibrate(
         found = run(asked, plan, observer) if isinstance(asked, Sweep) else find(asked, plan, observer)
     finally:
         observer.stage_done()
+    writer = OutputWriter()
+    writer.result(None, found.to_json() + "\n" if as_json else console.render_tables(found.tables()))
     if html is not None and not isinstance(found, SearchResult):
         from kvcli.quality.calibrate.html import page
 
-        write_file(html, page(found))
-    typer.echo(found.to_json() if as_json else console.render_tables(found.tables()), nl=as_json)
+        writer.file(html, page(found))
     if not found.complete:
         observer.notice(f"interrupted after {found.provenance['passages']} passages; no profile was written")
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    ended = (
-        _save(found, output, observer.notice)
-        if isinstance(found, SearchResult)
-        else _conclude(found, output, observer.notice)
-    )
+        ended = ExitCode.INTERRUPTED
+    elif isinstance(found, SearchResult):
+        ended = _save(found, output, observer.notice, writer)
+    else:
+        ended = _conclude(found, output, observer.notice, writer)
+    writer.finish()
     raise typer.Exit(ended)
 
 
@@ -193,26 +198,24 @@ def _only_for_values(asked: Sweep | SearchTarget, name: str) -> None:
         raise KvcliError(f"{name} has no effect on {asked.name}: no values are tried", "leave it out", ExitCode.USAGE)
 
 
-def _save(found: SearchResult, output: Path | None, say: Callable[[str], None]) -> ExitCode:
+def _save(found: SearchResult, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
     """Write the file and the profile that uses it."""
     if output is None:
         say("nothing was written; name a profile with -o, the file comes to lie beside it")
         return ExitCode.OK
     beside = output.with_suffix(".safetensors")
-    write_file(beside, found.tensor_file())
-    write_file(output, found.to_toml(beside))
-    say(f"written to {output} and {beside}; use them with --profile {output}")
+    if writer.file(beside, found.tensor_file()) and writer.file(output, found.to_toml(beside)):
+        say(f"written to {output} and {beside}; use them with --profile {output}")
     return ExitCode.OK
 
 
-def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None]) -> ExitCode:
+def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
     """Write the profile where there is one to write, and say how it ended."""
     say(found.choice.reason)
     if found.chosen is None:
         if output is not None:
             say(f"{output} was not written; allow a larger --max-loss, or calibrate the budget first")
         return ExitCode.RUNTIME
-    if output is not None:
-        write_file(output, found.to_toml())
+    if output is not None and writer.file(output, found.to_toml()):
         say(f"written to {output}; use it with --profile {output}")
     return ExitCode.OK

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.output import check_writable, write_result
+from kvcli.cli.output import check_outputs, write_result
 from kvcli.errors import ExitCode
 
 
@@ -23,8 +23,7 @@ def doctor(
     Every problem comes with what to do about it. Exit codes: 0 kvcli can be used,
     1 something that it needs is broken, 2 usage, 130 interrupted, 141 stdout was closed.
     """
-    if output is not None:
-        check_writable(output, "-o")
+    check_outputs({"-o": output})
 
     from kvcli.bench.doctor import examine, usable
     from kvcli.ui import console

@@ -9,7 +9,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, each, names, option, positive_count, whole
-from kvcli.cli.output import check_outputs, write_file, write_result
+from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -112,12 +113,20 @@ def evaluate(
     """
     from kvcli.inputs.variants import variants
 
-    check_outputs({"-o": output, "--html": html, "--predictions": predictions})
+    methods, profiles = names(method, "--method"), names(profile, "--profile")
+    check_outputs(
+        {"-o": output, "--html": html, "--predictions": predictions},
+        files_read(
+            documents=[task.removeprefix("ppl:") for task in tasks.split(",")],
+            profiles=profiles,
+            settings=settings or (),
+            model=model,
+        ),
+    )
     if html is not None:
         from kvcli.ui.html import check_installed
 
         check_installed()
-    methods, profiles = names(method, "--method"), names(profile, "--profile")
     compared = variants(
         methods or ([] if profiles else ["full", "freekv"]),
         profiles,
@@ -153,11 +162,13 @@ def evaluate(
     finally:
         observer.stage_done()
     text = table.to_json() + "\n" if as_json else _text(table, to_file=output is not None)
-    write_result(output, text)
+    writer = OutputWriter()
+    writer.result(output, text)
     if html is not None:
         from kvcli.quality.eval.html import page
 
-        write_file(html, page(table))
+        writer.file(html, page(table))
+    writer.finish()
     if not table.complete:
         kept = f"answers so far are in {predictions}" if predictions else "no --predictions FILE kept the answers"
         observer.notice(f"interrupted; the table is not complete, {kept}")

@@ -13,6 +13,7 @@ from kvcli.cli import options
 from kvcli.cli.options import assignments, by_precedence, flag, given, number, option, positive_count, whole
 from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
+from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -177,7 +178,10 @@ def generate(
     """
     from kvcli.inputs.prompts import Template, read_prompts
 
-    check_outputs({"-o": output, "--trace": trace})
+    check_outputs(
+        {"-o": output, "--trace": trace},
+        files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
+    )
     entries = read_prompts(files or [], prompt)
     _hush_libraries(verbose)
     template = Template(system, raw, _json_object(chat_template_kwargs))
@@ -189,7 +193,7 @@ def generate(
     from kvcli.models.loading import ModelSpec
     from kvcli.runtime.sampling import Sampling
 
-    show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats)
+    show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
     if model is None:
         show.observer.notice("no -m: using the small demo model that comes with kvcli")
     if num_samples > 1 and temperature == 0:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from types import FrameType
 from typing import Any
 
 import typer
 
+from kvcli.cli.signals import caught_signals, exit_code
+from kvcli.cli.streams import give_up_stdout, open_missing_streams
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.ui.escape import visible
 
 # What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
 BROKEN_PIPE = 141
@@ -24,27 +25,35 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     """Run `app` and return the exit code. Tracebacks are shown only with --debug or KVCLI_DEBUG=1."""
     # Errors can come before the options are parsed, so --debug is looked up in the raw arguments.
     debug = "--debug" in arguments or os.environ.get("KVCLI_DEBUG", "").lower() in ("1", "true", "yes", "on")
+    open_missing_streams()
     # A text that the terminal's encoding cannot show must not cost the run.
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    interrupts = _count_interrupts()
+    if os.environ.get("COLUMNS", "").strip("0") == "":  # 0 means unknown to a shell, and no width at all to rich
+        os.environ.pop("COLUMNS", None)
+    with caught_signals() as received:
+        code = _run(app, arguments, debug, received)
+    return exit_code(received[0]) if received and code == ExitCode.INTERRUPTED else code
+
+
+def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequence[int]) -> int:
     try:
         code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):  # typer turns a broken pipe into a plain exit
             raise
-        _forget_stdout()
+        give_up_stdout()
         return BROKEN_PIPE
     except BrokenPipeError:
-        _forget_stdout()
+        give_up_stdout()
         return BROKEN_PIPE
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         # Some libraries, interrupted while they load, raise an error of their own.
-        if interrupts and not isinstance(error, KvcliError):
+        if received and not isinstance(error, KvcliError):
             return _show(as_kvcli_error(KeyboardInterrupt()))
         if debug and not _is_usage_error(error):
-            traceback.print_exc()
+            sys.stderr.write(visible(traceback.format_exc()))
         return _show(as_kvcli_error(error))
     if code == ExitCode.INTERRUPTED and not isinstance(code, ExitCode):
         # Ctrl-C that typer made an exit of: no command has said what became of it.
@@ -71,20 +80,6 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
     return KvcliError(what, "run again with --debug to see where it comes from")
 
 
-def _count_interrupts() -> list[int]:
-    """Make Ctrl-C leave a mark in the list returned, besides raising KeyboardInterrupt as ever."""
-    interrupts: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        signal.default_int_handler(number, frame)
-
-    with suppress(ValueError):  # not the main thread: nobody's Ctrl-C
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
-    return interrupts
-
-
 def _show(error: KvcliError) -> int:
     from kvcli.ui.console import print_error
 
@@ -97,7 +92,7 @@ def _end(code: ExitCode) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        _forget_stdout()
+        give_up_stdout()
     return int(code)
 
 
@@ -139,9 +134,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def _forget_stdout() -> None:
-    # Otherwise the interpreter flushes the dead pipe on its way out and complains.
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

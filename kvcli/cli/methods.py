@@ -11,7 +11,7 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import flag
-from kvcli.cli.output import check_writable, write_result
+from kvcli.cli.output import check_outputs, write_result
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def methods(
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
         raise KvcliError(f"--markdown is the list as a table, not {other}", "leave one of them out", ExitCode.USAGE)
-    if output is not None:
-        check_writable(output, "-o")
+    check_outputs({"-o": output})
     text = _text(name, as_json, markdown, to_file=output is not None)
     write_result(output, text)
 

@@ -1,149 +1,167 @@
-"""Where results go: text streamed to stdout, or a file written whole."""
+"""Where results go: checked before the work, and each written whole or reported as failed."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 import typer
 
+from kvcli.cli.streams import give_up_stdout, stdout_is_closed
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.telemetry.report import Report, Sequence
+from kvcli.ui.escape import visible
 
 
-class SequenceWriter:
-    """Writes the texts of several sequences one after another while they grow side by side.
+def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str] = ()) -> None:
+    """Refuse outputs that cannot be written, or that are files which the run reads, before any work is done.
 
-    The first sequence that is not finished streams; what comes for later ones waits for its turn. `titles` has one
-    entry a sequence; they head the texts where there is more than one.
+    `outputs` are the files by option, None where the option is not given; a command that has -o and is not given it
+    writes to stdout. `reads` are all files that the run reads, those that do not exist included, "-" for stdin.
+
+    Raises:
+        KvcliError: an output is no file that can be written, is named twice, or is read by the same run (usage);
+            stdout is closed (runtime).
     """
-
-    def __init__(self, stream: TextIO, titles: Many[str], headed: bool):
-        self._stream = stream
-        self._titles = titles
-        self._headed = headed
-        self._waiting: dict[int, list[str]] = {}
-        self._finished: set[int] = set()
-        self._turn = 0
-        self._last = ""  # the end of what was written for the sequence whose turn it is
-        self._begun = False
-        self._gap = ""  # what parts the next text from the one before it
-
-    def text(self, sequence: int, piece: str) -> None:
-        """Write `piece`, or keep it until the turn of `sequence` has come."""
-        if sequence == self._turn:
-            self._write(piece)
-        else:
-            self._waiting.setdefault(sequence, []).append(piece)
-
-    def finished(self, sequence: int) -> None:
-        """Let the next unfinished sequence stream if it was the turn of `sequence`."""
-        self._finished.add(sequence)
-        while self._turn in self._finished:
-            self._end()
-
-    def close(self) -> None:
-        """Write what still waits, in order."""
-        while self._turn < len(self._titles):
-            self._end()
-
-    def _end(self) -> None:
-        if self._begun and not self._last.endswith("\n"):
-            self._stream.write("\n")
-        self._turn += 1
-        self._begun, self._last = False, ""
-        for piece in self._waiting.pop(self._turn, []):
-            self._write(piece)
-        self._stream.flush()
-
-    def _write(self, piece: str) -> None:
-        if not piece:
-            return
-        if not self._begun and self._headed:
-            self._stream.write(self._gap + header(self._titles[self._turn]))
-            self._gap = "\n"
-        self._begun, self._last = True, piece
-        self._stream.write(piece)
-        self._stream.flush()
-
-
-def header(title: str) -> str:
-    """The line above one text of several."""
-    return f"==> {title} <==\n"
-
-
-def title(source: str, sample: int, num_samples: int) -> str:
-    """How a text of several is named: its document, and which sample of it where there are more."""
-    return f"{source} (sample {sample + 1})" if num_samples > 1 else source
-
-
-def texts(report: Report, headed: bool, num_samples: int) -> str:
-    """All texts of a report as one string, as `SequenceWriter` writes them."""
-    parts = []
-    for sequence in report.sequences:
-        if not sequence.text:
+    seen: dict[tuple[int, int] | Path, str] = {}
+    for option, path in outputs.items():
+        if path is None:
             continue
-        head = header(title(sequence.source, sequence.sample, num_samples)) if headed else ""
-        parts.append(head + sequence.text + ("" if sequence.text.endswith("\n") else "\n"))
-    return "\n".join(parts)
+        _check_writable(path, option)
+        if path.exists() and not path.is_file():
+            continue  # a pipe, say, that takes one output after the other
+        if (other := seen.setdefault(_identity(path) or path.resolve(), option)) != option:
+            raise KvcliError(f"{other} and {option} name the same file, {path}", "name two", ExitCode.USAGE)
+    for name in reads if seen else ():
+        found = _identity(name)
+        if found is not None and found in seen:
+            option = seen[found]
+            what = f"{option} {outputs[option]} would overwrite {name}, which this run reads"
+            raise KvcliError(what, f"give {option} another file", ExitCode.USAGE)
+    if "-o" in outputs and outputs["-o"] is None and stdout_is_closed():
+        raise KvcliError("standard output is closed", "redirect it to a file, or name a file with -o")
 
 
-def failed_sequence(source: str, error: KvcliError) -> Sequence:
-    """The entry of a report for a document that could not be read."""
-    return Sequence(source, 0, "", [], "error", 0, 0, error=error.what)
+def _identity(name: Path | str) -> tuple[int, int] | None:
+    """Device and inode of a file, the same for all its links; None where there is no such file."""
+    with suppress(OSError, ValueError):
+        status = os.fstat(0) if name == "-" else Path(name).stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Refuse an output path before the work is done, not after. Raises `KvcliError` (usage)."""
+def _check_writable(path: Path, option: str) -> None:
     hint = f"give {option} a file in a directory that you can write to"
-    if path.is_dir():
+    if str(path) == "-":
+        raise KvcliError(f"{option} takes a file; - is none", hint, ExitCode.USAGE)
+    target = path.resolve()  # a link may lead to a file that does not exist yet
+    try:
+        exists = bool(target.stat())
+    except FileNotFoundError:
+        exists = False
+    except OSError as error:
+        raise KvcliError(f"{option} {path}: {error.strerror}", hint, ExitCode.USAGE) from None
+    if target.is_dir():
         raise KvcliError(f"{option} {path}: is a directory", hint, ExitCode.USAGE)
-    if not path.parent.is_dir():
+    if not target.parent.is_dir():
         raise KvcliError(f"{option} {path}: no directory {path.parent}", hint, ExitCode.USAGE)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(target if exists else target.parent, os.W_OK):
         raise KvcliError(f"{option} {path}: permission denied", hint, ExitCode.USAGE)
 
 
-def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Do what `check_writable` does for all options that name a file, and refuse the same file twice."""
-    seen: dict[Path, str] = {}
-    for option, path in paths.items():
-        if path is None:
-            continue
-        check_writable(path, option)
-        kept = path.is_file() or not path.exists()  # else a pipe, say, that takes one after the other
-        if kept and (other := seen.setdefault(path.resolve(), option)) != option:
-            raise KvcliError(f"{other} and {option} name the same file, {path}", "name two", ExitCode.USAGE)
+class OutputWriter:
+    """Writes the outputs of a command one by one: one that fails does not keep the others from being written."""
+
+    def __init__(self) -> None:
+        self.failures: list[KvcliError | BrokenPipeError] = []
+
+    def result(self, output: Path | None, text: str) -> None:
+        """Write the result to the file or to stdout; where the file cannot take it, stdout gets it as well."""
+        if output is None or not self.file(output, text):
+            try:
+                write_stdout(text)
+            except (KvcliError, BrokenPipeError) as error:
+                self.failures.append(error)
+
+    def file(self, path: Path, content: str | bytes) -> bool:
+        """Write one file; returns whether it could be written."""
+        try:
+            write_file(path, content)
+        except KvcliError as error:
+            self.failures.append(error)
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Report what could not be written, once everything else is.
+
+        Raises:
+            KvcliError: the last of the failures; those before it are shown.
+            BrokenPipeError: nothing failed but stdout, whose reader has gone.
+        """
+        from kvcli.ui.console import print_error
+
+        failures = [error for error in self.failures if isinstance(error, KvcliError)]
+        for error in failures[:-1]:
+            print_error(error)
+        if self.failures:
+            raise failures[-1] if failures else self.failures[-1]
 
 
 def write_result(output: Path | None, text: str) -> None:
-    """Put the result into the file or on stdout; where the file cannot take it, stdout gets it before the error."""
-    if output is None:
-        typer.echo(text, nl=False)
-        return
+    """Put the only output of a command into the file or on stdout, as `OutputWriter.result` does.
+
+    Raises:
+        KvcliError: it could not be written.
+    """
+    writer = OutputWriter()
+    writer.result(output, text)
+    writer.finish()
+
+
+def write_stdout(text: str) -> None:
+    """Write to stdout, control characters escaped on a terminal.
+
+    Raises:
+        KvcliError: stdout cannot take it.
+        BrokenPipeError: the reader of stdout has gone.
+    """
     try:
-        write_file(output, text)
-    except KvcliError:
-        typer.echo(text, nl=False)
+        typer.echo(visible(text) if sys.stdout.isatty() else text, nl=False)
+    except BrokenPipeError:
         raise
+    except OSError as error:
+        raise stdout_failure(error) from None
+
+
+def stdout_failure(error: OSError) -> KvcliError:
+    """Say that stdout cannot be written, and why; what it did not take is dropped."""
+    give_up_stdout()
+    return KvcliError(f"standard output cannot be written: {error.strerror}", "name a file with -o")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write `content` whole or not at all: to a temporary file beside `path` that then takes its place.
 
-    What is no regular file (a pipe, /dev/null) is written to directly. Raises `KvcliError` naming the path.
+    What is no regular file (a pipe, /dev/null) is written to directly, and so is a file whose directory is not
+    writable.
+
+    Raises:
+        KvcliError: it cannot be written; names the path.
     """
-    data = content.encode() if isinstance(content, str) else content
+    # A file name in the text may hold bytes that are not UTF-8.
+    data = content.encode(errors="replace") if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
-        else:
+            return
+        try:
             _replace(path.resolve(), data)
+        except PermissionError:
+            path.write_bytes(data)
     except OSError as error:
         what = f"{path}: cannot be written: {error.strerror}"
         raise KvcliError(what, "free some space, or name another file") from None
@@ -156,7 +174,7 @@ def _replace(path: Path, data: bytes) -> None:
         mask = os.umask(0)
         os.umask(mask)
         mode = 0o666 & ~mask
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=".kvcli-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

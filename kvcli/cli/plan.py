@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, distinct, each, names, number, option, positive_count
-from kvcli.cli.output import check_writable, write_result
+from kvcli.cli.output import check_outputs, write_result
+from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import parse_bytes
 
@@ -97,9 +98,8 @@ def plan(
     """
     from kvcli.inputs.variants import variants
 
-    if output is not None:
-        check_writable(output, "-o")
     methods, profiles = names(method, "--method"), names(profile, "--profile")
+    check_outputs({"-o": output}, files_read(profiles=profiles, settings=settings or (), model=model))
     chosen = variants(
         methods or ([] if profiles else ["full", "freekv"]),
         profiles,

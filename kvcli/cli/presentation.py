@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.cli.output import SequenceWriter, failed_sequence, texts, title, write_result
+from kvcli.cli.output import OutputWriter, stdout_failure
+from kvcli.cli.texts import SequenceWriter, StdoutLost, texts, title
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.prompts import FailedPrompt, Prompt
 from kvcli.telemetry.report import Report
+from kvcli.telemetry.report import Sequence as ReportedSequence
 
 if TYPE_CHECKING:
     from kvcli.ui.console import RunConsole
@@ -34,6 +36,7 @@ class Presentation:
         verbose: bool = False,
         timeline: bool = False,
         stats: bool | None = None,
+        trace: Path | None = None,
     ):
         from kvcli.ui.console import RunConsole, print_error
 
@@ -41,6 +44,7 @@ class Presentation:
         self._num_samples = num_samples
         self._output = output
         self._as_json = as_json
+        self._trace = trace
         self._verbose = verbose
         self._timeline = timeline
         self._stats = stats if stats is not None else not quiet
@@ -57,49 +61,77 @@ class Presentation:
         on_screen = self._writer is not None and sys.stdout.isatty()
         self.observer: RunConsole = RunConsole(self._writer, quiet, on_screen)
 
-    def conclude(self, report: Report) -> ExitCode:
-        """Write what is left to write, show statistics, and choose the exit code."""
-        from kvcli.ui.console import print_error, print_note, print_statistics, print_timeline
+    def conclude(self, report: Report, trace: Callable[[], str] | None = None) -> ExitCode:
+        """Write what is left to write, show statistics, and choose the exit code; `trace` gives what --trace takes.
 
+        Raises:
+            KvcliError: an output could not be written; all others are.
+            BrokenPipeError: the reader of stdout has gone; the files are written.
+        """
         whole = self._with_failed(report)
-        unwritten = self._write(whole)
-        titles = [title(s.source, s.sample, self._num_samples) for s in whole.sequences]
-        any_text = any(sequence.output_tokens for sequence in whole.sequences)
+        writer = OutputWriter()
+        self._write_text(whole, writer)
+        if self._trace is not None and trace is not None:
+            writer.file(self._trace, trace())
+        if not any(isinstance(failure, BrokenPipeError) for failure in writer.failures):
+            self._show(whole, [sequence for sequence in report.sequences if sequence.finish_reason == "error"])
+        writer.finish()
+        return self._exit_code(whole)
+
+    def abandon(self) -> None:
+        """Leave the screen in order when the run ended with an error: no bar, and all the text that there is.
+
+        Raises:
+            KvcliError: that error was stdout, which takes no more.
+            BrokenPipeError: the reader of stdout has gone.
+        """
+        self.observer.stage_done()
+        if self._writer is None:
+            return
+        with suppress(StdoutLost):
+            self._writer.close()
+        if (failure := self._stdout_failure()) is not None:
+            raise failure
+
+    def _write_text(self, report: Report, writer: OutputWriter) -> None:
+        """Put the result where it belongs; what was streamed is there already."""
+        if self._writer is None:
+            whole = report.to_json() + "\n" if self._as_json else texts(report, self._headed, self._num_samples)
+            writer.result(self._output, whole)
+            return
+        with suppress(StdoutLost):
+            self._writer.close()
+        if (failure := self._stdout_failure()) is not None:
+            writer.failures.append(failure)
+
+    def _stdout_failure(self) -> KvcliError | BrokenPipeError | None:
+        error = self._writer.failure if self._writer is not None else None
+        return error if error is None or isinstance(error, BrokenPipeError) else stdout_failure(error)
+
+    def _show(self, report: Report, failed: Sequence[ReportedSequence]) -> None:
+        """Show timeline and statistics, and the failed prompts that have not been shown yet."""
+        from kvcli.ui.console import print_error, print_statistics, print_timeline
+
+        titles = [title(s.source, s.sample, self._num_samples) for s in report.sequences]
+        any_text = any(sequence.output_tokens for sequence in report.sequences)
         if self._timeline and any_text:
-            print_timeline(whole, titles)
+            print_timeline(report, titles)
         if self._stats and any_text:
-            print_statistics(whole, titles, self._verbose)
-        for sequence in report.sequences:
-            if sequence.finish_reason == "error":
-                print_error(KvcliError(f"{sequence.source}: {sequence.error}"))
-        if unwritten is not None:
-            raise unwritten
-        reasons = [sequence.finish_reason for sequence in whole.sequences]
+            print_statistics(report, titles, self._verbose)
+        for sequence in failed:
+            print_error(KvcliError(f"{sequence.source}: {sequence.error}"))
+
+    def _exit_code(self, report: Report) -> ExitCode:
+        from kvcli.ui.console import print_note
+
+        reasons = [sequence.finish_reason for sequence in report.sequences]
         if "interrupted" in reasons:
+            any_text = any(sequence.output_tokens for sequence in report.sequences)
             print_note("interrupted; " + ("the text up to here was kept" if any_text else "there was no text yet"))
             return ExitCode.INTERRUPTED
         if "error" not in reasons:
             return ExitCode.OK
         return ExitCode.RUNTIME if set(reasons) == {"error"} else ExitCode.PARTIAL
-
-    def abandon(self) -> None:
-        """Leave the screen in order when the run ended with an error: no bar, and all the text that there is."""
-        self.observer.stage_done()
-        with suppress(OSError):
-            if self._writer is not None:
-                self._writer.close()
-
-    def _write(self, report: Report) -> KvcliError | None:
-        """Put the result where it belongs; when the file cannot take it, stdout does, and the error comes back."""
-        if self._writer is not None:
-            self._writer.close()
-            return None
-        content = report.to_json() + "\n" if self._as_json else texts(report, self._headed, self._num_samples)
-        try:
-            write_result(self._output, content)
-        except KvcliError as error:
-            return error
-        return None
 
     def _stdout_writer(self) -> SequenceWriter:
         titles = [title(p.source, i, self._num_samples) for p in self.prompts for i in range(self._num_samples)]
@@ -110,8 +142,13 @@ class Presentation:
         at = 0
         for entry in self._entries:
             if isinstance(entry, FailedPrompt):
-                sequences.insert(at, failed_sequence(entry.source, entry.error))
+                sequences.insert(at, _failed(entry))
                 at += 1
             else:
                 at += self._num_samples
         return replace(report, sequences=sequences)
+
+
+def _failed(entry: FailedPrompt) -> ReportedSequence:
+    """Make the entry of a report for a document that could not be read."""
+    return ReportedSequence(entry.source, 0, "", [], "error", 0, 0, error=entry.error.what)

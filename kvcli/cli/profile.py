@@ -8,7 +8,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import assignments, distinct, flag, names, option, positive_count, whole
-from kvcli.cli.output import check_outputs, write_file, write_result
+from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
@@ -114,12 +115,15 @@ def profile(
     from kvcli.inputs.variants import variants
     from kvcli.ui.html import check_installed
 
-    check_outputs({"-o": output, "--trace": trace, "--html": html})
     if html is not None:
         check_installed()
     if warmup < 0:
         raise KvcliError(f"--warmup {warmup} is negative", "give 0 or more", ExitCode.USAGE)
     methods, profiles = names(method, "--method"), names(profile, "--profile")
+    check_outputs(
+        {"-o": output, "--trace": trace, "--html": html},
+        files_read(documents=[file] if file else (), profiles=profiles, settings=settings or (), model=model),
+    )
     compared = variants(methods or ([] if profiles else ["full", "freekv"]), profiles, [], assignments(settings or []))
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
@@ -156,13 +160,15 @@ def profile(
     report = outcome.report
     explained = [] if quiet else notes(report)
     text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None, explained)
-    write_result(output, text)
+    writer = OutputWriter()
+    writer.result(output, text)
     if trace is not None:
-        write_file(trace, chrome_trace(outcome.spans))
+        writer.file(trace, chrome_trace(outcome.spans))
     if html is not None and report.cases:
         from kvcli.bench.html import page
 
-        write_file(html, page(outcome))
+        writer.file(html, page(outcome))
+    writer.finish()
     if not report.finished:
         kept = "what was measured up to here was kept" if report.cases else "nothing was measured yet"
         observer.notice(f"interrupted; {kept}")

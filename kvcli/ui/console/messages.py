@@ -6,11 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvcli.errors import KvcliError
-
-
-def stderr_console() -> Console:
-    """The console for people: stderr, colours only on a terminal and without NO_COLOR."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+from kvcli.ui.console.terminal import stderr_console
+from kvcli.ui.escape import one_line
 
 
 def print_error(error: KvcliError) -> None:
@@ -25,8 +22,3 @@ def print_note(message: str, console: Console | None = None) -> None:
     """One line on stderr that is no error."""
     note = Text.assemble(("kvcli: ", "dim"), one_line(message))
     (console or stderr_console()).print(note, soft_wrap=True)
-
-
-def one_line(message: str) -> str:
-    """Drop what would break the line or steer the terminal: file names and texts of others come through here."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in message)

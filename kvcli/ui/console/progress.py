@@ -17,7 +17,8 @@ from rich.progress import (
 )
 
 from kvcli.telemetry.observer import Observer
-from kvcli.ui.console.messages import print_note, stderr_console
+from kvcli.ui.console.messages import print_note
+from kvcli.ui.console.terminal import stderr_console
 
 _BAR = 24
 
@@ -50,7 +51,7 @@ class RunConsole(Observer):
         self.stage_done()
         if self._quiet or not self._console.is_terminal:
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"))
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
         bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left,"))
         counted = bar if total is not None else ()
         self._progress = Progress(

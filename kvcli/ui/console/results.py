@@ -12,18 +12,16 @@ from rich.text import Text
 
 from kvcli.methods.card import LEGEND, Card
 from kvcli.ui import summary
-from kvcli.ui.console.parts import grid_of, pairs_of, table_of
+from kvcli.ui.console.tables import grid_of, pairs_of, table_of
+from kvcli.ui.console.terminal import rendered
 
-_UNLIMITED = 10_000  # columns
+_FILE_WIDTH, _UNLIMITED = 100, 10_000  # columns
 _STATES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
 
 def render(content: RenderableType, to_file: bool = False) -> str:
     """Text of a list for stdout: coloured and as wide as the terminal, plain and 100 columns wide for a file."""
-    console = Console(highlight=False, markup=False, emoji=False, width=100 if to_file else None)
-    with console.capture() as capture:
-        console.print(content)
-    return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
+    return rendered(content, to_file, _FILE_WIDTH if to_file else None)
 
 
 def render_tables(
@@ -33,17 +31,14 @@ def render_tables(
 
     `notes` stand at the end, each after what it is about.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
-    limited = console.is_terminal and not to_file
-    wide = Console(highlight=False, markup=False, emoji=False, width=console.width if limited else _UNLIMITED)
+    console = Console()
+    width = console.width if console.is_terminal and not to_file else _UNLIMITED
     parts: list[RenderableType] = []
     for title, content in titled:
         parts += [*([Text()] if parts else []), Text(title, style="bold")]
-        parts += [table_of(part) for part in summary.folded(content, wide.width)]
+        parts += [table_of(part) for part in summary.folded(content, width)]
     parts += [Text(), pairs_of(notes)] if notes else []
-    with wide.capture() as capture:
-        wide.print(Group(*parts))
-    return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
+    return rendered(Group(*parts), to_file, width)
 
 
 def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from kvcli.ui.console.terminal import rendered
 
 # Red, yellow and green in terminals of 16 colours as well.
 _LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (80, 200, 80)
@@ -26,10 +28,7 @@ class HeatMap:
 
 def render_heat_maps(maps: Iterable[HeatMap], to_file: bool = False) -> str:
     """Text of heat maps for stdout: numbers, on colours from red over yellow to green where there are colours."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(Group(*(part for heat_map in maps for part in (Text(), _drawn(heat_map)))))
-    return Text.from_ansi(capture.get()).plain + "\n" if to_file else capture.get()
+    return rendered(Group(*(part for heat_map in maps for part in (Text(), _drawn(heat_map)))), to_file)
 
 
 def _drawn(heat_map: HeatMap) -> RenderableType:

@@ -11,8 +11,8 @@ from rich.text import Text
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import Report
 from kvcli.ui import summary
-from kvcli.ui.console.messages import stderr_console
-from kvcli.ui.console.parts import bar_of, pairs_of, table_of
+from kvcli.ui.console.tables import bar_of, pairs_of, table_of
+from kvcli.ui.console.terminal import stderr_console
 
 _TIMELINE_LINES = 40
 _BAR = 24

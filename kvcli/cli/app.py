@@ -1,0 +1,45 @@
+"""The commands put together."""
+
+from typing import Annotated
+
+import typer
+
+from kvcli import __version__
+from kvcli.cli.calibrate import calibrate
+from kvcli.cli.doctor import doctor
+from kvcli.cli.eval import evaluate
+from kvcli.cli.generate import generate
+from kvcli.cli.methods import methods
+from kvcli.cli.plan import plan
+from kvcli.cli.profile import profile
+
+app = typer.Typer(
+    name="kvcli",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(calibrate)
+app.command()(methods)
+app.command()(profile)
+app.command()(plan)
+app.command()(doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcli {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Long-context generation with the KV cache in host memory and retrieval on the device."""

@@ -1,0 +1,70 @@
+"""Ctrl-C and the signals by which schedulers and terminals end a process, all treated alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# `timeout` and some schedulers send a signal twice at once, to the process and to its group.
+_REPEATED = 1.0  # seconds
+
+
+@contextmanager
+def end_at_once() -> Iterator[None]:
+    """Within, a signal ends the process with one line: the libraries are being imported, and nothing has been done."""
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
+        os.write(2, b"kvcli: error: interrupted\n")
+        os._exit(128 + number)
+
+    with _handled_by(end):
+        yield
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Within, a signal raises KeyboardInterrupt; yields the list of the signals received.
+
+    Commands keep what there is on KeyboardInterrupt, so that a job which its scheduler ends does so as well.
+    """
+    received: list[int] = []
+    last = [float("-inf")]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
+        now = time.monotonic()
+        repeated, last[0] = now - last[0] < _REPEATED and number != signal.SIGINT, now
+        received.append(number)
+        if not repeated:
+            raise KeyboardInterrupt
+
+    with _handled_by(interrupt):
+        yield received
+
+
+def exit_code(number: int) -> int:
+    """What a shell reports for a process that this signal ended."""
+    return 128 + number
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Install the handler for the signals that are not ignored, and put back what was there before."""
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        # A shell's background jobs ignore Ctrl-C, and nohup ignores SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            try:
+                before[number] = signal.signal(number, handler)
+            except ValueError:  # signals are handled in the main thread only
+                break
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

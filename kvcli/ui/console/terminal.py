@@ -1,0 +1,41 @@
+"""Consoles: where text for people goes, and what a terminal gets to see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from kvcli.ui.escape import visible
+
+
+class EscapingConsole(Console):
+    """A console that shows control characters in its texts as escapes where it is a terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does; its own control codes are segments apart and pass."""
+        for segment in super().render(renderable, options):
+            yield Segment(visible(segment.text), segment.style) if self._escapes(segment) else segment
+
+    def _escapes(self, segment: Segment) -> bool:
+        return self.is_terminal and not segment.control and not segment.text.isprintable()
+
+
+def stderr_console() -> Console:
+    """The console for notes, errors and progress: stderr, with colours only on a terminal and without NO_COLOR."""
+    return EscapingConsole(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def rendered(content: RenderableType, to_file: bool, width: int | None = None) -> str:
+    """Text of a command's result: for a file without colours, else with those of the terminal that stdout is.
+
+    `width` is in columns; None takes the terminal's.
+    """
+    # A terminal where stdout is one; None lets rich find out.
+    console = EscapingConsole(
+        highlight=False, markup=False, emoji=False, width=width, force_terminal=False if to_file else None
+    )
+    with console.capture() as capture:
+        console.print(content)
+    return capture.get()

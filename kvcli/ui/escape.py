@@ -1,0 +1,18 @@
+"""What a terminal must not see: control characters in texts that others wrote, shown as escapes instead."""
+
+from __future__ import annotations
+
+# C0 without newline and tab, DEL, C1. rich leaves ESC and C1 as they are. The longer form is the one that JSON knows:
+# JSON has escaped the first 32 characters itself and holds the others as they are.
+_ESCAPES = {code: f"\\x{code:02x}" for code in range(32) if chr(code) not in "\n\t"}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in range(127, 160)}
+
+
+def visible(text: str) -> str:
+    """Escape the control characters of a text but newline and tab: model output, names and errors may hold any."""
+    return text.translate(_ESCAPES)
+
+
+def one_line(message: str) -> str:
+    """Keep a message to one line of printable characters."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in message)
