@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from io import StringIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -32,10 +33,14 @@ def rendered(content: RenderableType, to_file: bool, width: int | None = None) -
 
     `width` is in columns; None takes the terminal's.
     """
-    # A terminal where stdout is one; None lets rich find out.
+    text = StringIO()
     console = EscapingConsole(
-        highlight=False, markup=False, emoji=False, width=width, force_terminal=False if to_file else None
+        file=text,
+        force_terminal=Console().is_terminal and not to_file,
+        width=width,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
-    with console.capture() as capture:
-        console.print(content)
-    return capture.get()
+    console.print(content)
+    return text.getvalue()
