@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer.main
 
 from kvcli import __version__
-from kvcli.cli import app
+from kvcli.cli.app import app
 from kvcli.cli.methods import describe, markdown_table
 from kvcli.methods import method_names
 from kvcli.methods.card import Card, read_card

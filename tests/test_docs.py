@@ -13,7 +13,8 @@ import pytest
 import typer
 import typer.main
 
-from kvcli.cli import app, options
+from kvcli.cli import options
+from kvcli.cli.app import app
 from kvcli.inputs.variants import variants
 
 ROOT = Path(__file__).parents[1]

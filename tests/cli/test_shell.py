@@ -54,16 +54,6 @@ def test_the_module_runs_like_the_command(cwd):
     assert kvcli("--version", command=MODULE, cwd=cwd).stdout == f"kvcli {__version__}\n"
 
 
-def test_the_module_in_a_checkout_leaves_the_name_kernels_to_others(tmp_path):
-    spy = "import atexit, importlib.util, sys\n"
-    spy += "atexit.register(lambda: print(importlib.util.find_spec('kernels'), file=sys.stderr))\n"
-    (tmp_path / "sitecustomize.py").write_text(spy)
-    result = kvcli("--version", command=MODULE, cwd=ROOT, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 0
-    assert str(ROOT / "kernels") not in result.stderr
-    assert result.stderr.startswith(("None", "ModuleSpec"))
-
-
 def test_no_command_shows_the_help():
     result = kvcli()
     assert result.returncode == ExitCode.USAGE
