@@ -27,12 +27,13 @@ from kvcli.runtime.prefill import CHUNK
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.prefill_offloader import prefill_buffers
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.timeline import Timeline
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
-
+CPU = torch.device("cpu")
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
 Prompts = Sequence[int] | Mapping[int, int]
@@ -92,10 +93,12 @@ def need(
     max_tokens: int,
     samples: int,
     audited: bool = False,
+    device: torch.device = CPU,
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
-    An audited run holds, beside each sequence, the cache of full attention.
+    An audited run holds, beside each sequence, the cache of full attention. The prefill's workspace depends on the
+    kind of `device`.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -109,7 +112,8 @@ def need(
         sequences = samples * counted[length]
         kv += Footprint(sequences * held.device, sequences * held.host)
     longest = max(counted)
-    return Need(geometry.weight_bytes, kv, _workspace(geometry, longest, each[longest].prefill_window, dtype.itemsize))
+    workspace = _workspace(geometry, longest, each[longest].prefill_window, prefill_buffers(device))
+    return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace)
 
 
 def check(
@@ -139,6 +143,7 @@ def check(
             sampling.max_tokens,
             sampling.num_samples,
             audited,
+            device,
         )
 
     device, longest = checkpoint.device, max(counted)
@@ -183,13 +188,16 @@ def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int
     return bisect_left(range(1, limit), True, key=lambda n: not fits(needed(n), free))
 
 
-def _workspace(geometry: ModelGeometry, length: int, window: int | None, itemsize: int) -> int:
-    """Hidden states in and out, one layer's KV and its heads' tables at full length; a chunk's intermediates.
+def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers: int) -> int:
+    """Elements that the prefill holds beside weights and caches.
 
-    Where the prompt is read by windows through all layers, only the tables are at full length.
+    As long as the prompt are the hidden states in and out, `buffers` layers' KV, the rotary tables (cosines and sines)
+    and what is looked up in them; as long as a chunk are the intermediates of a layer. Where the prompt is read by
+    windows through all layers, only the tables are as long as the prompt.
     """
     layer = max(geometry.layers, key=lambda layer: layer.num_kv_heads * layer.head_dim)
-    per_token = 2 * geometry.hidden_size + 2 * layer.num_kv_heads * layer.head_dim
+    kv = 2 * layer.num_kv_heads * layer.head_dim
+    per_token = 2 * geometry.hidden_size + buffers * kv + 2 * layer.head_dim
     per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
     at_once, chunk = (length, CHUNK) if window is None else (min(length, window), window)
-    return itemsize * (length * 2 * layer.head_dim + at_once * per_token + min(length, chunk) * per_chunk_token)
+    return length * 2 * layer.head_dim + at_once * per_token + min(length, chunk) * per_chunk_token

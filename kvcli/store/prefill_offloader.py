@@ -1,4 +1,4 @@
-"""A layer's prompt KV on its way from the computation to the method's store."""
+"""A layer's prompt KV on its way from the computation to the method's cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 
-class PrefillOffloader:
-    """Lends a buffer for each layer's KV, and gives it away while the next layer computes.
+def prefill_buffers(device: torch.device) -> int:
+    """Buffers that hold a layer's KV during the prefill: one being computed and, on CUDA, one being offloaded."""
+    return 2 if device.type == "cuda" else 1
 
-    On CUDA that happens on a stream of its own, and layers take turns with two buffers; one is lent again once the
+
+class PrefillOffloader:
+    """Lends a buffer for each layer's KV, and does the work of offloading it while the next layer is computed.
+
+    On CUDA the work has a stream of its own, and the layers take turns with two buffers: one is lent again once the
     work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in one buffer.
     """
 
@@ -21,18 +26,18 @@ class PrefillOffloader:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._turns = 1 if self.stream is None else 2
         # The work stays with its buffer, so that whatever else it reads outlives it too.
         self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Lend an uninitialised buffer."""
-        if len(self._lent) == self._turns:
+        """Lend an uninitialised buffer on the device."""
+        if len(self._lent) == prefill_buffers(self.device):
             buffer, _, done = self._lent.popleft()
             if done is not None:
                 torch.cuda.current_stream(self.device).wait_event(done)
             if buffer.shape == shape and buffer.dtype == dtype:
                 return buffer
+            del buffer  # before there is another one
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def start(self, buffer: Tensor, work: Callable[[], None]) -> None:
@@ -48,6 +53,7 @@ class PrefillOffloader:
         self._lent.append((buffer, work, done))
 
     def finish(self) -> None:
-        """Wait until all work is done."""
+        """Wait until all work is done, and let go of the buffers."""
         if self.stream is not None:
             self.stream.synchronize()
+        self._lent.clear()

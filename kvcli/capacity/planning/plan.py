@@ -110,7 +110,8 @@ def _plan(
     subject: PlannedRun, machine: Machine, label: str, profile: Profile, context: int, batch: int, max_tokens: int
 ) -> CapacityPlan:
     def need(length: int) -> Need:
-        return memory.need(profile, subject.geometry, subject.dtype, {length: batch}, max_tokens, 1)
+        lengths, device = {length: batch}, machine.device
+        return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device)
 
     wanted = need(context)
     longest = memory.longest_fitting(lambda length: need(length).on(machine.device), machine.free, LONGEST)

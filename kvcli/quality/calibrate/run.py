@@ -133,11 +133,10 @@ def _measure(
 def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Sequence[Passage]) -> None:
     """Refuse what memory does not hold: the caches of all settings, and that of full attention, at once."""
     longest = max(passages, key=lambda passage: passage.capacity)
-    geometry, dtype, prompt = checkpoint.geometry, checkpoint.dtype, len(longest.prompt)
-    alone = memory.need(reference_profile(), geometry, dtype, [prompt], len(longest.continuation), 1)
+    geometry, dtype, device, prompt = checkpoint.geometry, checkpoint.dtype, checkpoint.device, len(longest.prompt)
+    alone = memory.need(reference_profile(), geometry, dtype, [prompt], len(longest.continuation), 1, device=device)
     caches = (memory.kv_footprint(profile, geometry, longest.capacity, dtype, prompt) for profile in profiles)
-    needed = replace(alone, kv=sum(caches, alone.kv)).on(checkpoint.device)
-    free = memory.available(checkpoint.device)
+    needed, free = replace(alone, kv=sum(caches, alone.kv)).on(device), memory.available(device)
     for pool in needed:
         if needed[pool] > free[pool]:
             raise KvcliError(
