@@ -91,17 +91,23 @@ def _method_section(name: str) -> str:
     if method["settings"]:
         lines += ["| setting | default | values | meaning |", "| --- | --- | --- | --- |"]
         lines += [
-            _row((f"`{s['name']}`", f"`{s['default']}`", _values(s), s["description"])) for s in method["settings"]
+            _row((f"`{s['name']}`", _code(_plain(s["default"])), _values(s), s["description"]))
+            for s in method["settings"]
         ]
     for profile in method["profiles"]:
         changed = [
-            f"{s['name']} {profile['settings'][s['name']]}"
+            f"{s['name']} {_plain(profile['settings'][s['name']])}"
             for s in method["settings"]
             if profile["settings"][s["name"]] != s["default"]
         ]
         settings = ", ".join(changed) or "all defaults"
         lines += ["", f"Profile `{profile['name']}`: {profile['description']} ({profile['paper']}); {settings}."]
     return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> str:
+    """A setting's value as TOML has it; nothing for one that is not set."""
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _values(setting: dict[str, Any]) -> str:

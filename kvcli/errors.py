@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process tells its caller; README, "Exit codes"."""
+    """What the process tells its caller; docs/guide.md lists all codes."""
 
     OK = 0
     RUNTIME = 1
