@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import typer
 import typer.main
+import yaml
 
+from kvcli import __version__
 from kvcli.cli import options
 from kvcli.cli.app import app
 from kvcli.inputs.variants import variants
@@ -58,6 +60,10 @@ def test_every_command_shown_can_be_given(command):
     bundled = [profile for profile in profiles if not profile.endswith(".toml")]
     if name not in ("methods", "doctor") and len(bundled) == len(profiles):
         variants(methods or ([] if profiles else ["freekv"]), profiles, budgets, settings)
+
+
+def test_the_version_to_cite_is_that_of_the_package():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
 
 
 def test_the_manual_page_renders_without_a_warning():
