@@ -47,6 +47,8 @@ _CONFIG: dict[str, Any] = {
         "tickColor": "var(--line)",
         "labelFontSize": 12,
         "titleFontSize": 12,
+        "labelOverlap": "greedy",
+        "labelFlush": False,
     },
     "legend": {
         "labelColor": "var(--ink)",
@@ -107,6 +109,14 @@ class Page:
 
     def chart(self, chart: Chart | LayerChart | FacetChart, caption: str) -> None:
         """Add a chart as wide as the page; `caption` says what it shows, to those who do not see it as well."""
+        self._parts.append(self._figure(chart, caption))
+
+    def charts(self, charts: Iterable[tuple[Chart | LayerChart, str]]) -> None:
+        """Add small charts with their captions side by side, as many in a row as the window has room for."""
+        figures = "".join(self._figure(chart, caption) for chart, caption in charts)
+        self._parts.append(f'<div class="multiples">{figures}</div>')
+
+    def _figure(self, chart: Chart | LayerChart | FacetChart, caption: str) -> str:
         spec = chart.to_dict()
         spec["config"] = _CONFIG  # Altair's own theme has fixed colours
         spec["width"] = "container"
@@ -114,7 +124,7 @@ class Page:
         spec["description"] = caption
         data = json.dumps(spec, ensure_ascii=False).replace("</", "<\\/")
         self._charts += 1
-        self._parts.append(
+        return (
             f'<figure><div class="chart"></div><script type="application/vega-lite+json">{data}</script>'
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )

@@ -1,10 +1,10 @@
 """One point a setting, and the choice among them.
 
 The loss is KL(full attention || method) of the next token in nats, the mean over the tokens of a passage, and of these
-the mean over the passages. What counts is the loss that a setting adds: to nothing, or, where a target cannot do away
-with all of it (no tau makes up for a small budget), passage by passage to that of the target's last setting. Its bound
-lies two standard errors above it, and the choice keeps the bound within what is allowed: what holds on these passages
-by luck alone should not be promised for others.
+the mean over the passages. The choice goes by the loss that a setting adds: to nothing, or, where a target cannot do
+away with all of it (no tau makes up for a small budget), passage by passage to that of the target's last setting. Both
+are shown. A bound lies two standard errors above its figure, and the choice keeps the bound within what is allowed:
+what holds on these passages by luck alone should not be promised for others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Point:
-    """What one setting gave, over all passages; bytes are per step, `heads_corrected` a part of those checked."""
+    """What one setting gave, over all passages; bytes are per step, `heads_corrected` a part of those checked.
+
+    `loss` is nats from full attention, `added` nats of it that count for the choice.
+    """
 
     settings: dict[str, Any]
     loss: float
+    loss_bound: float
     added: float
     added_bound: float
     agreement: float
@@ -91,12 +95,12 @@ class Tally:
         """What they come to; at least one was added. `least` are losses of each passage that do not count."""
         steps, passages = len(self.fidelity.steps), len(self.losses)
         added = [loss - other for loss, other in zip(self.losses, least or [0.0] * passages, strict=True)]
-        error = stdev(added) / passages**0.5 if passages > 1 else 0.0
         return Point(
             settings=self.settings,
             loss=fmean(self.losses),
+            loss_bound=_bound(self.losses),
             added=fmean(added),
-            added_bound=fmean(added) + 2 * error,
+            added_bound=_bound(added),
             agreement=self.fidelity.agreement,
             **self.fidelity.attention(),
             heads_corrected=self.heads_corrected / self.heads_checked if self.heads_checked else None,
@@ -104,6 +108,12 @@ class Tally:
             bytes_to_device=self.bytes_to_device / steps,
             device_kv_bytes=self.device_kv_bytes / passages,
         )
+
+
+def _bound(losses: Sequence[float]) -> float:
+    """Two standard errors above the mean over passages."""
+    error = stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+    return fmean(losses) + 2 * error
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,11 @@ class Choice:
     reason: str
 
 
-def choose(points: Sequence[Point], cost: Cost, max_loss: float) -> Choice:
-    """Take the cheapest point that adds at most `max_loss`, the closest of equally cheap ones."""
+def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool = False) -> Choice:
+    """Take the cheapest point that adds at most `max_loss` nats, the closest of equally cheap ones.
+
+    `relative` says that the added loss counts from the last point and not from full attention.
+    """
     if all(point.mass is not None and point.mass > 1 - NOTHING for point in points):
         return Choice(
             None, "nothing was left out of attention at any value: the text fits into the budget, take a longer one"
@@ -138,13 +151,22 @@ def choose(points: Sequence[Point], cost: Cost, max_loss: float) -> Choice:
     if not within:
         nearest = min(points, key=lambda point: point.added_bound)
         return Choice(
-            None,
-            f"none adds at most {max_loss:g} nats; the nearest is {nearest.label} with {nearest.added:.3g}, "
-            f"at most {nearest.added_bound:.3g}",
+            None, f"none adds at most {max_loss:g} nats; the nearest is {nearest.label} with {_added(nearest)}"
         )
     best = min(within, key=lambda point: (cost.of(point), point.loss))
+    base = f" to {points[-1].label}" if relative else ""
+    whole = f"; from full attention it is {nats(best.loss, best.loss_bound)}" if relative else ""
     return Choice(
         best,
-        f"{best.label}: the least {cost.name} of the {len(within)} of {len(points)} that add at most {max_loss:g} nats "
-        f"(this one {best.added:.3g}, at most {best.added_bound:.3g})",
+        f"{best.label}: the least {cost.name} of the {len(within)} of {len(points)} that add at most {max_loss:g} nats"
+        f"{base} (this one {_added(best)}){whole}",
     )
+
+
+def nats(figure: float, bound: float) -> str:
+    """A loss and its bound in words: "0.374 nats, at most 0.391"."""
+    return f"{figure:.3g} nats, at most {bound:.3g}"
+
+
+def _added(point: Point) -> str:
+    return f"{point.added:.3g}, at most {point.added_bound:.3g}"

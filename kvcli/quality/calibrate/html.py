@@ -9,21 +9,31 @@ import altair as alt
 
 from kvcli.quality.calibrate.curve import told
 from kvcli.quality.calibrate.outcome import Calibration
-from kvcli.ui.html import Page, colour
+from kvcli.ui.html import PALETTE, Page, colour
 
 _ROW = 20  # pixels of a row of the map
+_NAMED = 12  # points, up to which each has its value beside it
+_NOTHING = 1e-9  # a figure that counts as zero
+_CHOSEN, _OTHER = 220, 50  # square pixels of a point
 
 
 def page(found: Calibration) -> str:
-    """Make the page's HTML: curve, choice, similarity or spectrum where the target looked at them, all tables."""
+    """Make the page's HTML: choice, curve, similarity or spectrum where the target looked at them, all tables."""
     sweep, origin = found.sweep, found.provenance
     made = Page(f"kvcli calibrate {sweep.name}", f"{origin['method']} on {origin['model']}: {sweep.title}")
-    made.section("Loss and cost", found.choice.reason)
+    made.section("Choice")
+    made.facts(found.summary())
+    (title, table), *others = found.tables()
+    made.table(table, title)
+    made.section("Loss and cost")
+    base = f"added to {found.points[-1].label}" if sweep.relative else "from full attention"
     made.chart(
-        _curve(found, "added_bound", "loss added at most, nats"),
-        f"Loss that each value adds, two standard errors included, against {sweep.cost.name}.",
+        _losses(found),
+        f"Loss {base}, two standard errors included, against {sweep.cost.name}: the line is the limit, the large point "
+        "is chosen.",
     )
-    made.chart(_curve(found, "mass", "attention mass covered"), f"Attention mass covered against {sweep.cost.name}.")
+    if any(point.mass is not None for point in found.points):
+        made.chart(_masses(found), f"Attention mass that is left out, against {sweep.cost.name}.")
     if "similarity" in found.figures:
         made.section("Query similarity", "Mean cosine of consecutive queries while decoding, by layer and KV head.")
         made.chart(_similarity(found.figures["similarity"]), "Mean cosine of consecutive queries by layer and KV head.")
@@ -31,41 +41,63 @@ def page(found: Calibration) -> str:
     if "spectrum" in found.figures:
         made.section("Spectrum of the keys", "Relative error (Frobenius) of keys without rotation at each rank.")
         made.chart(_spectrum(found.figures["spectrum"]), "Relative error of the keys against rank, one line a layer.")
-    made.section("Figures")
-    for title, table in found.tables():
+    for title, table in others:
         made.table(table, title)
     made.section("Where this comes from")
     made.facts([(key.replace("_", " "), value) for key, value in origin.items()])
     return made.render()
 
 
-def _curve(found: Calibration, field: str, title: str) -> alt.LayerChart | alt.FacetChart:
-    """One figure of every point against its cost; the chosen one is filled."""
-    cost = found.sweep.cost
-    rows = [
+def _losses(found: Calibration) -> alt.LayerChart | alt.FacetChart:
+    limit: float = found.provenance["max_loss"]
+    curve = _curve(found, [point.added_bound for point in found.points], "nats, at most", [limit] * (limit > 0))
+    rule = _chart([{"figure": limit}] * (limit > 0)).mark_rule(strokeDash=[4, 4], color="var(--muted)")
+    return alt.layer(*curve, rule.encode(y="figure:Q"))
+
+
+def _masses(found: Calibration) -> alt.LayerChart | alt.FacetChart:
+    return alt.layer(*_curve(found, [1 - (point.mass or 0.0) for point in found.points], "mass left out", []))
+
+
+def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequence[float]) -> list[alt.Chart]:
+    """Layers of a figure of every point against its cost; the chosen point is the large one.
+
+    Figures fall over orders of magnitude, and a logarithmic axis has no zero: what is none is drawn at a third of the
+    smallest other one, of `shown` as well. Points that differ in a second setting are told apart by its colour.
+    """
+    cost, keys = found.sweep.cost, list(found.points[0].settings)
+    some = [figure for figure in (*figures, *shown) if figure > _NOTHING] or [1.0]
+    floor = min(some) / (3 if min(figures) <= _NOTHING else 1)
+    rows: list[dict[str, Any]] = [
         {
             "cost": cost.of(point),
-            "figure": getattr(point, field),
+            "figure": max(figure, floor),
+            "exact": figure,
             "setting": point.label,
-            "value": ", ".join(told(value) for value in point.settings.values()),
+            "value": told(point.settings[keys[0]]),
+            "group": told(point.settings[keys[-1]]),
             "chosen": point is found.choice.point,
         }
-        for point in found.points
-        if getattr(point, field) is not None
+        for point, figure in zip(found.points, figures, strict=True)
     ]
-    unit = f", {cost.unit}" if cost.unit else ""
+    spread = alt.Scale(type="log" if min(row["cost"] for row in rows) > 0 else "linear", nice=False, padding=24)
+    unit = f", {cost.unit}" if cost.unit not in cost.name else ""
+    shade = alt.Color("group:N", title=keys[-1].replace("_", " "), sort=None, scale=alt.Scale(range=list(PALETTE)))
     base = _chart(rows).encode(
-        x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=alt.Scale(zero=False), axis=alt.Axis(format="~s")),
-        y=alt.Y("figure:Q", title=title, scale=alt.Scale(zero=field == "added_bound")),
-        tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("figure:Q", format=".4g"), alt.Tooltip("cost:Q", format=",.0f")],
+        x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=spread, axis=alt.Axis(format="~s", tickCount=8)),
+        y=alt.Y(
+            "figure:Q",
+            title=title,
+            scale=alt.Scale(type="log", domain=[floor / 1.5, 1.5 * max(some)], nice=False),
+            axis=alt.Axis(format="~g", tickCount=6),
+        ),
+        color=shade if len(keys) > 1 else alt.value(colour(0)),
+        tooltip=["setting:N", alt.Tooltip("exact:Q", format=".4g", title=title), alt.Tooltip("cost:Q", format=",.0f")],
     )
-    points = base.mark_point(size=70, color=colour(0)).encode(
-        fill=alt.condition("datum.chosen", alt.value(colour(0)), alt.value("transparent"))
-    )
-    labels = base.mark_text(align="left", dx=8, dy=-6).encode(text="value:N")
-    return (
-        alt.layer(base.mark_line(color=colour(0), opacity=0.4), points, labels) if len(rows) < 8 else alt.layer(points)
-    )
+    sizes = alt.condition("datum.chosen", alt.value(_CHOSEN), alt.value(_OTHER))
+    points = base.mark_point(filled=True, opacity=1).encode(size=sizes)
+    names = base.mark_text(dy=-14, fontSize=11).encode(text="value:N", color=alt.value("var(--ink)"))
+    return [base.mark_line(strokeOpacity=0.4), points, *([names] if len(rows) < _NAMED else [])]
 
 
 def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
@@ -93,8 +125,8 @@ def _below(rows: list[dict[str, float]]) -> alt.Chart:
         _chart(rows)
         .mark_line(color=colour(0))
         .encode(
-            x=alt.X("cosine:Q", title="cosine"),
-            y=alt.Y("part:Q", title="part below", axis=alt.Axis(format="%")),
+            x=alt.X("cosine:Q", title="cosine", axis=alt.Axis(tickCount=10)),
+            y=alt.Y("part:Q", title="part below", axis=alt.Axis(format="%", tickCount=5)),
         )
     )
     return line

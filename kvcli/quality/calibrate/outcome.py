@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from kvcli.inputs.profiles import Profile
-from kvcli.quality.calibrate.curve import Choice, Cost, Point, told
+from kvcli.quality.calibrate.curve import Choice, Cost, Point, nats, told
 from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, without_empty_columns
@@ -46,6 +46,30 @@ class Calibration:
             *figure_tables(self.figures),
         ]
 
+    def summary(self) -> list[tuple[str, str]]:
+        """Labels and values of what matters, the choice first; without a choice only the reason."""
+        point, cost, found = self.choice.point, self.sweep.cost, self.provenance
+        measured = f"{found['passages']} passages of {found['prompt_tokens']:,} tokens, {found['steps']:,} steps"
+        if point is None:
+            return [("chosen", "nothing"), ("because", self.choice.reason), ("measured on", measured)]
+        rows = [("chosen", point.label), ("from full attention", nats(point.loss, point.loss_bound))]
+        if self.sweep.relative:
+            rows.append((f"added to {self.points[-1].label}", nats(point.added, point.added_bound)))
+        rows.append(("limit", f"{found['max_loss']:g} nats {'added ' if self.sweep.relative else ''}at most"))
+        if self.is_far:
+            rest = f"the other settings alone cost {self.points[-1].loss:.3g} nats"
+            rows.append(("note", f"not within the limit of full attention: {rest}, which a larger budget lowers"))
+        low, high = (cost_text(cost, which(map(cost.of, self.points))) for which in (min, max))
+        rows.append((cost.name, f"{cost_text(cost, cost.of(point))}, of {low} to {high} over the values tried"))
+        rows.append(("same next token", f"{_part(point.agreement)} of the steps"))
+        return [*rows, ("measured on", measured)]
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the choice keeps its limit only against the last setting, and not against full attention."""
+        point = self.choice.point
+        return self.sweep.relative and point is not None and point.loss_bound > self.provenance["max_loss"]
+
     def to_json(self) -> str:
         """Serialise as one JSON object, `schema_version` first."""
         chosen = self.chosen
@@ -80,6 +104,7 @@ class Calibration:
                 "provenance": {
                     **provenance,
                     "loss": point.loss,
+                    "loss_bound": point.loss_bound,
                     "added": point.added,
                     "added_bound": point.added_bound,
                     "curve": curve,
@@ -89,13 +114,12 @@ class Calibration:
 
 
 def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Table:
-    """A row a setting, the chosen one marked; `relative` where loss counts from that of the last one."""
+    """A row a setting, the chosen one marked; `relative` where the added loss counts from the last one."""
     keys = list(points[0].settings)
     columns = (
         *(key.replace("_", " ") for key in keys),
-        "loss, nats",
-        "added",
-        "at most",
+        "loss, at most",
+        "added, at most",
         "same token",
         "mass",
         "top found",
@@ -110,9 +134,8 @@ def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Tabl
     rows = [
         (
             *(told(point.settings[key]) for key in keys),
-            f"{point.loss:.3g}",
-            f"{point.added:.3g}" if relative else "-",
-            f"{point.added_bound:.3g}",
+            f"{point.loss:.3g} ≤{point.loss_bound:.3g}",
+            f"{point.added:.3g} ≤{point.added_bound:.3g}" if relative else "-",
             _part(point.agreement),
             _part(point.mass),
             _part(point.recall),
@@ -161,7 +184,7 @@ def _heading(calibration: Calibration) -> str:
     found = calibration.provenance
     return (
         f"{calibration.sweep.name} of {found['method']} on {found['model']}: {found['passages']} passages of "
-        f"{found['prompt_tokens']:,} tokens, {found['steps']:,} steps; bytes per step"
+        f"{found['prompt_tokens']:,} tokens, {found['steps']:,} steps; loss in nats from full attention, bytes per step"
     )
 
 

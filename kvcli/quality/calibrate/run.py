@@ -58,7 +58,7 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
         sweep=sweep,
         points=points,
         profiles=[profile for _, profile in tried],
-        choice=choose(points, sweep.cost, plan.max_loss),
+        choice=choose(points, sweep.cost, plan.max_loss, sweep.relative),
         figures=collector.figures(),
         provenance={
             **provenance(plan, checkpoint, passages[:done]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,31 +12,42 @@ from kvcli.quality.eval import layout
 from kvcli.quality.eval.layout import DepthHeatMap
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import EvaluationTable
-from kvcli.ui.html import Page, colour
+from kvcli.ui.html import PALETTE, Page
 
 _ROW = 26  # pixels of a row of a heat map
-_LOG = alt.Scale(type="log", nice=False, padding=24)
+_MARK = 0.014  # width of a mark as a part of the axis
+_LOW = 60  # per cent, below which the axis of scores starts at 0
 
 
 def page(table: EvaluationTable) -> str:
-    """Make the page's HTML. Needs the extra `html`, see `pages.check_installed`."""
+    """Make the page's HTML. Needs the extra `html`, see `kvcli.ui.html.check_installed`."""
     made = Page("kvcli eval", f"{table.configuration['model']}: {', '.join(table.configuration['tasks'])}")
-    made.section("Score against what is read", "Each point is one variant: the mean of its tasks at one length.")
-    made.chart(_trade(table), "Mean score in per cent against tokens attended per KV head and step.")
+    tables = layout.tables(table)
+    made.section("Scores")
+    for title, content in tables:
+        if not title.startswith(layout.COST):
+            made.table(content, title)
+    rows = _trade_rows(table)
+    if rows:
+        made.section("Score against what is read", "Each point is one variant: the mean of its tasks at one length.")
+        made.chart(
+            _trade(rows),
+            "Mean score against tokens attended per KV head and step; marks in one place stand side by side.",
+        )
     maps = layout.heat_maps(table)
     if maps:
-        made.section("Needle grid", "Score by the depth of the needle and the length of the document.")
-        for heat_map in maps:
-            made.chart(_heat(heat_map), f"{heat_map.variant}: score in per cent by depth and length.")
-    made.section("Figures")
-    for title, content in layout.tables(table):
-        made.table(content, title)
+        made.section("Needle grid", "Score in per cent by the depth of the needle and the tokens of the document.")
+        made.charts((_heat(each), each.variant) for each in maps)
+    made.section("Costs")
+    for title, content in tables:
+        if title.startswith(layout.COST):
+            made.table(content, title)
     made.section("Where this comes from")
     made.facts([(key.replace("_", " "), value) for key, value in (table.configuration | table.environment).items()])
     return made.render()
 
 
-def _trade(table: EvaluationTable) -> alt.Chart:
+def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
     rows = []
     for length in dict.fromkeys(result.length for result in table.results):
         for variant in table.variants:
@@ -55,13 +67,24 @@ def _trade(table: EvaluationTable) -> alt.Chart:
                         "attended": sum(read) / len(read),
                     }
                 )
+    return rows
+
+
+def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
+    lowest, widest = min(row["score"] for row in rows), max(row["attended"] for row in rows)
+    bottom = 0 if lowest < _LOW else 10 * math.floor((lowest - 1) / 10)  # scores that are all high fill the chart
     points: alt.Chart = (
-        _chart(rows)
-        .mark_point(size=70, filled=True)
+        _chart(_apart(rows, 100 - bottom))
+        .mark_point(size=80, strokeWidth=2)  # outlines, which stay visible one above the other
         .encode(
-            x=alt.X("attended:Q", title="tokens attended per KV head and step", scale=_LOG),
-            y=alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100])),
-            color=alt.Color("method:N", sort=None, scale=alt.Scale(range=[colour(i) for i in range(10)])),
+            x=alt.X(
+                "shown:Q",
+                title="tokens attended per KV head and step",
+                scale=alt.Scale(type="log", nice=False, padding=24),
+                axis=alt.Axis(format=",d", values=_powers_of_two(widest)),
+            ),
+            y=alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[bottom, 100]), axis=alt.Axis(tickCount=5)),
+            color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
             shape=alt.Shape("length:N", sort=None, title="prompt tokens"),
             tooltip=[
                 "variant:N",
@@ -75,6 +98,24 @@ def _trade(table: EvaluationTable) -> alt.Chart:
     return points
 
 
+def _apart(rows: Sequence[dict[str, Any]], height: float) -> list[dict[str, Any]]:
+    """Give each row the place `shown` on the axis of tokens: side by side where several would cover each other."""
+    span = max(math.log2(max(row["attended"] for row in rows) / min(row["attended"] for row in rows)), 1.0)
+    places: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        place = round(math.log2(row["attended"]) / (_MARK * span)), round(row["score"] / (2 * _MARK * height))
+        places.setdefault(place, []).append(row)
+    return [
+        row | {"shown": row["attended"] * 2 ** (_MARK * span * (index - (len(same) - 1) / 2))}
+        for same in places.values()
+        for index, row in enumerate(same)
+    ]
+
+
+def _powers_of_two(largest: float) -> list[int]:
+    return [2**power for power in range(math.ceil(math.log2(largest)) + 1)]
+
+
 def _heat(heat_map: DepthHeatMap) -> alt.LayerChart:
     rows = [
         {"depth": depth, "length": length, "score": score}
@@ -83,8 +124,8 @@ def _heat(heat_map: DepthHeatMap) -> alt.LayerChart:
         if score is not None
     ]
     base = _chart(rows).encode(
-        x=alt.X("length:O", title="tokens", sort=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("depth:O", title="depth", sort=None),
+        x=alt.X("length:O", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("depth:O", title=None, sort=None),
         tooltip=["depth:O", "length:O", alt.Tooltip("score:Q", format=".1f")],
     )
     # Seen through to the page, one colour suits light and dark, and the numbers stay readable on it.

@@ -14,6 +14,9 @@ from kvcli.ui import summary
 
 Titled = tuple[str, summary.Table]
 
+COST = "cost"
+"""What the titles of the tables of costs begin with."""
+
 
 def tables(table: EvaluationTable) -> list[Titled]:
     """Scores and costs of each length, one variant a row; what several samples give where there are several."""
@@ -24,7 +27,7 @@ def tables(table: EvaluationTable) -> list[Titled]:
         found.append((f"score{where}: {_what(results)}", _scores(results)))
         if any(result.pass_at and result.depth is None for result in results):
             found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
-        found.append((f"cost{where}: tokens attended per KV head, bytes, time", _costs(results)))
+        found.append((f"{COST}{where}: tokens attended per KV head, bytes, time", _costs(results)))
     return found
 
 

@@ -9,10 +9,11 @@ from kvcli.quality.fidelity import Fidelity, StepFidelity
 COST = Cost("bytes_exposed", "recall", "bytes")
 
 
-def point(tau, added, bound, cost, mass=0.5):
+def point(tau, added, bound, cost, mass=0.5, base=0.0):
     return Point(
         settings={"tau": tau},
-        loss=added,
+        loss=base + added,
+        loss_bound=base + bound,
         added=added,
         added_bound=bound,
         agreement=1.0,
@@ -48,6 +49,13 @@ def test_where_none_is_within_none_is_chosen_and_the_nearest_named():
     assert "0.2" in chosen.reason
 
 
+def test_a_loss_that_counts_from_the_last_setting_is_told_from_full_attention_too():
+    points = [point(0.8, 0.004, 0.006, 1, base=0.369), point(1.0, 0, 0, 9, base=0.369)]
+    reason = choose(points, COST, 0.01, relative=True).reason
+    assert "add at most 0.01 nats to tau 1.0 (this one 0.004, at most 0.006)" in reason
+    assert "from full attention it is 0.373 nats, at most 0.375" in reason
+
+
 def test_text_that_fits_into_the_budget_says_nothing():
     chosen = choose([replace(point(tau, 0, 0, 0), mass=1.0) for tau in (0.0, 1.0)], COST, 0.01)
     assert chosen.point is None
@@ -64,6 +72,7 @@ def test_a_point_is_the_mean_of_the_passages_and_two_standard_errors():
     alone, beside = tally(losses).point(), tally(losses).point(least)
     assert alone.loss == beside.loss == pytest.approx(0.3)
     assert alone.added == alone.loss
+    assert alone.added_bound == alone.loss_bound == beside.loss_bound > alone.loss
     added = [0.3, 0.0, 0.2, 0.3]
     deviation = math.sqrt(sum((a - 0.2) ** 2 for a in added) / 3)
     assert beside.added == pytest.approx(0.2)
