@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.quality.calibrate.matrices import SearchResult, SearchTarget
+    from kvcli.quality.calibrate.matrices import TensorCalibration, TensorTarget
     from kvcli.quality.calibrate.outcome import Calibration
     from kvcli.quality.calibrate.sweep import Sweep
 
@@ -121,6 +122,8 @@ def calibrate(
 
     Every value is measured beside full attention on the same text. The cheapest one
     whose loss stays within --max-loss is chosen and becomes a profile for --profile.
+    For tau and rank that is the loss added to their closest value, since neither
+    makes up for a small budget; the loss from full attention is shown beside it.
     heads, skew and pca are found once for a model and saved beside such a profile.
 
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
@@ -129,20 +132,21 @@ def calibrate(
     if output is not None and output.suffix != ".toml":
         raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
     check_outputs(
-        {"-o": output, "its file beside it": output and output.with_suffix(".safetensors"), "--html": html},
+        {"-o": output, "its file beside it": output and _companion(output), "--html": html},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
     if html is not None:
         from kvcli.ui.html import check_installed
 
         check_installed()
-    if max_loss < 0:
-        raise KvcliError(f"--max-loss {max_loss:g} is negative", "0 allows no loss at all", ExitCode.USAGE)
+    if not (math.isfinite(max_loss) and max_loss >= 0):
+        what = f"--max-loss {max_loss:g} is no number of nats from 0 on"
+        raise KvcliError(what, "0 allows no loss at all", ExitCode.USAGE)
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec
     from kvcli.quality.calibrate.find import find
-    from kvcli.quality.calibrate.matrices import SearchResult
+    from kvcli.quality.calibrate.matrices import TensorCalibration, TensorTarget
     from kvcli.quality.calibrate.plan import CalibrationPlan
     from kvcli.quality.calibrate.run import calibrate as run
     from kvcli.quality.calibrate.sweep import Sweep
@@ -153,6 +157,8 @@ def calibrate(
     for name, wanted in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", per_layer)):
         if wanted:
             _only_for_values(asked, name)
+    if output is not None and isinstance(asked, TensorTarget):
+        _check_companion(_companion(output))
     named = method if method is not None or profile is not None else asked.method
     plan = CalibrationPlan(
         model=ModelSpec(model, device, dtype, load_format, offline),
@@ -174,15 +180,17 @@ def calibrate(
     finally:
         observer.stage_done()
     writer = OutputWriter()
-    writer.result(None, found.to_json() + "\n" if as_json else console.render_tables(found.tables()))
-    if html is not None and not isinstance(found, SearchResult):
+    writer.result(
+        None, found.to_json() + "\n" if as_json else console.render_tables(found.tables(), notes=found.summary())
+    )
+    if html is not None and not isinstance(found, TensorCalibration):
         from kvcli.quality.calibrate.html import page
 
         writer.file(html, page(found))
     if not found.complete:
         observer.notice(f"interrupted after {found.provenance['passages']} passages; no profile was written")
         ended = ExitCode.INTERRUPTED
-    elif isinstance(found, SearchResult):
+    elif isinstance(found, TensorCalibration):
         ended = _save(found, output, observer.notice, writer)
     else:
         ended = _conclude(found, output, observer.notice, writer)
@@ -190,20 +198,37 @@ def calibrate(
     raise typer.Exit(ended)
 
 
-def _only_for_values(asked: Sweep | SearchTarget, name: str) -> None:
-    """Refuse an option that a search for a file has no use for."""
-    from kvcli.quality.calibrate.matrices import SearchTarget
+def _companion(output: Path) -> Path:
+    """The file of tensors that a profile names, beside it."""
+    return output.with_suffix(".safetensors")
 
-    if isinstance(asked, SearchTarget):
+
+def _check_companion(path: Path) -> None:
+    """Refuse to put tensors over a file that an earlier calibration did not write, such as a checkpoint's weights."""
+    from kvcli.quality.calibrate.matrices import is_ours
+
+    if path.exists() and not is_ours(path):
+        raise KvcliError(
+            f"the tensors would replace {path}, which no calibration wrote",
+            "give -o another name or directory",
+            ExitCode.USAGE,
+        )
+
+
+def _only_for_values(asked: Sweep | TensorTarget, name: str) -> None:
+    """Refuse an option that a search for a file has no use for."""
+    from kvcli.quality.calibrate.matrices import TensorTarget
+
+    if isinstance(asked, TensorTarget):
         raise KvcliError(f"{name} has no effect on {asked.name}: no values are tried", "leave it out", ExitCode.USAGE)
 
 
-def _save(found: SearchResult, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
+def _save(found: TensorCalibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
     """Write the file and the profile that uses it."""
     if output is None:
         say("nothing was written; name a profile with -o, the file comes to lie beside it")
         return ExitCode.OK
-    beside = output.with_suffix(".safetensors")
+    beside = _companion(output)
     if writer.file(beside, found.tensor_file()) and writer.file(output, found.to_toml(beside)):
         say(f"written to {output} and {beside}; use them with --profile {output}")
     return ExitCode.OK
@@ -211,8 +236,8 @@ def _save(found: SearchResult, output: Path | None, say: Callable[[str], None], 
 
 def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
     """Write the profile where there is one to write, and say how it ended."""
-    say(found.choice.reason)
     if found.chosen is None:
+        say(found.choice.reason)
         if output is not None:
             say(f"{output} was not written; allow a larger --max-loss, or calibrate the budget first")
         return ExitCode.RUNTIME

@@ -28,7 +28,9 @@ def test_table_profile_page_and_generate(warm, folder):
     assert result.returncode == 0, result.stderr
     assert "corrected" in result.stdout
     assert "chosen" in result.stdout
-    assert "the least recall" in result.stderr
+    shown = [line.split("  ")[0] for line in result.stdout.splitlines() if line]
+    first = shown.index("chosen")  # a list, what matters first
+    assert shown[first : first + 4] == ["chosen", "from full attention", "added to tau 1.0", "limit"]
     assert "--profile mine.toml" in result.stderr
     page = (folder / "page.html").read_text()
     assert "kvcli calibrate tau" in page
@@ -37,7 +39,10 @@ def test_table_profile_page_and_generate(warm, folder):
     used = ("generate", "fox.txt", "--profile", "mine.toml", "--max-tokens", 2, "--json")
     own = warm(*used, "-m", "model", cwd=folder)
     assert own.returncode == 0, own.stderr
-    assert json.loads(own.stdout)["profile"]["provenance"]["target"] == "tau"
+    provenance = json.loads(own.stdout)["profile"]["provenance"]
+    assert provenance["target"] == "tau"
+    assert provenance["loss_bound"] >= provenance["loss"] > 0
+    assert f"from full attention it is {provenance['loss']:.3g} nats" in provenance["reason"]
     assert "calibrated for" not in own.stderr
     other = warm(*used, cwd=folder)
     assert other.returncode == 0, other.stderr
@@ -72,6 +77,8 @@ def test_where_no_value_will_do_no_profile_is_written(warm, folder):
         (["tau", "empty.txt"], ["empty.txt", "empty"]),
         (["tau", "fox.txt", "-o", "x.json"], ["x.json", ".toml"]),
         (["tau", "fox.txt", "--max-loss", "-1"], ["--max-loss", "-1"]),
+        (["tau", "fox.txt", "--max-loss", "nan"], ["--max-loss", "nan"]),
+        (["tau"], ["90 tokens", "too short"]),
         (["tau", "fox.txt", "--values", "tau"], ["--values", "KEY=VALUE"]),
         (["tau", "fox.txt", "--values", "tau=2"], ["tau = 2"]),
         (["pca", "fox.txt", "--method", "loki", "--per-layer"], ["--per-layer"]),
@@ -80,3 +87,22 @@ def test_where_no_value_will_do_no_profile_is_written(warm, folder):
 )
 def test_wrong_usage_is_refused(warm, folder, arguments, words):
     assert_refused(calibrate(warm, folder, *arguments), 2, *words)
+
+
+def test_a_file_that_no_calibration_wrote_is_not_replaced_by_its_tensors(warm, folder):
+    weights = folder / "model" / "model.safetensors"
+    known = weights.read_bytes()
+    for output in ("model/model.toml", "other.toml"):
+        (folder / "other.safetensors").write_bytes(known)
+        refused = calibrate(warm, folder, "pca", "fox.txt", "--method", "loki", "-o", output)
+        assert_refused(refused, 2, output.replace(".toml", ".safetensors"))
+        assert (folder / "other.safetensors").read_bytes() == weights.read_bytes() == known
+        assert not (folder / output).exists()
+
+
+def test_tensors_of_an_earlier_calibration_are_replaced(warm, folder):
+    small = ("-m", "model", "--offline", "--length", 60, "--steps", 5, "--samples", 1)
+    for _ in range(2):
+        result = warm("calibrate", "pca", "fox.txt", *small, "-o", "axes.toml", cwd=folder)
+        assert result.returncode == 0, result.stderr
+        assert "axes.safetensors" in result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcli.capacity import memory
 from kvcli.inputs.profiles import reference_profile
 from kvcli.models.loading import open_checkpoint
-from kvcli.quality.calibrate.matrices import SearchResult, SearchTarget
+from kvcli.quality.calibrate.matrices import TensorCalibration, TensorTarget
 from kvcli.quality.calibrate.plan import TEXT, CalibrationPlan, passages_of, provenance
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import engine
@@ -13,7 +13,7 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 
 
-def find(search: SearchTarget, plan: CalibrationPlan, observer: Observer) -> SearchResult:
+def find(search: TensorTarget, plan: CalibrationPlan, observer: Observer) -> TensorCalibration:
     """Read every passage exactly and find what is searched for.
 
     Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
@@ -44,4 +44,4 @@ def find(search: SearchTarget, plan: CalibrationPlan, observer: Observer) -> Sea
     found = provenance(plan, checkpoint, passages[:done])
     if not search.reads_text:
         found = {key: value for key, value in found.items() if key not in TEXT}
-    return SearchResult(search, plan.profile, source, found, done == len(passages))
+    return TensorCalibration(search, plan.profile, source, found, done == len(passages))

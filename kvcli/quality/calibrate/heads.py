@@ -14,14 +14,14 @@ from torch import Tensor
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods.razor import Razor
 from kvcli.models.geometry import LayerGeometry
-from kvcli.quality.calibrate.matrices import SearchTarget, TensorSearch
+from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.retrieval_heads import HeadScores
 from kvcli.ui.summary import Table
 
 
-class Heads(TensorSearch):
+class Heads(TensorFinder):
     """One tensor, `heads`: bool [layers, KV heads]."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
@@ -30,7 +30,7 @@ class Heads(TensorSearch):
         self.scores: HeadScores | None = None
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """See `TensorSearch.read`: let the method find its heads, once."""
+        """See `TensorFinder.read`: let the method find its heads, once."""
         if self.scores is None:
             overrides = self.profile.settings.model_dump() | {"heads": ""}
             method = engine.method(resolve_profile("razor", overrides=overrides), engine.context(passage.capacity, 0))
@@ -41,11 +41,11 @@ class Heads(TensorSearch):
         advance(len(engine.layers) * passage.capacity)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorSearch.tensors`."""
+        """See `TensorFinder.tensors`."""
         return {"heads": self.kept}
 
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorSearch.tables`."""
+        """See `TensorFinder.tables`."""
         if self.scores is None:
             return []
         columns = ("layer", *(f"KV head {head}" for head in range(self.kept.shape[1])))
@@ -67,4 +67,4 @@ class Heads(TensorSearch):
         return [("Echo and induction score of every KV head", Table(columns, rows))]
 
 
-TARGET = SearchTarget("heads", "retrieval heads", "heads", "razor", Heads, reads_text=False)
+TARGET = TensorTarget("heads", "retrieval heads", "heads", "razor", Heads, reads_text=False)

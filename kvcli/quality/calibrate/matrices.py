@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from kvcli.ui.summary import Table
 SCHEMA_VERSION = 1
 
 
-class TensorSearch(PrefillConsumer, ABC):
+class TensorFinder(PrefillConsumer, ABC):
     """Finds tensors while an exact reading of the passages goes by; for layers that are not sliding windows."""
 
     query_rows = 0
@@ -56,14 +57,14 @@ class TensorSearch(PrefillConsumer, ABC):
 
 
 @dataclass(frozen=True)
-class SearchTarget:
+class TensorTarget:
     """A target: the setting that takes the file, the method that has it, and who finds what is in it."""
 
     name: str
     title: str
     setting: str
     method: str
-    source: Callable[[Profile, Sequence[LayerGeometry]], TensorSearch]
+    source: Callable[[Profile, Sequence[LayerGeometry]], TensorFinder]
     reads_text: bool = True
 
     def check(self, profile: Profile, files: Sequence[str]) -> None:
@@ -80,12 +81,12 @@ class SearchTarget:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class TensorCalibration:
     """What a search came to. Not `complete`: Ctrl-C came first, and it is what the passages until then gave."""
 
-    search: SearchTarget
+    search: TensorTarget
     profile: Profile
-    source: TensorSearch
+    source: TensorFinder
     provenance: dict[str, Any]
     complete: bool
 
@@ -106,6 +107,14 @@ class SearchResult:
         }
         return json.dumps(body, ensure_ascii=False)
 
+    def summary(self) -> list[tuple[str, str]]:
+        """Labels and values of what it was found on, where text plays a part."""
+        found = self.provenance
+        if "passages" not in found:
+            return []
+        tokens = f"{found['prompt_tokens']:,} tokens and {found['steps']:,} that follow"
+        return [("found on", f"{found['passages']} passages of {tokens}")]
+
     def tensor_file(self) -> bytes:
         """The tensors as a safetensors file, with the provenance in its header."""
         return save(self.source.tensors(), metadata={"provenance": json.dumps(self.provenance)})
@@ -122,6 +131,15 @@ class SearchResult:
                 "provenance": {**self.provenance, "target": self.search.name},
             }
         )
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether `TensorCalibration.tensor_file` made a file, by the provenance in its header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "provenance" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def by_layer(found: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.quality.calibrate.matrices import SearchTarget, TensorSearch, by_layer, shares
+from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget, by_layer, shares
 from kvcli.ui.summary import Table
 
 
-class Axes(TensorSearch):
+class Axes(TensorFinder):
     """Axes [Hk, d, d] of every layer, as columns."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
@@ -28,11 +28,11 @@ class Axes(TensorSearch):
             self.moments[layer] = moments + self.moments.get(layer, 0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorSearch.tensors`."""
+        """See `TensorFinder.tensors`."""
         return by_layer({layer: principal_axes(moments) for layer, moments in self.moments.items()})
 
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorSearch.tables`."""
+        """See `TensorFinder.tables`."""
         variance = {}
         for layer, moments in self.moments.items():
             axes = principal_axes(moments)
@@ -41,4 +41,4 @@ class Axes(TensorSearch):
         return [shares(variance, width, "Variance of the keys within the first axes, mean over the KV heads")]
 
 
-TARGET = SearchTarget("pca", "principal axes of the keys", "pca", "loki", Axes)
+TARGET = TensorTarget("pca", "principal axes of the keys", "pca", "loki", Axes)

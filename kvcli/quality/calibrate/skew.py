@@ -12,11 +12,11 @@ from kvcli.kernels.principal_axes import second_moments
 from kvcli.kernels.skew import skew_of
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.quality.calibrate.matrices import SearchTarget, TensorSearch, by_layer, shares
+from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget, by_layer, shares
 from kvcli.ui.summary import Table
 
 
-class Skew(TensorSearch):
+class Skew(TensorFinder):
     """An orthogonal matrix [Hk, d, d] for every layer, the strongest columns first."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
@@ -36,11 +36,11 @@ class Skew(TensorSearch):
             self.keys[layer] = second_moments(k) + self.keys.get(layer, 0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorSearch.tensors`."""
+        """See `TensorFinder.tensors`."""
         return by_layer(self._skew())
 
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorSearch.tables`."""
+        """See `TensorFinder.tables`."""
         products = {}
         for layer, skew in self._skew().items():
             norms = [(skew * (each[layer] @ skew)).sum(1).clamp(min=0).sqrt() for each in (self.queries, self.keys)]
@@ -52,4 +52,4 @@ class Skew(TensorSearch):
         return {layer: skew_of(self.queries[layer], self.keys[layer]) for layer in self.keys}
 
 
-TARGET = SearchTarget("skew", "skew of queries and keys", "skew", "infinigen", Skew)
+TARGET = TensorTarget("skew", "skew of queries and keys", "skew", "infinigen", Skew)

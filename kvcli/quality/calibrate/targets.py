@@ -6,16 +6,16 @@ from difflib import get_close_matches
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.calibrate import budget, heads, pca, rank, skew, tau, threshold
-from kvcli.quality.calibrate.matrices import SearchTarget
+from kvcli.quality.calibrate.matrices import TensorTarget
 from kvcli.quality.calibrate.sweep import Sweep
 
 SWEEPS: dict[str, Sweep] = {module.TARGET.name: module.TARGET for module in (tau, rank, budget, threshold)}
-SEARCHES: dict[str, SearchTarget] = {module.TARGET.name: module.TARGET for module in (heads, skew, pca)}
+SEARCHES: dict[str, TensorTarget] = {module.TARGET.name: module.TARGET for module in (heads, skew, pca)}
 
 
-def target_of(name: str) -> Sweep | SearchTarget:
+def target_of(name: str) -> Sweep | TensorTarget:
     """The target of this name; raises KvcliError (usage) where there is none."""
-    targets: dict[str, Sweep | SearchTarget] = {**SWEEPS, **SEARCHES}
+    targets: dict[str, Sweep | TensorTarget] = {**SWEEPS, **SEARCHES}
     if name not in targets:
         close = get_close_matches(name, targets, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"targets: {', '.join(targets)}"

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.prompts import Prompt, Template, encode, encode_question, read_document
 from kvcli.quality.fidelity import Passage
-from kvcli.quality.tasks import make_row
+from kvcli.quality.tasks import make_framed_row
 
 SPLIT = "calibration"
 """The split of the built-in rows: neither the one that the demo model learned nor the one that is evaluated on."""
@@ -22,6 +22,9 @@ def built_in(
     """Made-up documents with a question, in turn from each of `BUILT_IN`; what follows is the right answer.
 
     Prompts are of `length` tokens or a few less, answers of `steps` at most.
+
+    Raises:
+        KvcliError: `length` is too small for a document and its question (usage).
     """
 
     def count_tokens(text: str) -> int:
@@ -31,7 +34,9 @@ def built_in(
     passages = []
     for index in range(samples):
         task = BUILT_IN[index % len(BUILT_IN)]
-        row = make_row(task, length=length - frame, seed=seed, index=index, count_tokens=count_tokens, split=split)
+        row = make_framed_row(
+            task, length=length, frame=frame, seed=seed, index=index, count_tokens=count_tokens, split=split
+        )
         prompt = Prompt(f"{task} {index}", row.document, row.question)
         answer = tokenizer(" " + row.answer, add_special_tokens=False, verbose=False)["input_ids"]
         ids, question = encode(prompt, Template(), tokenizer), encode_question(prompt, tokenizer)

@@ -22,7 +22,7 @@ from kvcli.inputs.prompts import read_document
 from kvcli.quality.eval.example import Cell, Example
 from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.scorers import check_installed
-from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_row
+from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_framed_row
 
 DEFAULT_LENGTH = 4096
 MAX_TOKENS = 80
@@ -67,9 +67,12 @@ def cells(request: SuiteRequest) -> list[Cell]:
     """The cells of a run, in the order in which they are worked off.
 
     Raises:
-        KvcliError: usage: an unknown task, a file that cannot be read, a task that is there twice.
+        KvcliError: a task is unknown or there twice, a file cannot be read, a length is too small for a task (usage).
     """
     found = [cell for task in request.tasks for cell in _cells_of(request, task)]
+    for task in {cell.task for cell in found if cell.length is not None}:
+        # A length that is too small for a task is refused before the model is loaded.
+        min((cell for cell in found if cell.task == task), key=lambda cell: cell.length or 0).make(0)
     places = [(cell.task, cell.length, cell.depth) for cell in found]
     for place in places:
         if places.count(place) > 1:
@@ -108,8 +111,15 @@ def _cells_of(request: SuiteRequest, task: str) -> Iterator[Cell]:
 
 def _row(request: SuiteRequest, task: str, length: int, depth: float | None, index: int, answer: int) -> TaskRow:
     """Make a row whose prompt leaves room for `answer` tokens."""
-    length = request.beside(length, answer) - request.frame
-    return make_row(task, length=length, seed=request.seed, index=index, depth=depth, count_tokens=request.count_tokens)
+    return make_framed_row(
+        task,
+        length=request.beside(length, answer),
+        frame=request.frame,
+        seed=request.seed,
+        index=index,
+        depth=depth,
+        count_tokens=request.count_tokens,
+    )
 
 
 def _asked(request: SuiteRequest, task: str, length: int, depth: float | None, index: int) -> Example:

@@ -6,6 +6,7 @@ counter that the caller passes.
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.tasks.cwe import common_words
@@ -28,9 +29,8 @@ TASKS: dict[str, Callable[..., Draft]] = {
     "niah_multikey_2": needles_only,
     "niah_multikey_3": uuids_only,
 }
-"""The generators by name. FidelityProbe RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with
-sentences
-of our own and values of nine digits, where RULER has seven:
+"""The generators by name. To RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with sentences of
+our own and values of nine digits, where RULER has seven:
 
 - `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `cwe`, `fwe`: RULER's of that name, made the same way;
 - `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
@@ -41,6 +41,21 @@ of our own and values of nine digits, where RULER has seven:
 
 EVALUATION = "evaluation"
 """The split that rows belong to unless the caller says otherwise. The demo model is trained on split "train"."""
+
+
+def make_framed_row(task: str, *, length: int, frame: int, **more: Any) -> TaskRow:
+    """Make a row for a prompt of `length` tokens, `frame` of which the chat template takes; see `make_row`.
+
+    Raises:
+        KvcliError: what `make_row` raises; where the length is too small, it is the prompt's that is named (usage).
+    """
+    try:
+        return make_row(task, length=length - frame, **more)
+    except KvcliError as error:
+        if "too short" not in error.what:
+            raise
+        what = f"a prompt of {length:,} tokens, {frame:,} of them the chat template's, is too short for {task}"
+        raise KvcliError(what, "ask for a larger --length", error.exit_code) from None
 
 
 def make_row(
@@ -88,4 +103,14 @@ def make_row(
     )
 
 
-__all__ = ["EVALUATION", "SEPARATOR", "TASKS", "CountTokens", "TaskRow", "make_row", "recall", "string_match_all"]
+__all__ = [
+    "EVALUATION",
+    "SEPARATOR",
+    "TASKS",
+    "CountTokens",
+    "TaskRow",
+    "make_framed_row",
+    "make_row",
+    "recall",
+    "string_match_all",
+]

@@ -1,0 +1,54 @@
+"""The page of `kvcli eval`: what stands first, and charts in which nothing covers anything."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from answers import ONE
+
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.variants import Variant
+from kvcli.quality.eval.example import Cell
+from kvcli.quality.eval.html import page
+from kvcli.quality.eval.table import EvaluationTable, results
+
+NAMES = ("full", "quest", "freekv")
+VARIANTS = [Variant(name, None, resolve_profile(method=name)) for name in NAMES]
+
+
+def made(score, depths=(None,)):
+    cells = [Cell("vt", length, depth, "recall", 2, lambda _: None) for length in (512, 1024) for depth in depths]
+    answers = [
+        replace(ONE, length=cell.length, depth=cell.depth, index=index, variant=name, score=score)
+        for cell in cells
+        for name in NAMES
+        for index in range(2)
+    ]
+    configuration = {"model": "demo", "tasks": ["vt"]}
+    return page(EvaluationTable({}, configuration, "", VARIANTS, results(cells, VARIANTS, answers), True))
+
+
+def charts(text):
+    return [json.loads(spec) for spec in re.findall(r'lite\+json">(.*?)</script>', text)]
+
+
+def test_scores_stand_before_charts_and_maps_side_by_side():
+    text = made(1.0, depths=(0.0, 1.0)).partition("</main>")[0]
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert headings == ["Scores", "Score against what is read", "Needle grid", "Costs", "Where this comes from"]
+    assert text.index("<table>") < text.index("<figure>")
+    (multiples,) = re.findall(r'<div class="multiples">(.*)', text)
+    assert multiples.count("<figure>") == 3
+
+
+@pytest.mark.parametrize(("score", "bottom"), [(1.0, 90), (0.5, 0)])
+def test_scores_that_are_all_high_fill_the_axis(score, bottom):
+    (trade,) = charts(made(score))
+    assert trade["encoding"]["y"]["scale"]["domain"] == [bottom, 100]
+
+
+def test_points_in_one_place_stand_side_by_side():
+    (trade,) = charts(made(1.0))
+    places = [(row["shown"], row["score"]) for row in trade["data"]["values"]]
+    assert len(set(places)) == len(places) == 6
