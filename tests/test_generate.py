@@ -3,16 +3,18 @@ import json
 import pytest
 import torch
 from families import FAMILIES, tiny_checkpoint
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import GenerationRequest, generate
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.prompts import Prompt, Template
+from kvcli.inputs.prompts import Prompt
 from kvcli.methods.actqkv import ActQKV
 from kvcli.models.loading import ModelSpec
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.timeline import Timeline
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 3
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
@@ -49,16 +51,16 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
-def request(path, prompts=PROMPTS, method="freekv", overrides=SMALL, **sampling):
-    sampling = {"max_tokens": 12, "ignore_eos": True, **sampling}
-    return GenerationRequest(
-        ModelSpec(path), resolve_profile(method=method, overrides=overrides), prompts, Sampling(**sampling)
-    )
+def run(path, observer=None, prompts=PROMPTS, method="freekv", overrides=SMALL, audit=None, timeline=None, **sampling):
+    profile = resolve_profile(method=method, overrides=overrides)
+    sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **sampling})
+    request = GenerationRequest(profile, prompts, sampling, audit=audit)
+    return generate(ModelSpec(path), request, observer or Watcher(), timeline)
 
 
 def test_report_of_a_batch(checkpoint):
     watcher = Watcher()
-    report = generate(request(checkpoint), watcher)
+    report = run(checkpoint, watcher)
     assert [sequence.source for sequence in report.sequences] == ["a", "b", "c"]
     assert {sequence.finish_reason for sequence in report.sequences} == {"length"}
     assert sorted(watcher.ended) == [0, 1, 2]
@@ -78,7 +80,7 @@ def test_report_of_a_batch(checkpoint):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_files_to_tokens_as_transformers_has_it(family, tmp_path):
     tiny_checkpoint(family, tmp_path)
-    report = generate(request(str(tmp_path), (PROMPTS[0],), overrides={}, max_tokens=16), Watcher())
+    report = run(str(tmp_path), Watcher(), (PROMPTS[0],), overrides={}, max_tokens=16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": TEXT}]
@@ -92,17 +94,17 @@ def test_from_files_to_tokens_as_transformers_has_it(family, tmp_path):
 
 def test_samples_share_a_prefill_and_differ(checkpoint):
     watcher = Watcher()
-    report = generate(request(checkpoint, PROMPTS[:2], num_samples=3, temperature=2.0, seed=5), watcher)
+    report = run(checkpoint, watcher, PROMPTS[:2], num_samples=3, temperature=2.0, seed=5)
     assert [(s.source, s.sample) for s in report.sequences] == [(x, i) for x in "ab" for i in range(3)]
     assert watcher.stages == ["load", "prefill", "prefill"]
     assert len({tuple(s.token_ids) for s in report.sequences[:3]}) == 3
-    alone = generate(request(checkpoint, PROMPTS[1:2], num_samples=3, temperature=2.0, seed=5), Watcher())
+    alone = run(checkpoint, Watcher(), PROMPTS[1:2], num_samples=3, temperature=2.0, seed=5)
     assert [s.token_ids for s in alone.sequences] == [s.token_ids for s in report.sequences[3:]]
 
 
 def test_interrupt_keeps_what_was_generated(checkpoint):
     watcher = Watcher(interrupt_at=5)
-    report = generate(request(checkpoint, PROMPTS[:2]), watcher)
+    report = run(checkpoint, watcher, PROMPTS[:2])
     assert [s.finish_reason for s in report.sequences] == ["interrupted"] * 2
     assert [s.output_tokens for s in report.sequences] == [5, 5]
     assert {i: s.text for i, s in enumerate(report.sequences) if s.text} == watcher.texts
@@ -115,20 +117,20 @@ def test_interrupt_while_the_second_prompt_is_read(checkpoint):
             if self.stages.count("prefill") == 2:
                 raise KeyboardInterrupt
 
-    report = generate(request(checkpoint, PROMPTS[:2]), OneOnly())
+    report = run(checkpoint, OneOnly(), PROMPTS[:2])
     assert [(s.finish_reason, s.output_tokens) for s in report.sequences] == [("interrupted", 1), ("interrupted", 0)]
 
 
 def test_stop_string_and_eos(checkpoint):
-    free = generate(request(checkpoint, PROMPTS[:1], max_tokens=20), Watcher()).sequences[0]
+    free = run(checkpoint, Watcher(), PROMPTS[:1], max_tokens=20).sequences[0]
     stop = free.text[4:7]
-    cut = generate(request(checkpoint, PROMPTS[:1], max_tokens=20, stop=(stop,)), Watcher()).sequences[0]
+    cut = run(checkpoint, Watcher(), PROMPTS[:1], max_tokens=20, stop=(stop,)).sequences[0]
     assert cut.finish_reason == "stop"
     assert cut.text == free.text[: free.text.index(stop)]
 
 
 def test_a_prompt_that_cannot_be_encoded_fails_alone(checkpoint, monkeypatch):
-    import kvcli.runtime.prefill_runner as module
+    import kvcli.inputs.encoding as module
 
     real = module.encode
 
@@ -138,11 +140,11 @@ def test_a_prompt_that_cannot_be_encoded_fails_alone(checkpoint, monkeypatch):
         return real(prompt, template, tokenizer)
 
     monkeypatch.setattr(module, "encode", encode)
-    report = generate(request(checkpoint), Watcher())
+    report = run(checkpoint, Watcher())
     assert [s.finish_reason for s in report.sequences] == ["length", "error", "length"]
     assert report.sequences[1].error == "b: the prompt has no tokens"
     with pytest.raises(KvcliError):
-        generate(request(checkpoint, PROMPTS[1:2]), Watcher())
+        run(checkpoint, Watcher(), PROMPTS[1:2])
 
 
 def test_context_past_the_models_positions_is_a_notice(tmp_path):
@@ -150,16 +152,14 @@ def test_context_past_the_models_positions_is_a_notice(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     watcher = Watcher()
-    generate(request(str(tmp_path), PROMPTS[:1]), watcher)
+    run(str(tmp_path), watcher, PROMPTS[:1])
     assert any("64 positions" in notice for notice in watcher.notices)
 
 
 def test_trace_is_chrome_trace_json(checkpoint, tmp_path):
-    wanted = request(checkpoint, PROMPTS[:1])
-    trace = tmp_path / "trace.json"
-    generate(
-        GenerationRequest(wanted.model, wanted.profile, wanted.prompts, wanted.sampling, Template(), trace), Watcher()
-    )
+    timeline, trace = Timeline(enabled=True), tmp_path / "trace.json"
+    run(checkpoint, prompts=PROMPTS[:1], timeline=timeline)
+    timeline.save(trace)
     events = json.loads(trace.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     names = {event["name"] for event in spans}
@@ -181,7 +181,7 @@ def test_the_question_alone_reaches_a_method_that_reads_by_windows(checkpoint, m
         return ()
 
     monkeypatch.setattr(ActQKV, "preview", property(preview))
-    report = generate(request(checkpoint, method="actqkv", overrides=small), Watcher())
+    report = run(checkpoint, Watcher(), method="actqkv", overrides=small)
     assert previews[:2] == [[], []]
     assert report.sequences[2].output_tokens == 12
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -189,3 +189,46 @@ def test_the_question_alone_reaches_a_method_that_reads_by_windows(checkpoint, m
     statistics = json.loads(report.to_json())["sequences"][0]["method"]
     assert statistics["decode"]["blocks_requested"] > 0
     assert len(statistics["layers"]) == 4
+
+
+@pytest.mark.parametrize("audit", [None, 2])
+def test_an_interrupt_at_the_first_piece_of_text_keeps_it(checkpoint, audit):
+    class AtOnce(Watcher):
+        def text(self, sequence, piece):
+            super().text(sequence, piece)
+            raise KeyboardInterrupt
+
+    watcher = AtOnce()
+    report = run(checkpoint, watcher, PROMPTS[:1], audit=audit)
+    assert [s.finish_reason for s in report.sequences] == ["interrupted"]
+    assert report.sequences[0].text == watcher.texts[0] != ""
+
+
+def broken(path, name, value):
+    """A checkpoint in which one weight holds a value that is not finite."""
+    tiny_checkpoint("llama", path)
+    weights = load_file(path / "model.safetensors")
+    weights[name].view(-1)[7] = value
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(tmp_path, value, temperature):
+    name = "model.layers.2.mlp.up_proj.weight"
+    broken(tmp_path, name, value)
+    report = run(str(tmp_path), prompts=PROMPTS[:2], temperature=temperature)
+    assert [s.finish_reason for s in report.sequences] == ["error"] * 2
+    assert (
+        report.sequences[0].error
+        == f"NaN or infinity in the logits of token 1 of the output: the weights of {name} hold it"
+    )
+
+
+def test_a_layer_that_overflows_is_named(tmp_path):
+    broken(tmp_path, "model.layers.1.mlp.down_proj.weight", 3e38)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1e30
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (sequence,) = run(str(tmp_path), prompts=PROMPTS[:1]).sequences
+    assert "it first shows behind layer 1;" in sequence.error

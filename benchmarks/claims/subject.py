@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcli.inputs.encoding import Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
-from kvcli.inputs.prompts import Prompt, Template, encode, encode_question
+from kvcli.inputs.prompts import Prompt
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.quality.tasks import TASKS, Row, make_row, recall

@@ -14,10 +14,8 @@ from kvcli.bench.sources import ContextSource, Load
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Model
-from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import engine
-from kvcli.runtime.sampling import Sampler, Sampling
-from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.sampling import Sampling
 from kvcli.store.cache import Footprint
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
@@ -77,21 +75,9 @@ class Decoding:
             methods = self.source.methods(ready, self.profile, load, timeline)
             for method in methods:
                 method.context.counters.warmup = load.warmup
+            sampling = Sampling(max_tokens=load.max_tokens, ignore_eos=True)
             sequences = [
-                RunningSequence(
-                    index=row,
-                    source=self.label,
-                    sample=0,
-                    prompt_tokens=load.context,
-                    method=method,
-                    counters=method.context.counters,
-                    sampler=Sampler(Sampling(), row, self.model.device),
-                    stream=StreamingDetokenizer(self.model.tokenizer),
-                    eos=(),
-                    max_tokens=load.max_tokens,
-                    prefill_ms=0.0,
-                    token_ids=[_FIRST_TOKEN],
-                )
+                ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
             overlapped = self.model.device.type == "cuda" and methods[0].slot_rule is not None

@@ -112,7 +112,7 @@ class ReadContext:
         if not self._kept:
             contexts = [engine.context(len(self.ids), load.max_tokens) for _ in self.profiles]
             made = [engine.method(each, context) for each, context in zip(self.profiles, contexts, strict=True)]
-            engine.read(self.ids, made)
+            engine.prefill(self.ids, made)
             self._kept = {each.hash: method for each, method in zip(self.profiles, made, strict=True)}
         master = self._kept[profile.hash]
         copies = [master.fork(Counters(len(engine.layers)), f"sequence {row}") for row in range(load.batch)]

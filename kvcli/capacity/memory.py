@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -26,10 +26,8 @@ from kvcli.models.loading import Checkpoint
 from kvcli.runtime.prefill import CHUNK
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
-from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.cache import Footprint
 from kvcli.store.prefill_offloader import prefill_buffers
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
@@ -74,14 +72,8 @@ def planned_method(
     if capacity > LONGEST_SEQUENCE:
         what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"
         raise KvcliError(what, "take fewer tokens", ExitCode.WILL_NOT_FIT)
-    context = SequenceContext(
-        capacity=capacity,
-        tiers=Tiers.for_device(torch.device("meta"), dtype),
-        counters=Counters(len(geometry.layers)),
-        timeline=Timeline(),
-        rotary=[None] * len(geometry.layers),
-        prompt_tokens=prompt_tokens,
-    )
+    meta = torch.device("meta")
+    context = SequenceContext.of(len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens)
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 
@@ -122,6 +114,8 @@ def check(
     prompts: Prompts,
     sampling: Sampling,
     audited: bool = False,
+    *,
+    loaded: bool = False,
     way_out: str = "take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
     """Refuse a run that will not fit; `way_out` is what the user can change.
@@ -135,7 +129,7 @@ def check(
         lengths: Counter[int] = Counter()
         for length, number in counted.items():
             lengths[min(longest, length)] += number
-        return need(
+        wanted = need(
             profile,
             checkpoint.geometry,
             checkpoint.dtype,
@@ -145,6 +139,7 @@ def check(
             audited,
             device,
         )
+        return replace(wanted, weights=0) if loaded else wanted
 
     device, longest = checkpoint.device, max(counted)
     free, wanted = available(device), planned(longest)

@@ -176,7 +176,8 @@ def generate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.inputs.prompts import Template, read_prompts
+    from kvcli.inputs.encoding import Template
+    from kvcli.inputs.prompts import read_prompts
 
     check_outputs(
         {"-o": output, "--trace": trace},
@@ -192,6 +193,7 @@ def generate(
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
     from kvcli.runtime.sampling import Sampling
+    from kvcli.telemetry.timeline import Timeline
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
     if model is None:
@@ -199,19 +201,20 @@ def generate(
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     request = GenerationRequest(
-        model=ModelSpec(model, device, dtype, load_format, offline),
         profile=chosen,
         prompts=tuple(show.prompts),
         sampling=Sampling(
             max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples
         ),
         template=template,
-        trace=trace,
         audit=audit,
         pipeline=pipeline,
     )
     try:
-        report = run(request, show.observer)
+        spec, timeline_of_run = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
+        report = run(spec, request, show.observer, timeline_of_run)
+        if trace is not None:
+            timeline_of_run.save(trace)
     except BaseException:
         show.abandon()
         raise

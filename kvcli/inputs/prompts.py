@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 STDIN = "-"
-_RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,6 @@ class FailedPrompt:
 
     source: str
     error: KvcliError
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a prompt becomes a conversation: system message, chat template or not, extra template variables."""
-
-    system: str | None = None
-    raw: bool = False
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prompt | FailedPrompt]:
@@ -101,57 +91,6 @@ def read_document(name: str) -> str:
     if not text.strip():
         raise _usage(f"{source}: {'holds only blanks' if text else 'is empty'}", "a document needs some text")
     return text
-
-
-def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt: through the tokenizer's chat template where it has one, unless `template.raw`.
-
-    Without a template the text is encoded with the tokenizer's own special tokens. Raises `KvcliError` (usage) for
-    a system message or template variables that nothing would read, for a template that refuses the conversation,
-    and for a prompt of no tokens.
-    """
-    if template.raw or tokenizer.chat_template is None:
-        _refuse_unread(template)
-        ids = tokenizer(prompt.content, verbose=False)["input_ids"]
-    else:
-        ids = _apply_template(prompt, template, tokenizer)
-    if not ids:
-        raise _usage(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
-    return list(ids)
-
-
-def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of the question after the document, without special tokens; none where the text stands alone."""
-    if not prompt.question:
-        return []
-    return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _apply_template(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> Any:
-    from jinja2 import TemplateError
-
-    reserved = sorted(_RESERVED & template.kwargs.keys())
-    if reserved:
-        raise _usage(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
-    conversation = [{"role": "user", "content": prompt.content}]
-    if template.system is not None:
-        conversation.insert(0, {"role": "system", "content": template.system})
-    try:
-        encoded = tokenizer.apply_chat_template(
-            conversation, tokenize=True, add_generation_prompt=True, return_dict=True, **template.kwargs
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        hint = "leave --system out, " if template.system is not None else ""
-        raise _usage(f"the chat template refuses the prompt: {error}", f"{hint}or use --raw") from error
-    return encoded["input_ids"]  # type: ignore[index, call-overload]
-
-
-def _refuse_unread(template: Template) -> None:
-    why = "--raw leaves the chat template out" if template.raw else "the tokenizer has no chat template"
-    if template.system is not None:
-        raise _usage(f"--system has no place: {why}", "put the instruction into the prompt")
-    if template.kwargs:
-        raise _usage(f"--chat-template-kwargs has no effect: {why}", "leave it out")
 
 
 def _source(name: str) -> str:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
@@ -53,6 +54,30 @@ class SequenceContext:
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
     attention_observer: AttentionObserver | None = None
     """Called after every `Method.attend`, where somebody watches."""
+
+    @classmethod
+    def of(
+        cls,
+        num_layers: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        capacity: int,
+        rotary: Sequence[Rotary | None] | None = None,
+        timeline: Timeline | None = None,
+        **known: Any,
+    ) -> SequenceContext:
+        """Make the context of a sequence of `capacity` tokens; `known` are further fields.
+
+        On the meta device nothing is allocated: that is how memory is planned.
+        """
+        return cls(
+            capacity=capacity,
+            tiers=Tiers.for_device(device, dtype),
+            counters=Counters(num_layers),
+            timeline=timeline or Timeline(),
+            rotary=rotary or [None] * num_layers,
+            **known,
+        )
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)

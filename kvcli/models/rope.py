@@ -116,10 +116,8 @@ class Frequencies:
 
     def _call(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
         arguments = () if layer_type is None else (layer_type,)
-        attention_observer = torch.empty(
-            1, 1, 1, dtype=dtype, device=self.device
-        )  # tells the module its dtype and device
-        cos, sin = self.rotary(attention_observer, positions[None], *arguments)
+        like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)  # tells the module its dtype and device
+        cos, sin = self.rotary(like, positions[None], *arguments)
         return cos[0], sin[0]
 
 

@@ -34,8 +34,9 @@ from torch import Tensor
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.kernels.block_attention import attention_scores
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AttentionObserver, Method, SequenceContext
+from kvcli.methods.base import AttentionObserver, Method
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.sampling import Sampling, TeacherForcing
 
 TOP = 64
 """Tokens that recall asks for; all of them where there are fewer."""
@@ -209,20 +210,6 @@ class Passage:
         return len(self.prompt) + len(self.continuation)
 
 
-@dataclass
-class TeacherForcedRun:
-    """A method's run over a passage: its tokens are told, not chosen."""
-
-    method: Method[Any, Any]
-    prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache: the newest one has no KV yet."""
-        return self.prompt_tokens + len(self.token_ids) - 1
-
-
 @dataclass(frozen=True)
 class MeasuredMethod:
     """A method after a passage, and how close it came."""
@@ -245,25 +232,21 @@ def measure(
     those of the prompt once for all methods that read it exactly.
     """
     prompt, continuation = passage.prompt, passage.continuation
-
-    def new(profile: Profile) -> tuple[Method[Any, Any], SequenceContext]:
-        context = engine.context(len(prompt), len(continuation), passage.question)
-        return engine.method(profile, context), context
-
-    reference, _ = new(reference_profile())
-    made = [new(profile) for profile in profiles]
-    methods = [method for method, _ in made]
-    engine.read(prompt, [*methods, reference], advance)
+    contexts = [engine.context(len(prompt), len(continuation), passage.question) for _ in (*profiles, "reference")]
+    *methods, reference = map(engine.method, [*profiles, reference_profile()], contexts)
+    engine.prefill(prompt, [*methods, reference], advance)
     expected = engine.extend(continuation, reference, keep=len(continuation))  # [n, vocab]
-    rows = [TeacherForcedRun(method, len(prompt)) for method in methods]
-    probes = [FidelityProbe(reference, (along or {}).get(index)) for index in range(len(rows))]
-    for (_, context), attention_observer in zip(made, probes, strict=True):
-        context.attention_observer = attention_observer
-    for step, token in enumerate(continuation):
-        for row, (_, context) in zip(rows, made, strict=True):
-            row.token_ids.append(token)
-            context.counters.next_step()
-        for attention_observer, logits in zip(probes, engine.step(rows), strict=True):
-            attention_observer.fidelity.note_step(step, expected[step], logits)
-        advance(len(engine.layers) * len(rows))
-    return [MeasuredMethod(*pair) for pair in zip(methods, (each.fidelity for each in probes), strict=True)], reference
+    probes = [FidelityProbe(reference, (along or {}).get(index)) for index in range(len(methods))]
+    for method, probe in zip(methods, probes, strict=True):
+        method.context.attention_observer = probe
+    first, *others = continuation
+    fed = Sampling(max_tokens=len(continuation) + 1, ignore_eos=True)
+    sequences = [  # what would follow the last token is not fed
+        engine.sequence(method, fed, sampler=TeacherForcing([*others, first]), first_token=first) for method in methods
+    ]
+    for step, _ in enumerate(engine.decode(sequences)):
+        for probe, sequence in zip(probes, sequences, strict=True):
+            assert sequence.logits is not None
+            probe.fidelity.note_step(step, expected[step], sequence.logits)
+        advance(len(engine.layers) * len(sequences))
+    return [MeasuredMethod(method, probe.fidelity) for method, probe in zip(methods, probes, strict=True)], reference

@@ -1,7 +1,8 @@
 """The only hook into transformers: one registered attention function that hands queries, keys and values over.
 
-No Cache object and no mask: the model is called with `use_cache=False`, so the function sees the new tokens alone, and
-an attention name without a mask function makes transformers build no L*L mask. Causality is the handler's business.
+There is no Cache object and no mask: the model is called with `use_cache=False`, so that the function sees the new
+tokens alone, and an attention name without a mask function makes transformers build no L*L mask. The handler that
+attends is responsible for causality. `Hook.run` is the one place that calls the model.
 """
 
 from __future__ import annotations
@@ -28,12 +29,28 @@ class Handler(Protocol):
 
 
 class Hook:
-    """What every attention module of one model points at; whoever runs the model sets the handler."""
+    """Runs one model with attention of our own; made by `attached`.
 
-    handler: Handler
+    Every attention module of the model points at it, `modules` has them in the order of the layers.
+    """
 
-    def __init__(self, modules: Sequence[nn.Module]):
-        self.modules = modules  # of every layer, in order
+    def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]):
+        self.model, self.modules = model, modules
+        self._handler: Handler | None = None
+
+    def run(self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1) -> Tensor:
+        """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
+
+        Returns the logits [b, keep, vocab] of the last `keep` tokens.
+        """
+        self._handler = handler
+        out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+        return out.logits  # type: ignore[no-any-return]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Pass a layer's attention on to the handler of the current run."""
+        assert self._handler is not None
+        return self._handler(layer, q, k, v, softmax)
 
 
 @contextmanager
@@ -43,7 +60,7 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
     Two models can be attached at once: the hook hangs on their modules, not on the registered function.
     """
     modules = attention_modules(model)
-    hook = Hook(modules)
+    hook = Hook(model, modules)
     before = model.config._attn_implementation
     for module in modules:
         module.kvcli_hook = hook  # type: ignore[assignment]
@@ -71,7 +88,7 @@ def _attention(
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.layer_idx)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    return hook.handler(layer, query, key, value, softmax), None
+    return hook.attend(layer, query, key, value, softmax), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from typing_extensions import override
 
 from kvcli.errors import KvcliError
 from kvcli.models.rope import Rope
@@ -37,21 +37,22 @@ class CompiledStepper(BlockingStepper):
         KvcliError: at the first step, what the compiler cannot do.
     """
 
-    def __init__(self, model: PreTrainedModel, hook: Hook, rope: Rope | None, backend: str = "inductor"):
-        super().__init__(model, hook, rope)
+    def __init__(self, hook: Hook, rope: Rope, backend: str = "inductor"):
+        super().__init__(hook, rope)
+        model = hook.model
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.left = ExitStack()  # what is to be undone at the end
         self.left.enter_context(fused_rows(model))
         self.left.enter_context(compiled_layers(model, backend, [head]))
 
+    @override
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
-        """See `Stepper.step`."""
         try:
             return super().step(batch)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
             raise KvcliError(f"the layers cannot be compiled: {reason}", "take --pipeline blocking") from error
 
+    @override
     def finish(self) -> None:
-        """See `Stepper.finish`."""
         self.left.close()

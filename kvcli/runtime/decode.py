@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
@@ -21,22 +21,6 @@ from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.next_query import next_queries
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.timeline import Timeline
-
-
-class DecodingSequence(Protocol):
-    """One sequence of a batch, as far as a step of the model needs it; a `RunningSequence` is one."""
-
-    @property
-    def method(self) -> Method[Any, Any]:
-        """What serves it."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Its tokens after the prompt, the last of which has no KV yet."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that have."""
 
 
 class BlockingPipeline:
@@ -54,25 +38,6 @@ class BlockingPipeline:
         return torch.stack(outs)[:, None]
 
 
-@torch.inference_mode()
-def forward_step(
-    model: PreTrainedModel, hook: Hook, batch: Sequence[DecodingSequence], rope: Rope | None = None
-) -> Tensor:
-    """Run the newest token of every sequence through the model -> logits [b, vocab].
-
-    `rope` is what stands in for the model's rotary module, where something does.
-    """
-    if rope is not None:
-        rope.use([sequence.method.context.capacity for sequence in batch])
-    methods = [sequence.method for sequence in batch]
-    hook.handler = BlockingPipeline(methods)
-    tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=model.device)  # [b, 1]
-    positions = torch.tensor([[sequence.length] for sequence in batch], device=model.device)  # [b, 1]
-    with next_queries(hook, methods):
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
-    return out.logits[:, -1]  # type: ignore[no-any-return]
-
-
 class Stepper(Protocol):
     """Runs decode steps of a batch."""
 
@@ -87,18 +52,25 @@ class Stepper(Protocol):
         """End: all that was counted is in the counters of the sequences."""
 
 
-class BlockingStepper:
-    """Steps by `BlockingPipeline`."""
+class BlockingStepper(Stepper):
+    """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions."""
 
-    def __init__(self, model: PreTrainedModel, hook: Hook, rope: Rope | None):
-        self.model, self.hook, self.rope = model, hook, rope
+    def __init__(self, hook: Hook, rope: Rope):
+        self.hook, self.rope = hook, rope
 
+    @override
+    @torch.inference_mode()
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
-        """See `Stepper.step`."""
-        return [(logits, None) for logits in forward_step(self.model, self.hook, batch, self.rope)]
+        methods, device = [sequence.method for sequence in batch], self.hook.model.device
+        tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=device)  # [b, 1]
+        positions = torch.tensor([[sequence.length] for sequence in batch], device=device)  # [b, 1]
+        self.rope.use([method.context.capacity for method in methods])
+        with next_queries(self.hook, methods):
+            logits = self.hook.run(BlockingPipeline(methods), tokens, positions)  # [b, 1, vocab]
+        return [(row[0], None) for row in logits]
 
-    def finish(self) -> None:
-        """See `Stepper.finish`."""
+    @override
+    def finish(self) -> None: ...
 
 
 def decode(

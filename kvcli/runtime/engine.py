@@ -1,7 +1,7 @@
-"""A model made ready: kvcli's attention, linear layers and rotary tables in place, and the moves that all runs share.
+"""A model made ready: our attention, linear layers and rotary tables in place, and what all runs share.
 
-Whatever runs methods stands on an `Engine`: it makes their objects, reads a prompt into them (once, however many they
-are) and decodes. `generate` is one user of it; measuring, calibrating and evaluating are others.
+All that runs methods stands on an `Engine`: it makes method objects and sequences, reads a prompt into methods (once,
+however many they are) and decodes. `kvcli.generate` is one user; measuring, calibrating and evaluating are others.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
 from kvcli.runtime.compiled import CompiledStepper
-from kvcli.runtime.decode import BlockingStepper, DecodingSequence, Stepper, decode, forward_step
+from kvcli.runtime.decode import BlockingStepper, Stepper, decode
+from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
-from kvcli.runtime.prefill import PrefillConsumer, prefill
+from kvcli.runtime.prefill import CHUNK, PrefillConsumer, PrefillFanout, prefill
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
+from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.runtime.windowed import extend, read_prompt
-from kvcli.store.cache import Tiers
-from kvcli.telemetry.counters import Counters
+from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
 
 Pipeline = Literal["blocking", "overlapped", "compiled"]
-"""How a step runs: phase after phase; over slots (`kvcli.runtime.gpu`), for methods that have a `slot_rule` and that
-nobody watches or times phase by phase; with what lies between attention compiled, over slots on a GPU, phase after
-phase on a CPU."""
+"""How a step runs: phase after phase; over slots (`kvcli.runtime.gpu`), for methods with a `slot_rule` whose phases are
+neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
 
@@ -68,14 +67,15 @@ class Engine:
         timeline: Timeline | None = None,
         track: str = "sequence 0",
     ) -> SequenceContext:
-        """What a method object for a prompt and its continuation is given; `question` are the prompt's last tokens."""
+        """Make what the method object of a sequence is given; `question` are the prompt's last tokens."""
         capacity = prompt_tokens + max_tokens
-        return SequenceContext(
-            capacity=capacity,
-            tiers=Tiers.for_device(self.model.device, self.model.dtype),
-            counters=Counters(len(self.layers)),
+        return SequenceContext.of(
+            len(self.layers),
+            self.model.device,
+            self.model.dtype,
+            capacity,
+            self.rope.rotary(capacity),
             timeline=timeline or Timeline(),
-            rotary=self.rope.rotary(capacity),
             track=track,
             question=question,
             prompt_tokens=prompt_tokens,
@@ -91,8 +91,93 @@ class Engine:
         context.prepared = {name: self.prepared(name) for name in method_class.needs(profile.settings)}
         method = method_class(profile.settings, self.layers, context)
         if method.wants_next_query:
-            check_next_queries(self.model.module, self.hook, self.rope, method)
+            check_next_queries(self.hook, self.rope, method)
         return method
+
+    def sequence(
+        self,
+        method: Method[Any, Any],
+        sampling: Sampling,
+        *,
+        index: int = 0,
+        sample: int = 0,
+        source: str = "prompt",
+        sampler: Callable[[Tensor], int] | None = None,
+        first_token: int | None = None,
+        reference: Method[Any, Any] | None = None,
+    ) -> RunningSequence:
+        """Make the sequence that continues what was read into `method`.
+
+        Its next step is to `accept` the prefill's logits, or to decode, where `first_token` follows the prompt. By
+        default tokens are drawn as `sampling` says; `sampler` chooses them otherwise.
+        """
+        context = method.context
+        assert context.prompt_tokens is not None
+        return RunningSequence(
+            index=index,
+            source=source,
+            sample=sample,
+            prompt_tokens=context.prompt_tokens,
+            method=method,
+            counters=context.counters,
+            sampler=sampler or Sampler(sampling, sample, self.model.device),
+            detokenizer=StreamingDetokenizer(self.model.tokenizer, sampling.stop),
+            eos=frozenset() if sampling.ignore_eos else self.eos,
+            max_tokens=sampling.max_tokens,
+            token_ids=[] if first_token is None else [first_token],
+            reference=reference,
+        )
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        methods: Sequence[Method[Any, Any]],
+        advance: Callable[[int], None] = lambda _: None,
+        chunk: int = CHUNK,
+    ) -> list[Tensor]:
+        """Read one prompt into methods of equal capacity; returns for each the logits [vocab] of the next token.
+
+        Those with exact prefill share one reading, the others read by windows of their own. `advance` is called with
+        the number of tokens that a layer has just done.
+        """
+        self.rope.use([methods[0].context.capacity])
+        exact = [method for method in methods if method.prefill_window is None]
+        if exact:
+            shared = prefill(self.hook, ids, PrefillFanout(exact), self.layers, advance, chunk)
+        return [
+            shared
+            if method.prefill_window is None
+            else windowed_prefill(self.hook, ids, method, self.layers, advance, method.prefill_window)
+            for method in methods
+        ]
+
+    def prefill_into(
+        self, ids: Sequence[int], consumer: PrefillConsumer, advance: Callable[[int], None] = lambda _: None
+    ) -> Tensor:
+        """Read a prompt exactly for a consumer that is no method; its length must be a capacity of the engine."""
+        self.rope.use([len(ids)])
+        return prefill(self.hook, ids, consumer, self.layers, advance)
+
+    def extend(self, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+        """Read more tokens into a method that attends by windows -> logits of the last ones [keep, vocab]."""
+        self.rope.use([method.context.capacity])
+        return extend(self.hook, ids, method, keep)
+
+    def decode(
+        self,
+        sequences: Sequence[RunningSequence],
+        timeline: Timeline | None = None,
+        pipeline: Pipeline = "blocking",
+    ) -> Iterator[list[tuple[RunningSequence, str]]]:
+        """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`."""
+        stepper: Stepper
+        if pipeline == "blocking":
+            stepper = BlockingStepper(self.hook, self.rope)
+        elif pipeline == "compiled" and self.model.device.type == "cpu":
+            stepper = CompiledStepper(self.hook, self.rope)
+        else:
+            stepper = SlotStepper(self.hook, sequences, self.rope, self.notice, pipeline == "compiled")
+        return decode(stepper, sequences, timeline or Timeline())
 
     def prepared(self, name: str) -> Any:
         """Find out what a method needs to know about the model (`Method.needs`), once.
@@ -103,56 +188,12 @@ class Engine:
 
     def _head_scores(self) -> HeadScores:
         if self.model.module not in _HEAD_SCORES:
-            probe = RepeatedTokens.of(self.model)
-            self.notice(f"no file of retrieval heads: looking for them on {len(probe.ids):,} random tokens")
-            self.rope.cover(len(probe.ids))
-            self.rope.use([len(probe.ids)])
-            _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, probe)
+            repeated = RepeatedTokens.of(self.model)
+            self.notice(f"no file of retrieval heads: looking for them on {len(repeated.ids):,} random tokens")
+            self.rope.cover(len(repeated.ids))
+            self.rope.use([len(repeated.ids)])
+            _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, repeated)
         return _HEAD_SCORES[self.model.module]
-
-    def read(
-        self,
-        ids: Sequence[int],
-        methods: Sequence[Method[Any, Any]],
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> list[Tensor]:
-        """Read one prompt into methods of equal capacity; returns for each the logits [vocab] of the next token.
-
-        Those with exact prefill share one reading. `advance` is called with the tokens that a layer has just done.
-        """
-        self.rope.use([methods[0].context.capacity])
-        return read_prompt(self.model.module, self.hook, ids, methods, self.layers, advance)
-
-    def show(self, ids: Sequence[int], taker: PrefillConsumer, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Read a prompt exactly for somebody who keeps what they want of it; as long as a capacity of the engine."""
-        self.rope.use([len(ids)])
-        prefill(self.model.module, self.hook, ids, taker, self.layers, advance)
-
-    def extend(self, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
-        """Read more tokens into a method that attends by windows -> logits of the last ones [keep, vocab]."""
-        self.rope.use([method.context.capacity])
-        return extend(self.model.module, self.hook, ids, method, keep)
-
-    def step(self, batch: Sequence[DecodingSequence]) -> Tensor:
-        """Run the newest token of every sequence through the model -> logits [b, vocab]."""
-        return forward_step(self.model.module, self.hook, batch, self.rope)
-
-    def decode(
-        self,
-        sequences: Sequence[RunningSequence],
-        timeline: Timeline | None = None,
-        pipeline: Pipeline = "blocking",
-    ) -> Iterator[list[tuple[RunningSequence, str]]]:
-        """Continue sequences together until each has ended; see `decode.decode`."""
-        stepper: Stepper
-        model, compiled = self.model.module, pipeline == "compiled"
-        if pipeline == "blocking":
-            stepper = BlockingStepper(model, self.hook, self.rope)
-        elif compiled and self.model.device.type == "cpu":
-            stepper = CompiledStepper(model, self.hook, self.rope)
-        else:
-            stepper = SlotStepper(model, self.hook, sequences, self.rope, self.notice, compiled)
-        return decode(stepper, sequences, timeline or Timeline())
 
 
 @contextmanager
@@ -161,7 +202,7 @@ def engine(
 ) -> Iterator[Engine]:
     """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was.
 
-    `notice` is told in one line what takes time that nobody asked for.
+    `notice` takes a line for the user about work that was not asked for but takes time.
     """
     here = torch.cuda.device(model.device if model.device.type == "cuda" else -1)  # -1: none; Triton launches on it
     with (

@@ -69,13 +69,13 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def check_next_queries(model: PreTrainedModel, hook: Hook, rope: Rope, method: Method[Any, Any]) -> None:
+def check_next_queries(hook: Hook, rope: Rope, method: Method[Any, Any]) -> None:
     """Run one token through the model, and compare in every layer that retrieves the query with the one made here.
 
     Raises:
         KvcliError: they differ, or the attention has no form known here (usage).
     """
-    position = method.context.capacity - 1
+    model, position = hook.model, method.context.capacity - 1
     made: dict[int, Tensor] = {}  # layer -> [H, d]
 
     def make(layer: int, hidden: Tensor) -> None:
@@ -95,10 +95,9 @@ def check_next_queries(model: PreTrainedModel, hook: Hook, rope: Rope, method: M
         return torch.zeros_like(q.transpose(1, 2))
 
     rope.use([method.context.capacity])
-    hook.handler = compare
     token = torch.tensor([[model.config.get_text_config(decoder=True).vocab_size // 2]], device=model.device)
     with _listening(hook, make):
-        model(input_ids=token, position_ids=token.new_tensor([[position]]), use_cache=False, logits_to_keep=1)
+        hook.run(compare, token, token.new_tensor([[position]]))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
@@ -27,7 +26,7 @@ CHUNK = 1024
 
 
 class PrefillConsumer(Protocol):
-    """Whoever wants a prompt's KV: a method, or several at once."""
+    """What a prompt's KV is handed to: a method, several at once, or something that only looks at it."""
 
     @property
     def query_rows(self) -> int:
@@ -40,11 +39,34 @@ class PrefillConsumer(Protocol):
         """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; not to be kept."""
 
 
+class PrefillFanout:
+    """Hands a layer's prompt KV to several methods, so that the prompt is read once."""
+
+    def __init__(self, consumers: Sequence[PrefillConsumer]):
+        self.consumers = consumers
+
+    @property
+    def query_rows(self) -> int:
+        """The most of the prompt's last queries that a consumer wants."""
+        return max(consumer.query_rows for consumer in self.consumers)
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """Show every consumer how a layer reads the prompt."""
+        for consumer in self.consumers:
+            consumer.observe(layer, q, k, softmax)
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+        """Give every consumer a layer's k, v [Hk, s, d], and those of the last queries q [H, r, d] that it wants."""
+        for consumer in self.consumers:
+            rows = min(consumer.query_rows, q.shape[1])
+            consumer.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
+
+
 class PrefillAttention:
     """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over."""
 
-    def __init__(self, method: PrefillConsumer, layers: Sequence[LayerGeometry], length: int, device: torch.device):
-        self.method, self.layers, self.length = method, layers, length
+    def __init__(self, consumer: PrefillConsumer, layers: Sequence[LayerGeometry], length: int, device: torch.device):
+        self.consumer, self.layers, self.length = consumer, layers, length
         self.offloader = PrefillOffloader(device)
         self.done = 0  # tokens of the current layer
         self.kv = torch.empty(0)  # [2, Hk, length, d] of the current layer
@@ -60,38 +82,37 @@ class PrefillAttention:
         self.kv[1, :, self.done : stop] = v[0]
         seen_k, seen_v = self.kv[:, :, :stop]
         out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
-        self.method.observe(layer, q[0], seen_k, softmax)
-        rows = self.method.query_rows
+        self.consumer.observe(layer, q[0], seen_k, softmax)
+        rows = self.consumer.query_rows
         self.q = torch.cat((self.q, q[0, :, -rows:]), 1)[:, -rows:] if rows else self.q
         self.done = stop % self.length
         if stop == self.length:
             k, v = self.kv
-            self.offloader.start(self.kv, partial(self.method.prefill, layer, k, v, self.q, softmax))
+            self.offloader.start(self.kv, partial(self.consumer.prefill, layer, k, v, self.q, softmax))
         return out.transpose(0, 1)[None]
 
 
 @torch.inference_mode()
 def prefill(
-    model: PreTrainedModel,
     hook: Hook,
     ids: Sequence[int],
-    method: PrefillConsumer,
+    consumer: PrefillConsumer,
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Read a prompt of s >= 1 tokens into `method`; returns the logits [vocab] of the token that follows.
+    """Read a prompt of s >= 1 tokens into `consumer`; returns the logits [vocab] of the token that follows.
 
     `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
     """
-    length = len(ids)
-    attention = hook.handler = PrefillAttention(method, layers, length, model.device)
-    tokens = torch.tensor([ids], device=model.device)  # [1, s]
-    positions = torch.arange(length, device=model.device)[None]  # [1, s]
-    with _layer_major(model.get_decoder().layers, length, chunk, advance):  # type: ignore[no-untyped-call]
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+    device, length = hook.model.device, len(ids)
+    attention = PrefillAttention(consumer, layers, length, device)
+    tokens = torch.tensor([ids], device=device)  # [1, s]
+    positions = torch.arange(length, device=device)[None]  # [1, s]
+    with _layer_major(hook.model.get_decoder().layers, length, chunk, advance):  # type: ignore[no-untyped-call]
+        logits = hook.run(attention, tokens, positions)
     attention.offloader.finish()
-    return out.logits[0, -1]  # type: ignore[no-any-return]
+    return logits[0, -1]
 
 
 @contextmanager

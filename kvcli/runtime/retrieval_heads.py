@@ -57,7 +57,7 @@ class RepeatedTokens:
 def head_scores(model: Model, hook: Hook, probe: RepeatedTokens) -> HeadScores:
     """Read the probe once, with exact attention; nothing is kept but the scores."""
     listener = _Listener(model.geometry.layers, probe.period)
-    prefill(model.module, hook, probe.ids, listener, model.geometry.layers, lambda _: None)
+    prefill(hook, probe.ids, listener, model.geometry.layers, lambda _: None)
     tokens = (REPEATS - 1) * probe.period  # that have a former occurrence
     return HeadScores(listener.echo / tokens, listener.induction / tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +17,9 @@ from transformers import (
 )
 
 from kvcli.errors import ExitCode, KvcliError
+
+NOT_FINITE = -1
+"""Stands for a token that a device could not choose, because of NaN or infinity in its logits."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,25 @@ class Sampling:
             if not holds:
                 option = "--" + name.replace("_", "-")
                 raise KvcliError(f"{option} {getattr(self, name)!r} is out of range", f"give {wanted}", ExitCode.USAGE)
+
+
+def all_finite(logits: Tensor) -> bool:
+    """Tell whether tokens can be chosen from logits [vocab]: no NaN, no infinity but the minus of what is excluded."""
+    return bool(logits.max().isfinite())
+
+
+class TeacherForcing:
+    """Takes the place of a sampler: gives the tokens of a text in turn, and adds up how unlikely they were, in nats."""
+
+    def __init__(self, tokens: Iterable[int]):
+        self._tokens = iter(tokens)
+        self.nll = 0.0
+
+    def __call__(self, logits: Tensor) -> int:
+        """Take the text's next token, and its likelihood from logits [vocab]."""
+        token = next(self._tokens)
+        self.nll -= float(logits.float().log_softmax(-1)[token])
+        return token
 
 
 class Sampler:

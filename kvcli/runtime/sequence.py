@@ -10,14 +10,18 @@ from torch import Tensor
 
 from kvcli.methods.base import Method
 from kvcli.runtime.detokenizer import StreamingDetokenizer
-from kvcli.runtime.sampling import Sampler
+from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
 from kvcli.telemetry import report
 from kvcli.telemetry.counters import Counters
 
 
 @dataclass
 class RunningSequence:
-    """A prompt being continued. `index` is its place in the report, `length` the tokens whose KV exists."""
+    """A prompt being continued, made by `Engine.sequence`.
+
+    `index` is its place in the report. `reference` is full attention that has read the same prompt, where the sequence
+    is compared with it.
+    """
 
     index: int
     source: str
@@ -26,14 +30,16 @@ class RunningSequence:
     method: Method[Any, Any]
     counters: Counters
     sampler: Callable[[Tensor], int]
-    stream: StreamingDetokenizer
+    detokenizer: StreamingDetokenizer
     eos: Collection[int]
     max_tokens: int
-    prefill_ms: float
-    ttft_ms: float = 0.0
     token_ids: list[int] = field(default_factory=list)
+    reference: Method[Any, Any] | None = None
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
     decode_ms: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     logits: Tensor | None = None
     """What the newest token was chosen from: [vocab]."""
 
@@ -55,15 +61,19 @@ class RunningSequence:
     def accept(self, logits: Tensor, token: int | None = None) -> str:
         """Choose the next token from logits [vocab] and see whether the sequence ends; returns the new text.
 
-        `token` is the choice where it was made already.
+        `token` is the choice where it was made already, `NOT_FINITE` where it could not be made. Logits of NaN or
+        infinity end the sequence with `finish_reason` "error".
         """
         self.logits = logits
+        if token == NOT_FINITE or (token is None and not all_finite(logits)):
+            self.error = f"NaN or infinity in the logits of token {len(self.token_ids) + 1} of the output"
+            return self.end("error")
         token = self.sampler(logits) if token is None else token
         self.token_ids.append(token)
         if token in self.eos:
             return self.end("eos")
-        piece = self.stream.push(token)
-        if self.stream.stopped:
+        piece = self.detokenizer.push(token)
+        if self.detokenizer.stopped:
             return piece + self.end("stop")
         if len(self.token_ids) >= self.max_tokens:
             return piece + self.end("length")
@@ -72,14 +82,14 @@ class RunningSequence:
     def end(self, reason: str) -> str:
         """Finish for `reason`; returns the text that was held back."""
         self.finish_reason = reason
-        return self.stream.finish()
+        return self.detokenizer.finish()
 
     def report(self) -> report.Sequence:
-        """Say what became of it."""
+        """Make the entry of this sequence in the run's report."""
         return report.Sequence(
             source=self.source,
             sample=self.sample,
-            text=self.stream.text,
+            text=self.detokenizer.text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason or "interrupted",
             prompt_tokens=self.prompt_tokens,
@@ -89,4 +99,5 @@ class RunningSequence:
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),
             method=self.method.statistics(),
+            error=self.error,
         )

@@ -11,66 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.models.geometry import LayerGeometry
-from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.prefill import CHUNK, PrefillConsumer, prefill
-
-
-def read_prompt(
-    model: PreTrainedModel,
-    hook: Hook,
-    ids: Sequence[int],
-    methods: Sequence[Method[Any, Any]],
-    layers: Sequence[LayerGeometry],
-    advance: Callable[[int], None],
-    chunk: int = CHUNK,
-) -> list[Tensor]:
-    """Read a prompt into each of `methods` the way it wants it: one exact prefill for all, or by its own windows.
-
-    Returns for each the logits [vocab] of the token that follows; the other arguments are those of `prefill`.
-    """
-    exact = [method for method in methods if method.prefill_window is None]
-    if exact:
-        shared = prefill(model, hook, ids, PrefillFanout(exact), layers, advance, chunk)
-    return [
-        shared
-        if method.prefill_window is None
-        else windowed_prefill(model, hook, ids, method, layers, advance, method.prefill_window)
-        for method in methods
-    ]
-
-
-class PrefillFanout:
-    """Hands a layer's prompt KV to several methods, so that the prompt is read once."""
-
-    def __init__(self, methods: Sequence[PrefillConsumer]):
-        self.methods = methods
-
-    @property
-    def query_rows(self) -> int:
-        """As many of the prompt's last queries as the most curious method wants."""
-        return max(method.query_rows for method in self.methods)
-
-    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Show every method how a layer reads the prompt."""
-        for method in self.methods:
-            method.observe(layer, q, k, softmax)
-
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Give every method the KV [Hk, s, d] of a layer, and those of its last queries q [H, r, d] that it wants."""
-        for method in self.methods:
-            rows = min(method.query_rows, q.shape[1])
-            method.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
+from kvcli.runtime.attention_hook import Handler, Hook
 
 
 @torch.inference_mode()
 def windowed_prefill(
-    model: PreTrainedModel,
     hook: Hook,
     ids: Sequence[int],
     method: Method[Any, Any],
@@ -86,22 +36,20 @@ def windowed_prefill(
     """
     preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 else []
     if preview:
-        hook.handler = PreviewAttention(method, layers)
-        _forward(model, [ids[0], *preview], 0)
-    hook.handler = WindowAttention(method, advance)
+        _run(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
+    attention = WindowAttention(method, advance)
     for start in range(0, len(ids), window):
-        logits = _forward(model, ids[start : start + window], start)[0]
+        logits = _run(hook, attention, ids[start : start + window], start)[0]
     return logits
 
 
 @torch.inference_mode()
-def extend(model: PreTrainedModel, hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+def extend(hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
     """Read n >= 1 more tokens as one window into a method -> logits of the last `keep` of them [keep, vocab].
 
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
     """
-    hook.handler = WindowAttention(method, lambda _: None)
-    return _forward(model, ids, method.caches[0].length, keep)
+    return _run(hook, WindowAttention(method, lambda _: None), ids, method.caches[0].length, keep)
 
 
 class WindowAttention:
@@ -129,8 +77,9 @@ class PreviewAttention:
         return prefill_attention(q[0], k[0], v[0], softmax, self.layers[layer].window).transpose(0, 1)[None]
 
 
-def _forward(model: PreTrainedModel, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
-    tokens = torch.tensor([list(ids)], device=model.device)  # [1, n]
-    positions = torch.arange(start, start + len(ids), device=model.device)[None]  # [1, n]
-    out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-    return out.logits[0]  # type: ignore[no-any-return]
+def _run(hook: Hook, handler: Handler, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
+    """Run one sequence's tokens from position `start` on -> logits of the last `keep` of them [keep, vocab]."""
+    device = hook.model.device
+    tokens = torch.tensor([list(ids)], device=device)  # [1, n]
+    positions = torch.arange(start, start + len(ids), device=device)[None]  # [1, n]
+    return hook.run(handler, tokens, positions, keep)[0]

@@ -5,7 +5,8 @@ import pytest
 from families import tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.prompts import FailedPrompt, Prompt, Template, encode, encode_question, read_document, read_prompts
+from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.prompts import FailedPrompt, Prompt, read_document, read_prompts
 
 
 def refused(function, *arguments):

@@ -7,15 +7,14 @@ import pytest
 import torch
 from block_oracle import Layer, Shares, entropy
 from driver import HK, SOFTMAX, D, H, layers
-from engine import SPARE, new_method, run
+from engine import SPARE, in_memory, new_method, profile_of, run
 from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.methods.actqkv import ActQKVConfig, CutOff
 from kvcli.methods.base import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed
-from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.windowed import read_prompt
+from kvcli.runtime.engine import engine
 from kvcli.store import blocks
 from kvcli.store.blocks import BlockCache
 
@@ -225,15 +224,13 @@ def test_a_question_is_read_alone_and_changes_what_is_retrieved():
     model = tiny_model("llama")
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB, (300,), generator=generator).tolist()
-    geometry = geometry_of(model.config, model.dtype).layers
 
     def read(question, **more):
-        capacity = len(ids) + SPARE
-        with attached(model) as hook, installed(model, [capacity]) as rope:
-            settings = {**SETTINGS, **more}
-            method = new_method("actqkv", settings, geometry, capacity, rotary=rope.rotary(capacity), question=question)
+        with engine(in_memory(model), [len(ids) + SPARE]) as ready:
+            profile, context = profile_of("actqkv", {**SETTINGS, **more}), ready.context(len(ids), SPARE, question)
+            method = ready.method(profile, context)
             done = []
-            (logits,) = read_prompt(model, hook, ids, [method], geometry, done.append)
+            (logits,) = ready.prefill(ids, [method], done.append)
             assert sum(done) == len(ids) * LAYERS
         return logits, method
 

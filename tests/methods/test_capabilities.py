@@ -12,9 +12,6 @@ from kvcli.methods import get_method, method_names
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.card import MEMORY_SYMBOLS, Card, read_card
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Tiers
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
 WIDTH = KV_HEADS * D
@@ -27,14 +24,7 @@ def planned(name, capacity, prompt):
     """The method on the meta device with its default settings, but that no layer is dense."""
     method = get_method(name)
     layers = [LayerGeometry(index, HEADS, KV_HEADS, D, None, True) for index in range(LAYERS)]
-    context = SequenceContext(
-        capacity=capacity,
-        tiers=Tiers.for_device(torch.device("meta"), torch.bfloat16),
-        counters=Counters(LAYERS),
-        timeline=Timeline(),
-        rotary=[None] * LAYERS,
-        prompt_tokens=prompt,
-    )
+    context = SequenceContext.of(LAYERS, torch.device("meta"), torch.bfloat16, capacity, prompt_tokens=prompt)
     fields = method.Config.model_fields
     return method(method.Config(**({"dense_layers": 0} if "dense_layers" in fields else {})), layers, context)
 

@@ -9,8 +9,9 @@ from families import tiny_checkpoint
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import GenerationRequest, generate
+from kvcli.inputs.encoding import Template, encode
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.prompts import Prompt, Template, encode
+from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
 from kvcli.quality.fidelity import Passage, measure
 from kvcli.runtime.engine import engine
@@ -33,7 +34,8 @@ def checkpoint(tmp_path_factory):
 
 def run(checkpoint, audit, profile=FREEKV, prompts=PROMPTS, observer=None, **sampling):
     sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **sampling})
-    return generate(GenerationRequest(checkpoint, profile, prompts, sampling, audit=audit), observer or Observer())
+    request = GenerationRequest(profile, prompts, sampling, audit=audit)
+    return generate(checkpoint, request, observer or Observer())
 
 
 def test_an_audit_changes_no_text_and_says_which_steps_it_looked_at(checkpoint):

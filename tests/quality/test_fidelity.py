@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from engine import NoText
 from families import HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 from kvcli.inputs.profiles import resolve_profile
@@ -11,8 +12,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import Model
-from kvcli.quality.fidelity import Fidelity, Passage, TeacherForcedRun, compare_attention, measure
+from kvcli.quality.fidelity import Fidelity, Passage, compare_attention, measure
 from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling, TeacherForcing
 
 PROMPT, STEPS, G = 75, 9, HEADS // KV_HEADS
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1}
@@ -22,7 +24,7 @@ FREEKV = resolve_profile(method="freekv", overrides={**SMALL, "tau": 0.0})
 def loaded(family):
     module = tiny_model(family)
     geometry = geometry_of(module.config, module.dtype)
-    return Model(module, None, geometry, torch.device("cpu"), torch.float32, "tiny", "directory")
+    return Model(module, NoText(), geometry, torch.device("cpu"), torch.float32, "tiny", "directory")
 
 
 def passage(seed=0, prompt=PROMPT, steps=STEPS):
@@ -101,9 +103,11 @@ def test_divergence_and_agreement_are_those_of_the_two_distributions():
     with engine(model, [text.capacity]) as ready:
         context = ready.context(PROMPT, STEPS)
         method = ready.method(FREEKV, context)
-        ready.read(text.prompt, [method])
-        for step in range(STEPS):
-            logits = ready.step([TeacherForcedRun(method, PROMPT, text.continuation[: step + 1])])[0].double()
+        ready.prefill(text.prompt, [method])
+        fed, (first, *others) = Sampling(max_tokens=STEPS + 1, ignore_eos=True), text.continuation
+        sequence = ready.sequence(method, fed, sampler=TeacherForcing([*others, 0]), first_token=first)
+        for step, _ in enumerate(ready.decode([sequence])):
+            logits = sequence.logits.double()
             p, q = expected[step].softmax(-1).tolist(), logits.softmax(-1).tolist()
             kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
             assert measured.fidelity.steps[step].kl == pytest.approx(kl, rel=1e-3, abs=1e-7)

@@ -38,8 +38,7 @@ def test_handler_sees_every_layer_in_order_unrepeated_and_unmasked(family):
         return q.transpose(1, 2)
 
     with attached(model) as hook, torch.inference_mode():
-        hook.handler = handler
-        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+        hook.run(handler, torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]))
     assert seen == list(range(len(attention_modules(model))))
 
 
@@ -47,10 +46,9 @@ def test_two_models_are_attached_apart():
     first, second = tiny_model("llama"), tiny_model("qwen3")
     calls = []
     with attached(first) as one, attached(second) as two, torch.inference_mode():
-        one.handler = lambda layer, q, k, v, softmax: calls.append("first") or q.transpose(1, 2)
-        two.handler = lambda layer, q, k, v, softmax: calls.append("second") or q.transpose(1, 2)
-        first(input_ids=torch.tensor([[5]]), use_cache=False)
-        second(input_ids=torch.tensor([[5]]), use_cache=False)
+        token, position = torch.tensor([[5]]), torch.tensor([[0]])
+        one.run(lambda layer, q, k, v, softmax: calls.append("first") or q.transpose(1, 2), token, position)
+        two.run(lambda layer, q, k, v, softmax: calls.append("second") or q.transpose(1, 2), token, position)
     assert calls == ["first"] * 4 + ["second"] * 4
 
 

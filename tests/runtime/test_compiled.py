@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 from engine import run
@@ -16,11 +14,10 @@ def prompt(length, seed=0):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def texts(model, monkeypatch=None, backend=None):
-    if backend is not None:
-        monkeypatch.setattr("engine.BlockingStepper", partial(CompiledStepper, backend=backend))
+def texts(model, backend=None):
+    step = None if backend is None else lambda hook, rope, _: CompiledStepper(hook, rope, backend)
     batches = [prompt(60)], [prompt(60), prompt(75, 1)]
-    return [each.token_ids for batch in batches for each in run(model, "freekv", SMALL, batch, 8)]
+    return [each.token_ids for batch in batches for each in run(model, "freekv", SMALL, batch, 8, step=step)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,19 +33,19 @@ def test_same_texts_and_the_model_is_left_as_it_was(monkeypatch, family):
         return original(self, batch)
 
     monkeypatch.setattr(CompiledStepper, "step", watched)
-    assert texts(model, monkeypatch, "eager") == expected
+    assert texts(model, "eager") == expected
     assert compiled == [True] * 2 * 7
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules() if type(module) is nn.Linear)
 
 
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
-def test_what_the_compiler_makes_of_it_gives_the_same_texts(monkeypatch):
+def test_what_the_compiler_makes_of_it_gives_the_same_texts():
     model = tiny_model("llama")
-    assert texts(model, monkeypatch, "inductor") == texts(model)
+    assert texts(model, "inductor") == texts(model)
 
 
-def test_one_compilation_serves_all_layers(monkeypatch):
+def test_one_compilation_serves_all_layers():
     graphs = []
 
     def backend(graph, _):
@@ -56,17 +53,17 @@ def test_one_compilation_serves_all_layers(monkeypatch):
         return graph.forward
 
     model = tiny_model("llama")
-    texts(model, monkeypatch, backend)
+    texts(model, backend)
     assert len(model.get_decoder().layers) > 1
     assert len(graphs) == len(set(graphs)) <= 2 * 6
 
 
-def test_what_cannot_be_compiled_is_told(monkeypatch):
+def test_what_cannot_be_compiled_is_told():
     def backend(_graph, _inputs):
         raise ValueError("no such instruction\nand much more")
 
     with pytest.raises(KvcliError, match=r"cannot be compiled.*no such instruction$") as caught:
-        texts(tiny_model("llama"), monkeypatch, backend)
+        texts(tiny_model("llama"), backend)
     assert "blocking" in caught.value.hint
 
 

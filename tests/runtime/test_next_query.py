@@ -40,7 +40,7 @@ def told(model, rotary):
 
 def check(model):
     with attached(model) as hook, installed(model, [CAPACITY]) as rope:
-        check_next_queries(model, hook, rope, told(model, rope.rotary(CAPACITY)))
+        check_next_queries(hook, rope, told(model, rope.rotary(CAPACITY)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,9 +102,12 @@ def test_each_retrieving_layer_is_told_what_it_makes_of_the_input_of_the_layer_b
             )
             for module in modules
         ]
-        hook.handler = lambda layer, q, k, v, softmax: queries.update({layer: q[0, :, 0]}) or q.transpose(1, 2)
+
+        def attend(layer, q, k, v, softmax):
+            return queries.update({layer: q[0, :, 0]}) or q.transpose(1, 2)
+
         with next_queries(hook, [method]):
-            model(input_ids=torch.tensor([[7]]), position_ids=torch.tensor([[position]]), use_cache=False)
+            hook.run(attend, torch.tensor([[7]]), torch.tensor([[position]]))
         for head in heads:
             head.remove()
         steps, queries = dict(inputs), {}
@@ -123,16 +126,19 @@ def test_rows_of_a_batch_are_told_apart_and_others_nothing():
         for length, method in enumerate(methods, 5):
             for cache in method.caches:
                 cache.length = length
-        hook.handler = lambda layer, q, k, v, softmax: q.transpose(1, 2)
+
+        def attend(layer, q, k, v, softmax):
+            return q.transpose(1, 2)
+
         positions = torch.tensor([[5], [6], [7]])
         with next_queries(hook, methods):
-            model(input_ids=torch.tensor([[7], [8], [9]]), position_ids=positions, use_cache=False)
+            hook.run(attend, torch.tensor([[7], [8], [9]]), positions)
         together = [dict(method.told) for method in methods]
         assert together[1] == {}
         for row in (0, 2):
             methods[row].told.clear()
             with next_queries(hook, [methods[row]]):
-                model(input_ids=torch.tensor([[7 + row]]), position_ids=positions[row : row + 1], use_cache=False)
+                hook.run(attend, torch.tensor([[7 + row]]), positions[row : row + 1])
             for layer, query in methods[row].told.items():
                 assert torch.allclose(query, together[row][layer], atol=1e-5)
 

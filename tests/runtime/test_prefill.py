@@ -12,7 +12,7 @@ def read(model, ids, chunk, advance=lambda _: None):
     layers = geometry_of(model.config, model.dtype).layers
     method = new_method("full", {}, layers, len(ids))
     with attached(model) as hook:
-        return prefill(model, hook, ids, method, layers, advance, chunk), method
+        return prefill(hook, ids, method, layers, advance, chunk), method
 
 
 def prompt(length):
@@ -94,7 +94,7 @@ def test_queries_are_shown_and_the_last_handed_over_whatever_the_chunks(rows):
     with attached(model) as hook:
         for chunk in (7, 1000):
             taken.append(Wants())
-            prefill(model, hook, prompt(51), taken[-1], layers, lambda _: None, chunk)
+            prefill(hook, prompt(51), taken[-1], layers, lambda _: None, chunk)
     for layer in range(4):
         small, whole = (wants.queries[layer] for wants in taken)
         assert small.shape == (4, min(rows, 51), 16)

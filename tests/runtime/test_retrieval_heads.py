@@ -72,7 +72,7 @@ def test_a_model_is_probed_once_and_says_so(model):
         with engine(model, [capacity], notices.append) as ready:
             method = ready.method(profile, ready.context(capacity - 10, 10))
             heads.append(method.statistics()["retrieval_heads"])
-            (logits,) = ready.read([5] * (capacity - 10), [method])
+            (logits,) = ready.prefill([5] * (capacity - 10), [method])
             assert logits.isfinite().all()
     assert notices == ["no file of retrieval heads: looking for them on 197 random tokens"]
     assert heads[0] == heads[1]

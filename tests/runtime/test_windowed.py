@@ -1,12 +1,13 @@
 import pytest
 import torch
-from engine import new_method
+from engine import in_memory, new_method, profile_of
 from families import FAMILIES, LAYERS, VOCAB, tiny_model
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.models.geometry import geometry_of
 from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.windowed import read_prompt, windowed_prefill
+from kvcli.runtime.engine import engine
+from kvcli.runtime.windowed import windowed_prefill
 
 
 def prompt(length):
@@ -22,7 +23,7 @@ def ample(model, window, capacity=120, **more):
 def read(model, ids, window, advance=lambda _: None):
     layers, method = geometry_of(model.config, model.dtype).layers, ample(model, window)
     with attached(model) as hook:
-        return read_prompt(model, hook, ids, [method], layers, advance)[0], method
+        return windowed_prefill(hook, ids, method, layers, advance, window), method
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 51, 1000])
@@ -44,10 +45,13 @@ def test_progress_counts_tokens_of_each_layer():
 
 def test_methods_without_windows_are_read_exactly_and_together():
     model, ids = tiny_model("llama"), prompt(30)
-    layers = geometry_of(model.config, model.dtype).layers
-    methods = [new_method("full", {}, layers, 30), ample(model, 8), new_method("refreekv", {}, layers, 30)]
-    with attached(model) as hook:
-        logits = read_prompt(model, hook, ids, methods, layers, lambda _: None)
+    settings = {"budget": 4096, "window": 2048, "prefill_window": 8}
+    with engine(in_memory(model), [30]) as ready:
+        methods = [
+            ready.method(profile_of(*each), ready.context(30, 0))
+            for each in (("full", {}), ("infllm", settings), ("refreekv", {}))
+        ]
+        logits = ready.prefill(ids, methods)
     assert logits[0] is logits[2], "methods with exact prefill share one reading"
     assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
     assert {cache.length for method in methods for cache in method.caches} == {30}
@@ -69,7 +73,7 @@ def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(
 
     method.__class__ = Curious
     with attached(model) as hook:
-        logits = windowed_prefill(model, hook, ids, method, layers, lambda _: None, 16)
+        logits = windowed_prefill(hook, ids, method, layers, lambda _: None, 16)
     assert torch.equal(logits, plain)
     assert set(seen) == (set(range(LAYERS)) if shown else set())
     if not shown:
@@ -81,7 +85,6 @@ def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(
         return prefill_attention(q[0], k[0], v[0], softmax).transpose(0, 1)[None]
 
     with attached(model) as hook, torch.inference_mode():
-        hook.handler = attend
-        model(input_ids=torch.tensor([[ids[0], *asked[-shown:]]]), use_cache=False)
+        hook.run(attend, torch.tensor([[ids[0], *asked[-shown:]]]), torch.arange(shown + 1)[None])
     for layer in range(LAYERS):
         assert torch.allclose(seen[layer], queries[layer][0, :, 1:], atol=1e-5)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +25,14 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
-from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.base import Method
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import ModelGeometry, decoder_of, geometry_of
-from kvcli.models.rope import Rope, Rotary, installed
-from kvcli.runtime.attention_hook import Hook, attached
-from kvcli.runtime.decode import forward_step
-from kvcli.runtime.detokenizer import StreamingDetokenizer
-from kvcli.runtime.linear import onednn_linears
-from kvcli.runtime.prefill import prefill
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.models.loading import Model
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Tiers, nbytes
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
+from kvcli.store.cache import nbytes
 
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
@@ -90,21 +85,22 @@ def probe(
 ) -> Probe:
     """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill."""
     geometry = geometry_of(config, dtype)
-    capacity = length + WARMUP + STEPS + 1
-    model = random_model(config, dtype, device).requires_grad_(False).train(False)
-    with attached(model) as hook, onednn_linears(model), installed(model, [capacity, PROMPT]) as rope:
+    sampling = Sampling(max_tokens=WARMUP + STEPS + 1, ignore_eos=True)
+    capacity = length + sampling.max_tokens
+    module = random_model(config, dtype, device).requires_grad_(False).train(False)
+    model = Model(module, NoText(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
+    with engine(model, [capacity, PROMPT]) as ready:
         clock = _Clock(device)
-        rope.use([PROMPT])
         clock.begin()
-        prefill(model, hook, [1] * PROMPT, _Nobody(), geometry.layers, lambda _: None)
+        ready.prefill_into([1] * PROMPT, _NoConsumer())
         taken = clock.stop() / len(geometry.layers)
-        sequences = [
-            _sequence(index, profile, geometry, rope.rotary(capacity), dtype, device, length) for index in range(batch)
-        ]
-        k, v = _fill([sequence.method for sequence in sequences], geometry, length, dtype, device)
+        make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
+        methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
+        k, v = _fill(methods, geometry, length, dtype, device)
+        sequences = [ready.sequence(method, sampling, first_token=1) for method in methods]
         _settle_allocator(device)
-        with _clocked(model, clock):
-            layers, rest = _decode(model, hook, rope, sequences, clock)
+        with _clocked(module, clock):
+            layers, rest = _decode(ready, sequences, clock)
     caches = [sequence.counters.cache() for sequence in sequences]
     requested = sum(cache.pages_requested for cache in caches)
     missed = sum(cache.misses for cache in caches) / requested if requested else None
@@ -120,55 +116,16 @@ def _settle_allocator(device: torch.device) -> None:
     torch.empty(_FREED_BYTES, dtype=torch.uint8, device=device).fill_(0)
 
 
-def _decode(
-    model: PreTrainedModel, hook: Hook, rope: Rope, sequences: list[RunningSequence], clock: _Clock
-) -> tuple[list[float], float]:
+def _decode(ready: Engine, sequences: list[RunningSequence], clock: _Clock) -> tuple[list[float], float]:
     """Run steps, at most `STEPS` that count: median seconds of each layer, and of all else."""
     totals: list[float] = []
-    while len(totals) < WARMUP + STEPS and (len(totals) < WARMUP + _FEW or sum(totals) < SECONDS):
-        clock.start()
-        for sequence in sequences:
-            sequence.counters.next_step()
-        logits = forward_step(model, hook, sequences, rope)
-        for sequence, row in zip(sequences, logits, strict=True):
-            sequence.accept(row)
-        totals.append(clock.stop())
-    steps = clock.steps[WARMUP:]
+    for _ in ready.decode(sequences):
+        totals.append(sequences[0].decode_ms[-1] / 1000)
+        if len(totals) >= WARMUP + _FEW and sum(totals) > SECONDS:
+            break
+    steps = clock.steps[WARMUP : len(totals)]
     rest = [total - sum(step) for total, step in zip(totals[WARMUP:], steps, strict=True)]
     return [statistics.median(times) for times in zip(*steps, strict=True)], statistics.median(rest)
-
-
-def _sequence(
-    index: int,
-    profile: Profile,
-    geometry: ModelGeometry,
-    rotary: Sequence[Rotary | None],
-    dtype: torch.dtype,
-    device: torch.device,
-    length: int,
-) -> RunningSequence:
-    context = SequenceContext(
-        capacity=length + WARMUP + STEPS + 1,
-        tiers=Tiers.for_device(device, dtype),
-        counters=Counters(len(geometry.layers)),
-        timeline=Timeline(),
-        rotary=rotary,
-        prompt_tokens=length,
-    )
-    return RunningSequence(
-        index=index,
-        source="made up",
-        sample=0,
-        prompt_tokens=length,
-        method=get_method(profile.method)(profile.settings, geometry.layers, context),
-        counters=context.counters,
-        sampler=Sampler(Sampling(), 0, device),
-        stream=StreamingDetokenizer(_NoText()),  # type: ignore[arg-type]
-        eos=(),
-        max_tokens=WARMUP + STEPS + 2,
-        prefill_ms=0.0,
-        token_ids=[1],
-    )
 
 
 @torch.inference_mode()
@@ -211,11 +168,6 @@ class _Clock:
         self.steps: list[list[float]] = []
         self._layer = self._step = 0.0
 
-    def start(self) -> None:
-        """A step begins."""
-        self.steps.append([])
-        self.begin()
-
     def begin(self) -> None:
         """Something begins."""
         self._step = self._now()
@@ -224,11 +176,13 @@ class _Clock:
         """It has ended: its seconds."""
         return self._now() - self._step
 
-    def enter(self, *_: Any) -> None:
-        """A layer begins."""
+    def enter(self, layer: int) -> None:
+        """A layer begins; with the first one a step does."""
+        if layer == 0:
+            self.steps.append([])
         self._layer = self._now()
 
-    def leave(self, *_: Any) -> None:
+    def leave(self) -> None:
         """A layer has ended."""
         self.steps[-1].append(self._now() - self._layer)
 
@@ -240,8 +194,11 @@ class _Clock:
 @contextmanager
 def _clocked(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
     hooks = []
-    for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-        hooks += [layer.register_forward_pre_hook(clock.enter), layer.register_forward_hook(clock.leave)]
+    for index, layer in enumerate(decoder_of(model).layers):  # type: ignore[arg-type]
+        hooks += [
+            layer.register_forward_pre_hook(lambda *_, index=index: clock.enter(index)),
+            layer.register_forward_hook(lambda *_: clock.leave()),
+        ]
     try:
         yield
     finally:
@@ -249,16 +206,18 @@ def _clocked(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
             hook.remove()
 
 
-class _NoText:
+class NoText:
     """A tokenizer that spells nothing."""
 
+    eos_token_id = None
+
     def decode(self, *_: Any, **__: Any) -> str:
-        """Nothing."""
+        """Give no text."""
         return ""
 
 
-class _Nobody:
-    """Whoever wants no prompt."""
+class _NoConsumer:
+    """Takes a prompt's KV and keeps nothing."""
 
     query_rows = 0
 

@@ -39,7 +39,7 @@ class TensorFinder(PrefillConsumer, ABC):
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
         """Take in a passage, all of it as one prompt."""
-        engine.show([*passage.prompt, *passage.continuation], self, advance)
+        engine.prefill_into([*passage.prompt, *passage.continuation], self, advance)
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
         """See `PrefillConsumer.observe`."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.prompts import Prompt, Template, encode, encode_question, read_document
+from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.prompts import Prompt, read_document
 from kvcli.quality.fidelity import Passage
 from kvcli.quality.tasks import make_framed_row
 

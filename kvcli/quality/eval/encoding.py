@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.prompts import Prompt, Template, encode
+from kvcli.inputs.encoding import Template, encode
+from kvcli.inputs.prompts import Prompt
 from kvcli.quality.eval.example import Example
 
 _SOURCE = "example"
@@ -28,29 +26,6 @@ class Encoded:
     cut: int
     fed: list[int]
     max_tokens: int
-
-
-class Teacher:
-    """Takes the place of a sampler: says the tokens of a text and adds up how unlikely they were, in nats."""
-
-    def __init__(self, tokens: Sequence[int]):
-        self._tokens = iter(tokens)
-        self.nll = 0.0
-
-    def __call__(self, logits: Tensor) -> int:
-        """Look the next token up in logits [vocab]; returns it.
-
-        Raises:
-            KvcliError: the token's likelihood is zero or no number.
-        """
-        token = next(self._tokens)
-        self.nll -= float(logits.float().log_softmax(-1)[token])
-        if not math.isfinite(self.nll):
-            raise KvcliError(
-                f"perplexity: the model's logits give token {token} the log-likelihood {-self.nll}",
-                "look for NaN or infinity in the weights, or try --dtype float32",
-            )
-        return token
 
 
 def encode_example(

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.prompts import Prompt, Template, encode
+from kvcli.inputs.encoding import Template, encode
+from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import refuse_mismatch
 from kvcli.inputs.variants import Variant
 from kvcli.models.fingerprint import fingerprint

@@ -16,11 +16,12 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.encoding import EncodedPrompt
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.provenance import refuse_mismatch
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.engine import engine
-from kvcli.runtime.prefill_runner import EncodedPrompt, Reader
+from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -70,11 +71,13 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         )
         ids = self._encode(context)
         with engine(self.model, [len(ids) + sampling.max_tokens]) as ready:
-            reader = Reader(ready, self.profile, sampling, Observer(), Timeline())
-            (sequence,) = reader.read(0, EncodedPrompt("request", ids))
+            runner = PrefillRunner(ready, self.profile, sampling, Observer(), Timeline())
+            ((sequence, _),) = runner.prefill(0, EncodedPrompt("request", ids))
             for _ in ready.decode([sequence]):
                 pass
-        return sequence.stream.text
+        if sequence.error is not None:
+            raise KvcliError(sequence.error, "see kvcli doctor; another --dtype may help")
+        return sequence.detokenizer.text
 
     def _encode(self, context: str) -> list[int]:
         tokenizer = self.model.tokenizer

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from kvcli.capacity import memory
-from kvcli.inputs.prompts import Template
+from kvcli.errors import KvcliError
+from kvcli.inputs.encoding import Template
 from kvcli.inputs.variants import Variant
 from kvcli.methods.base import Method
 from kvcli.models.loading import Model
-from kvcli.quality.eval.encoding import Encoded, Teacher, encode_example
+from kvcli.quality.eval.encoding import Encoded, encode_example
 from kvcli.quality.eval.example import Cell, Example
 from kvcli.quality.eval.predictions import Prediction, Predictions
 from kvcli.quality.eval.scorers import score
 from kvcli.quality.eval.suite import PERPLEXITY
-from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sampling import Sampling, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary
@@ -130,7 +130,7 @@ class Evaluation:
             self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
         ]
         begun = time.perf_counter()
-        logits = self._engine.read(read.ids, methods)
+        logits = self._engine.prefill(read.ids, methods)
         prefill_ms = 1000 * (time.perf_counter() - begun)
         while methods:  # a method's memory is given back once it has answered
             yield variants[-len(methods)], self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms)
@@ -150,29 +150,23 @@ class Evaluation:
         for step in self._engine.decode(sequences):
             for sequence, _ in step:
                 readings[sequence.sample].note(sequence.method)
+        if (broken := next((each.error for each in sequences if each.error is not None), None)) is not None:
+            raise KvcliError(broken, "kvcli generate with the same model names the layer")
         return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
     def _sequence(self, read: Encoded, method: Method[Any, Any], sample: int, prefill_ms: float) -> RunningSequence:
-        return RunningSequence(
-            index=sample,
-            source="prompt",
-            sample=sample,
-            prompt_tokens=len(read.ids),
-            method=method,
-            counters=method.context.counters,
-            sampler=Teacher(read.fed) if read.fed else Sampler(self.sampling, sample, self.model.device),
-            stream=StreamingDetokenizer(self.model.tokenizer, self.sampling.stop),
-            eos=frozenset() if read.fed else self._engine.eos,
-            max_tokens=read.max_tokens,
-            prefill_ms=prefill_ms,
-        )
+        sampling = replace(self.sampling, max_tokens=read.max_tokens, ignore_eos=bool(read.fed))
+        teacher = TeacherForcing(read.fed) if read.fed else None
+        sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=teacher)
+        sequence.prefill_ms = prefill_ms
+        return sequence
 
 
 def _entry(example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
     """A prediction's fields, all but what it is of."""
     kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
-    teacher = sequence.sampler if isinstance(sequence.sampler, Teacher) else None
-    text = sequence.stream.text
+    teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
+    text = sequence.detokenizer.text
     return {
         "sample": sequence.sample,
         "text": text,

@@ -12,22 +12,24 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from typing_extensions import override
 
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.layers import SpeculativeLayer
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import Streams, streams_for
 from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
 
 WARM_UP = 3
 """Steps tried out before one is captured: libraries choose their kernels then, and Triton compiles."""
 
 
-class SlotStepper:
+class SlotStepper(Stepper):
     """Steps of a batch that was prefilled; takes the caches of its method objects over.
 
     `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `compiled`:
@@ -40,16 +42,16 @@ class SlotStepper:
     @torch.inference_mode()
     def __init__(
         self,
-        model: PreTrainedModel,
         hook: Hook,
         sequences: Sequence[RunningSequence],
-        rope: Rope | None,
+        rope: Rope,
         notice: Callable[[str], None] = lambda _: None,
         compiled: bool = False,
         streams: Streams | None = None,
         rates: DecisionRates | None = None,
     ):
-        self.model, self.hook, self.sequences = model, hook, sequences
+        self.hook, self.sequences = hook, sequences
+        model = hook.model
         methods = [sequence.method for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
         self.pipeline = SlotPipeline(methods, lengths, streams or streams_for(model.device), rates)
@@ -62,16 +64,16 @@ class SlotStepper:
         self.logits: Tensor | None = None  # [b, vocab] of the last step
         self.graph: torch.cuda.CUDAGraph | None = None
         self.taking_part = list(range(len(sequences)))
-        if rope is not None:
-            rope.use([method.context.capacity for method in methods])
+        rope.use([method.context.capacity for method in methods])
         if model.device.type == "cuda":
             self._capture(notice)
         self.pipeline.start()
         self._feed()
 
+    @override
     @torch.inference_mode()
     def step(self, batch: Sequence[RunningSequence]) -> list[tuple[Tensor, int | None]]:
-        """See `kvcli.runtime.decode.Stepper.step`; logits are those of this step until the next one overwrites them."""
+        # The logits are views: the next step overwrites them.
         self._leave(batch)
         if not self.greedy:
             self._feed()
@@ -84,9 +86,9 @@ class SlotStepper:
         chosen = self.tokens[:, 0].tolist() if self.greedy else [None] * len(self.tokens)
         return [(self.logits[row], chosen[row]) for row in self.taking_part]
 
+    @override
     @torch.inference_mode()
     def finish(self) -> None:
-        """See `kvcli.runtime.decode.Stepper.finish`."""
         self.left.close()
         self.pipeline.count()
 
@@ -94,11 +96,10 @@ class SlotStepper:
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
-        self.hook.handler = self.pipeline
-        out = self.model(input_ids=self.tokens, position_ids=self.positions, use_cache=False, logits_to_keep=1)
-        self.logits = out.logits[:, -1]
+        self.logits = self.hook.run(self.pipeline, self.tokens, self.positions)[:, 0]
         if self.greedy:
-            self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+            best = self.logits.max(-1, keepdim=True)
+            self.tokens.copy_(best.indices.where(best.values.isfinite(), NOT_FINITE))
         self.pipeline.settle()
 
     def _leave(self, batch: Sequence[RunningSequence]) -> None:
@@ -113,7 +114,7 @@ class SlotStepper:
 
     def _capture(self, notice: Callable[[str], None]) -> None:
         """Try a step out while no sequence takes part, then capture one."""
-        device = self.model.device
+        device = self.hook.model.device
         beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):

@@ -34,7 +34,10 @@ def test_compiled_layers_give_the_same_and_are_left_as_they_were(monkeypatch, fa
     model = tiny_model(family)
     steps = (model, "freekv", SMALL, [prompt(60)], 8)
     expected = run(*steps)[0].token_ids
-    monkeypatch.setattr("engine.SlotStepper", partial(stepper.SlotStepper, compiled=True))
+
+    def compiled_steps(hook, rope, sequences):
+        return stepper.SlotStepper(hook, sequences, rope, compiled=True, streams=SerialStreams())
+
     compiled = []
     original = stepper.SlotStepper._run
 
@@ -43,7 +46,7 @@ def test_compiled_layers_give_the_same_and_are_left_as_they_were(monkeypatch, fa
         original(self)
 
     monkeypatch.setattr(stepper.SlotStepper, "_run", watched)
-    assert run(*steps, streams=SerialStreams())[0].token_ids == expected
+    assert run(*steps, step=compiled_steps)[0].token_ids == expected
     assert compiled == [True] * 7
     assert all(layer._compiled_call_impl is None for layer in model.get_decoder().layers)
 
@@ -79,7 +82,8 @@ def test_why_a_capture_fails_is_told(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     tried, notices = [], []
     one = object.__new__(stepper.SlotStepper)
-    one.model, one.pipeline = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(layers=[])
+    model = SimpleNamespace(device=torch.device("cpu"))
+    one.hook, one.pipeline = SimpleNamespace(model=model), SimpleNamespace(layers=[])
     one.graph, one._run = None, step
     one._capture(notices.append)
     assert tried == [1] * stepper.WARM_UP

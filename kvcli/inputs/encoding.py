@@ -1,0 +1,109 @@
+"""From prompts to token ids, through the chat template of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.prompts import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a prompt becomes a conversation: system message, chat template or not, extra template variables."""
+
+    system: str | None = None
+    raw: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt in tokens, and its question's tokens alone; or why there are none."""
+
+    source: str
+    ids: list[int]
+    question: list[int] = field(default_factory=list)
+    error: KvcliError | None = None
+
+
+def encode_all(
+    prompts: Sequence[Prompt], template: Template, tokenizer: PreTrainedTokenizerBase
+) -> list[EncodedPrompt]:
+    """Tokenise every prompt; one that fails is kept with its error.
+
+    Raises:
+        KvcliError: every prompt failed; the first one's error.
+    """
+    encoded = []
+    for prompt in prompts:
+        try:
+            ids = encode(prompt, template, tokenizer)
+            encoded.append(EncodedPrompt(prompt.source, ids, encode_question(prompt, tokenizer)))
+        except KvcliError as error:
+            encoded.append(EncodedPrompt(prompt.source, [], error=error))
+    if all(prompt.error is not None for prompt in encoded):
+        raise next(prompt.error for prompt in encoded if prompt.error is not None)
+    return encoded
+
+
+def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt: through the tokenizer's chat template where it has one, unless `template.raw`.
+
+    Without a template the text is encoded with the tokenizer's own special tokens. Raises `KvcliError` (usage) for
+    a system message or template variables that nothing would read, for a template that refuses the conversation,
+    and for a prompt of no tokens.
+    """
+    if template.raw or tokenizer.chat_template is None:
+        _refuse_unread(template)
+        ids = tokenizer(prompt.content, verbose=False)["input_ids"]
+    else:
+        ids = _apply_template(prompt, template, tokenizer)
+    if not ids:
+        raise _usage(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
+    return list(ids)
+
+
+def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the question after the document, without special tokens; none where the text stands alone."""
+    if not prompt.question:
+        return []
+    return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _apply_template(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> Any:
+    from jinja2 import TemplateError
+
+    reserved = sorted(_RESERVED & template.kwargs.keys())
+    if reserved:
+        raise _usage(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
+    conversation = [{"role": "user", "content": prompt.content}]
+    if template.system is not None:
+        conversation.insert(0, {"role": "system", "content": template.system})
+    try:
+        encoded = tokenizer.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=True, return_dict=True, **template.kwargs
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        hint = "leave --system out, " if template.system is not None else ""
+        raise _usage(f"the chat template refuses the prompt: {error}", f"{hint}or use --raw") from error
+    return encoded["input_ids"]  # type: ignore[index, call-overload]
+
+
+def _refuse_unread(template: Template) -> None:
+    why = "--raw leaves the chat template out" if template.raw else "the tokenizer has no chat template"
+    if template.system is not None:
+        raise _usage(f"--system has no place: {why}", "put the instruction into the prompt")
+    if template.kwargs:
+        raise _usage(f"--chat-template-kwargs has no effect: {why}", "leave it out")
+
+
+def _usage(what: str, hint: str) -> KvcliError:
+    return KvcliError(what, hint, ExitCode.USAGE)

@@ -1,0 +1,48 @@
+"""Where NaN or infinity in a model's logits comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvcli.inputs.profiles import reference_profile
+from kvcli.runtime.engine import Engine
+
+_TOKENS = 256  # of the prompt's end, that are read again
+
+
+def describe_origin(engine: Engine, ids: Sequence[int]) -> str:
+    """Name the first weight, or else the first layer, that is not finite; a prompt's last tokens are read again."""
+    module = engine.model.module
+    for name, weight in module.named_parameters():
+        if not _finite(weight):
+            return f"the weights of {name} hold it"
+    ids = list(ids)[-_TOKENS:]
+    broken: list[int] = []
+    hooks = [
+        layer.register_forward_hook(_listen(index, broken))
+        for index, layer in enumerate(module.get_decoder().layers)  # type: ignore[no-untyped-call]
+    ]
+    try:
+        engine.rope.cover(len(ids) + 1)
+        engine.prefill(ids, [engine.method(reference_profile(), engine.context(len(ids), 1))])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if broken:
+        return f"it first shows behind layer {min(broken)}; another --dtype may hold its range"
+    return f"it does not show in the last {len(ids):,} tokens of the prompt alone; another --dtype may hold its range"
+
+
+def _listen(layer: int, broken: list[int]) -> Any:
+    def hear(_: nn.Module, __: Any, output: Any) -> None:
+        if not _finite(output[0] if isinstance(output, tuple) else output):
+            broken.append(layer)
+
+    return hear
+
+
+def _finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(values.float().isfinite().all())
