@@ -18,7 +18,9 @@ _ROW = 24  # pixels
 _MOST_TICKS = 10
 _LONG_NAME = 24  # characters; two such names do not fit side by side on a narrow page
 _MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, touches the one before it
+_TOKENS = "datum.value % 1024 ? format(datum.value, ',') : datum.value / 1024 + 'K'"
 _NAMES = alt.Axis(labelLimit=320)  # characters at the end tell long names apart
+_APART = 0.035  # distance of two methods at the same context, in powers of two
 _COLOURS = alt.Scale(domain=list(PHASES), range=[colour(index) for index in range(len(PHASES))])
 
 
@@ -59,25 +61,27 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
 
 
 def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
-    """Draw step time over context: for each method a solid line with its spread, and a dashed one for its roofline."""
+    """Draw step time over context: for each method a solid line with its spread, and a dashed one for its roofline.
+
+    Points of several methods at one context stand a little apart.
+    """
     times: list[dict[str, Any]] = []
     rooflines: list[dict[str, Any]] = []
+    labels = list(dict.fromkeys(case.label for case in cases))
     for case in cases:
         if case.step_ms is None:
             continue
-        at = {"method": case.label, "context": case.context}
+        apart = 2.0 ** (_APART * (labels.index(case.label) - (len(labels) - 1) / 2))
+        at = {"method": case.label, "context": case.context, "x": case.context * apart}
         times.append(at | {"ms": case.step_ms.median, "least": case.step_ms.least, "most": case.step_ms.most})
         if case.floor_ms is not None:
             rooflines.append(at | {"ms": case.floor_ms})
-    labels = list(dict.fromkeys(case.label for case in cases))
     marks = sorted({case.context for case in cases})
     x = alt.X(
-        "context:Q",
+        "x:Q",
         title="context, tokens",
-        scale=alt.Scale(type="log", base=2, nice=False),
-        axis=alt.Axis(
-            values=marks, labelExpr="datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value", grid=False
-        ),
+        scale=alt.Scale(type="log", base=2, nice=False, padding=12),
+        axis=alt.Axis(values=marks, labelExpr=_TOKENS, labelOverlap="greedy", labelSeparation=8, grid=False),
     )
     y = alt.Y(
         "ms:Q",
@@ -128,7 +132,7 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
     return bars
 
 
-def heat_chart(
+def heat_map(
     part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str, across: str, down: str
 ) -> alt.Chart:
     """Draw the share of `part` in `whole`, both [across][down], as a heat map; cells whose whole is 0 stay empty."""

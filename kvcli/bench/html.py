@@ -26,11 +26,11 @@ def page(outcome: Outcome) -> str:
     made.facts(notes(report))
     _parts(made, report)
     _contexts(made, report)
-    _timelines(made, outcome)
-    _heat(made, report)
     made.section("Figures")
     for title, table in tables(report):
         made.table(table, title)
+    _timelines(made, outcome)
+    _heat_maps(made, report)
     made.section("Hardware and versions")
     made.facts(facts(report))
     return made.render()
@@ -85,7 +85,7 @@ def _timelines(made: Page, outcome: Outcome) -> None:
         )
 
 
-def _heat(made: Page, report: ProfileReport) -> None:
+def _heat_maps(made: Page, report: ProfileReport) -> None:
     cases = [case for case in largest(report) if case.counts is not None and any(map(any, case.counts.misses))]
     if cases:
         made.section("Corrections and recalls", f"At {_load(cases[0])}, by KV head and by step.")
@@ -101,9 +101,11 @@ def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: st
         return
     layers = [layer or HeadCounts([], [], [], []) for layer in counts.by_head]
     some, every = ([getattr(layer, which) for layer in layers] for which in (part, whole))  # [layers][Hk] each
-    made.chart(charts.heat_chart(some, every, name, "layer", "KV head"), f"{case.label}: {meaning}, by head.")
+    heads = charts.heat_map(some, every, name, "layer", "KV head")
     some, every = getattr(counts, part), getattr(counts, whole)  # [steps][layers] each
-    made.chart(charts.heat_chart(some, every, name, "step", "layer"), f"{case.label}: {meaning}, by step.")
+    steps = charts.heat_map(some, every, name, "step", "layer")
+    captions = (f"{case.label}: {meaning}, by {by}." for by in ("head", "step"))
+    made.side_by_side(zip((heads, steps), captions, strict=True))
 
 
 def _name(case: Case, report: ProfileReport) -> str:

@@ -30,10 +30,8 @@ def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]
 
 
 def steps_table(cases: Sequence[Case]) -> Table:
-    """Tabulate step times with their spread, the speed relative to the first case, and transfers."""
-    timed = [case for case in cases if case.step_ms is not None]
-    first = timed[0].label if timed else ""
-    times = ("", "step", "min to max", "tokens/s", f"speed, {first} = 1", "roofline", "of roofline")
+    """Tabulate step times with their spread, the speedup over the first case, and transfers."""
+    times = ("", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline")
     moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host")
     return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
 
@@ -105,7 +103,9 @@ def headline(report: ProfileReport) -> str:
     best = max(others, key=lambda case: case.ratio.median if case.ratio else 0.0, default=first)
     load = f"At {best.context:,} tokens, batch {best.batch}, a decode step of {best.label} takes {_step(best)}"
     if best is not first:
-        return f"{load} and one of {first.label} {_step(first)}: {ratio(best.ratio)} the speed."
+        told_apart = best.ratio is None or not best.ratio.least < 1 < best.ratio.most
+        doubt = "" if told_apart else "; the runs vary too much to tell them apart"
+        return f"{load} and one of {first.label} {_step(first)}, a speedup of {ratio(best.ratio)}{doubt}."
     return f"{load}, {_over_roofline(best)} its roofline." if best.floor_ms else f"{load}."
 
 
@@ -123,7 +123,8 @@ def notes(report: ProfileReport) -> list[tuple[str, str]]:
         (
             "runs",
             f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, in turn, after "
-            f"{counted(options['warmup'], 'warm-up step')}; a step is the median of the runs' medians",
+            f"{counted(options['warmup'], 'warm-up step')}; a step is the median of the runs' medians, a speedup that "
+            "of the ratios to the first row, each within one round",
         ),
         ("KV", "of prompts that the model read" if read else "seeded noise, not a text's"),
     ]

@@ -129,6 +129,13 @@ class Page:
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
 
+    def side_by_side(self, charts: Iterable[tuple[Chart | LayerChart | FacetChart, str]]) -> None:
+        """Add charts with their captions beside each other, or one below the other on a narrow page."""
+        self._parts.append('<div class="side-by-side">')
+        for chart, caption in charts:
+            self.chart(chart, caption)
+        self._parts.append("</div>")
+
     def table(self, table: Table, caption: str = "") -> None:
         """Add a table; all but its first column are numbers."""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)

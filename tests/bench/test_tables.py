@@ -86,7 +86,7 @@ def test_a_table_of_steps_has_spread_ratio_and_roofline():
     assert found[""] == ["full", "freekv", "quest", "transformers"]
     assert found["step"] == ["2.00 ms", "1.00 ms", "out of memory", "4.00 ms"]
     assert found["min to max"][0] == "1.80 ms to 2.40 ms"
-    assert found["speed, full = 1"][1] == "2.00x (1.00 to 3.00)"
+    assert found["speedup"][1] == "2.00x (1.00 to 3.00)"
     assert found["of roofline"] == ["2.0x", "2.0x", "-", "-"]
     assert found["KV heads corrected"] == ["-", "3 / 12 (25.0 %)", "-", "-"]
     assert found["page misses"] == ["-", "15 / 30 (50.0 %)", "-", "-"]
@@ -130,8 +130,11 @@ def test_notes_say_what_the_kv_was():
     ("cases", "expected"),
     [
         ([case(ms=4.0), FAILED, case("freekv", ms=1.0), case("quest", ms=2.0), replace(PEER, context=1024)],
-         "At 1,024 tokens, batch 1, a decode step of freekv takes 1.00 ms and one of full 4.00 ms: "
-         "2.00x (1.00 to 3.00) the speed."),
+         "At 1,024 tokens, batch 1, a decode step of freekv takes 1.00 ms and one of full 4.00 ms, "
+         "a speedup of 2.00x (1.00 to 3.00)."),
+        ([case(), case("quest", ms=1.5)],
+         "At 1,024 tokens, batch 1, a decode step of quest takes 1.50 ms and one of full 2.00 ms, "
+         "a speedup of 1.33x (0.67 to 2.00); the runs vary too much to tell them apart."),
         ([case(context=512), case(context=2048, ms=3.0)],
          "At 2,048 tokens, batch 1, a decode step of full takes 3.00 ms, 2.0x its roofline."),
         ([FAILED], ""),
@@ -169,6 +172,7 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
     assert {row["case"] for row in values(parts)} == {"full · 1K", "freekv · 1K", "full · 2K", "freekv · 2K"}
     assert [row["roofline"] for row in values(parts) if "roofline" in row] == [1.0] * 4
     assert {row["context"] for row in values(contexts)} == {1024, 2048}
+    assert len({row["x"] for row in values(contexts)}) == 4, "points of several methods do not cover each other"
     assert [(row["start"], row["end"], row["layer"]) for row in values(timeline)] == [(1, 3, 1)] * 2
     assert {row["share"] for row in values(corrected)} == {0.25}
     assert [(row["step"], row["layer"], row["share"]) for row in values(missed)] == [(0, 1, 0.5), (1, 1, 0), (2, 1, 1)]
