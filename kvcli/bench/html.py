@@ -10,7 +10,9 @@ from kvcli.capacity.roofline import rate_rows
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import HeadCounts
 from kvcli.ui.html import Page
+from kvcli.ui.summary import folded
 
+_TABLE_WIDTH = 130  # characters; wider tables would be cut off at the edge of the page
 _SHARES = (
     ("corrected", "KV heads that were corrected", "heads_corrected", "heads_checked"),
     ("missed", "selected pages that were not on the device", "misses", "pages_requested"),
@@ -28,7 +30,8 @@ def page(outcome: Outcome) -> str:
     _contexts(made, report)
     made.section("Figures")
     for title, table in tables(report):
-        made.table(table, title)
+        for number, part in enumerate(folded(table, _TABLE_WIDTH)):
+            made.table(part, f"{title}, continued" if number else title)
     _timelines(made, outcome)
     _heat_maps(made, report)
     made.section("Hardware and versions")

@@ -74,14 +74,13 @@ def parts_table(cases: Sequence[Case]) -> Table:
     if not broken:
         return Table(("",), [])
     phases = [part.phase for part in broken[0][1].parts]
-    columns = ("", "step", *phases, "overlapped", "clock overhead")
+    columns = ("", "step", *phases, "overlapped", "overhead")
     rows = []
     for label, breakdown in broken:
         hidden = ", ".join(f"{part.phase} {_ms(part.hidden_ms)}" for part in breakdown.parts if part.hidden_ms)
         parts = [_ms(part.ms) for part in breakdown.parts]
-        change = breakdown.disturbance
-        disturbed = f"{change.median - 1:+.0%} ({change.least - 1:+.0%} to {change.most - 1:+.0%})"
-        rows.append((label, _ms(breakdown.step_ms), *parts, hidden or "-", disturbed))
+        overhead = f"{breakdown.disturbance.median - 1:+.0%}"
+        rows.append((label, _ms(breakdown.step_ms), *parts, hidden or "-", overhead))
         rows.append(("  of roofline", "", *(_of_roofline(part) for part in breakdown.parts), "", ""))
     return without_empty_columns(Table(columns, rows))
 

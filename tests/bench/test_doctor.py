@@ -4,7 +4,7 @@ import torch
 from kvcli.bench import doctor
 from kvcli.bench.doctor import Check, State, examine, usable
 from kvcli.capacity import cgroup, roofline
-from kvcli.cli import app
+from kvcli.cli.app import app
 from kvcli.cli.guard import run
 from kvcli.errors import KvcliError
 
