@@ -126,7 +126,7 @@ class ActQKV(InfLLM):
     def allot(self, layer: int, scores: Tensor) -> int:
         """See `InfLLM.allot`."""
         entropy = float(density(scores))
-        self.usage[layer].decode.note_entropy(entropy)
+        self.usage[layer].decode.add_entropy(entropy)
         return self.cutoff.allot(layer, entropy, len(scores))
 
 

@@ -139,4 +139,4 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         self.count_heads(layer, Count.MISSES, [misses] * num_kv_heads)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, moved)
-        usage.note(wanted, misses, moved, float(scores[blocks].mean()))
+        usage.add(wanted, misses, moved, float(scores[blocks].mean()))

@@ -1,1 +1,1 @@
-"""Page arithmetic and the two tiers of memory that KV lives in."""
+"""Caches of keys and values, one class for each data structure of the papers, and the memory they live in."""

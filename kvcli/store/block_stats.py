@@ -1,4 +1,4 @@
-"""What retrieval by blocks did, as sums that are cheap to keep."""
+"""Statistics of retrieval by blocks, kept as sums."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 @dataclass
 class BlockStats:
-    """Retrievals of one phase; only those where something had to be left out.
+    """The retrievals of one layer in one phase that had to leave something out; blocks are the same for all heads.
 
-    A block is one for all heads. `scores` sums, over retrievals, the mean score of the retrieved blocks; `entropies`
-    the entropy of all scores in nats, where the method looks at it.
+    Summed over retrievals: `blocks` retrieved, of which `misses` were not on the device; `bytes_to_device`; `scores`,
+    the mean score of the retrieved blocks; `entropies` of all scores in nats, where the method looks at them. `fewest`
+    and `most` are blocks of a single retrieval.
     """
 
     retrievals: int = 0
@@ -24,7 +25,7 @@ class BlockStats:
     scores: float = 0.0
     entropies: float | None = None
 
-    def note(self, blocks: int, misses: int, moved: int, score: float) -> None:
+    def add(self, blocks: int, misses: int, moved: int, score: float) -> None:
         """Add one retrieval."""
         self.retrievals += 1
         self.blocks += blocks
@@ -34,12 +35,12 @@ class BlockStats:
         self.bytes_to_device += moved
         self.scores += score
 
-    def note_entropy(self, entropy: float) -> None:
+    def add_entropy(self, entropy: float) -> None:
         """Add the entropy of one retrieval's scores."""
         self.entropies = entropy + (self.entropies or 0.0)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data for the report; means are per retrieval. Nothing where nothing was retrieved."""
+        """Return plain data for the report, with means per retrieval; empty where nothing was retrieved."""
         if not self.retrievals:
             return {}
         summary = {
@@ -57,32 +58,32 @@ class BlockStats:
 
 @dataclass
 class PhaseStats:
-    """Prefill and decode of one layer, counted apart."""
+    """The statistics of one layer, of prefill and decode apart."""
 
     prefill: BlockStats = field(default_factory=BlockStats)
     decode: BlockStats = field(default_factory=BlockStats)
 
 
-def total(usages: Iterable[BlockStats]) -> BlockStats:
-    """Add up the layers."""
-    used = [usage for usage in usages if usage.retrievals]
-    entropies = [usage.entropies for usage in used if usage.entropies is not None]
+def total(layers: Iterable[BlockStats]) -> BlockStats:
+    """Add up the statistics of layers."""
+    used = [layer for layer in layers if layer.retrievals]
+    entropies = [layer.entropies for layer in used if layer.entropies is not None]
     return BlockStats(
-        retrievals=sum(usage.retrievals for usage in used),
-        blocks=sum(usage.blocks for usage in used),
-        fewest=min((usage.fewest for usage in used if usage.fewest is not None), default=None),
-        most=max((usage.most for usage in used), default=0),
-        misses=sum(usage.misses for usage in used),
-        bytes_to_device=sum(usage.bytes_to_device for usage in used),
-        scores=sum(usage.scores for usage in used),
+        retrievals=sum(layer.retrievals for layer in used),
+        blocks=sum(layer.blocks for layer in used),
+        fewest=min((layer.fewest for layer in used if layer.fewest is not None), default=None),
+        most=max((layer.most for layer in used), default=0),
+        misses=sum(layer.misses for layer in used),
+        bytes_to_device=sum(layer.bytes_to_device for layer in used),
+        scores=sum(layer.scores for layer in used),
         entropies=sum(entropies) if entropies else None,
     )
 
 
 def summarise(layers: Mapping[int, PhaseStats]) -> dict[str, Any]:
-    """Plain data for the report: what was retrieved in prefill and in decode, in all and by layer.
+    """Return plain data for the report: what was retrieved in prefill and in decode, in all and by layer.
 
-    Means of decode stand in front: blocks a layer and step, score of these blocks, entropy of all scores.
+    Means of decode come first: blocks a layer and step, the score of these blocks, the entropy of all scores.
     """
     prefill, decode = (
         total(getattr(phases, phase) for phases in layers.values()).summary() for phase in ("prefill", "decode")

@@ -1,13 +1,14 @@
 """A layer whose older blocks lie in host memory and are retrieved for all heads alike (InfLLM, arXiv 2402.04617).
 
-The device holds the near tokens (the local window and the window being read), the sinks and some retrieved blocks.
-A block is a page of tokens; once it leaves the local window, it goes to the host and is represented on the device by
-one key: the mean over the tokens of it that got most attention from later ones while they were near.
+A block is a page of tokens. Once it leaves the local window it goes to the host, and one key represents it on the
+device: the mean key of those of its tokens that got most attention from later ones while they were near.
 
-Keys of near tokens are post-RoPE. Those of blocks are cached un-rotated, and attended to in one of two ways:
-"capped" - every sink and every retrieved token is `local window - 1` tokens away from every query, so that no distance
-is larger than the model was trained for; the query is turned instead of the keys;
-"original" - each token stands where it stood.
+The keys of near tokens are post-RoPE. Those of sinks and blocks are kept un-rotated, for one of two ways to attend to
+them:
+
+capped     every sink and every retrieved token is `local window - 1` tokens away from every query, so that no distance
+           is larger than the model was trained for; the queries are rotated accordingly, the keys are not
+original   each token keeps its position
 """
 
 from __future__ import annotations
@@ -17,38 +18,46 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pages import PageBudget, paged
+from kvcli.store.pages import PageBudget, paged, slices
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
 
 Positions = Literal["capped", "original"]
-EMPTY = -1  # a slot that holds no block
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Sizes: the budget in blocks, `slots` for retrieved blocks, `reach` tokens read at once, tokens that represent."""
+    """The `budget` in blocks, `slots` for retrieved blocks, and the most tokens that are appended at once (`chunk`).
+
+    `representatives` is how many tokens of a block its key is the mean of.
+    """
 
     budget: PageBudget
     slots: int
-    reach: int
+    chunk: int
     representatives: int
     positions: Positions
 
 
 class BlockCache(LayerCache):
-    """Near tokens, sinks, retrieved blocks and block keys on the device; all blocks on the host.
+    """In host memory: all blocks, counted from the first one behind the sinks. On the device: everything else.
 
-    Blocks are counted from the first one behind the sinks. The order of calls: `extend` by new tokens, `advance` the
-    local window (before attention in decode, after it in prefill), `recall` blocks, `attend_newest`.
+    Near tokens, those of the local window and new ones: k, v [Hk, near, d], and `mass` [near], the attention that they
+    got from later ones. Sinks [Hk, sinks, d]. The key of each block, `keys` [blocks, Hk, d]. Retrieved blocks, `slots`
+    [slots, Hk, 2, p, d] and `resident` [slots], the block in each slot, or EMPTY.
+
+    The order of calls is: `extend` by new tokens, `advance` the local window (before attention in decode, after it in
+    prefill), `recall` blocks, `attend_newest`.
     """
 
     def __init__(
@@ -59,19 +68,19 @@ class BlockCache(LayerCache):
         self.layout, self.budget, self.rotary = layout, budget, rotary
         self.length = 0
         self.first = 0  # position of the first near token, at the edge of a block
-        near = budget.window * budget.size + layout.reach
+        near = budget.window * budget.size + layout.chunk
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
-        self.mass = tiers.on_device(near, dtype=torch.float32).zero_()  # attention from later tokens
+        self.mass = tiers.on_device(near, dtype=torch.float32).zero_()
         self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
         self.pool = HostPagePool(heads, d, budget.size, num_blocks, tiers)
         self.keys = tiers.on_device(num_blocks, heads, d)
         self.slots = tiers.on_device(min(layout.slots, num_blocks), heads, 2, budget.size, d)
-        self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)  # block in each slot
-        self.chosen = self.resident[:0]  # [k] slots that are attended to
+        self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)
+        self.chosen = self.resident[:0]  # [k] slots last attended to
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that left the local window and can be retrieved."""
+        """How many blocks have left the local window and can be retrieved."""
         return max(0, self.first // self.budget.size - self.budget.sink)
 
     @property
@@ -79,45 +88,45 @@ class BlockCache(LayerCache):
         """Keys that represent these blocks: [num_blocks, Hk, d]."""
         return self.keys[: self.num_blocks]
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`. No query is seen, so a block is represented by its first tokens."""
+        """Store a prompt without its queries, so that each block is represented by its first tokens."""
         written = 0
-        for start in range(0, k.shape[1], self.layout.reach):
-            part = slice(start, start + self.layout.reach)
+        for part in slices(k.shape[1], self.layout.chunk):
             self.extend(k[:, part], v[:, part])
             written += self.advance()
         return written
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.extend(k[:, None], v[:, None])
         return self.advance()
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         return self.attend_newest(q[:, None], softmax)[:, 0]
 
     def extend(self, k: Tensor, v: Tensor) -> None:
-        """Add n <= `reach` new tokens to the near ones: k, v [Hk, n, d]."""
+        """Add new tokens k, v [Hk, n, d] to the near ones, n <= `layout.chunk`."""
         start = self.length - self.first
         self.k[:, start : start + k.shape[1]] = k
         self.v[:, start : start + k.shape[1]] = v
         self.length += k.shape[1]
 
     def advance(self) -> int:
-        """Let go of what left the local window; returns the bytes written to the host."""
+        """Offload the blocks that left the local window; returns the bytes written to the host."""
         first = max(0, self.budget.count(self.length) - self.budget.window) * self.budget.size
         leaving = first - self.first
         if leaving <= 0:
             return 0
         k = self.unrotate(self.k[:, :leaving], self.first)
         sinks = min(max(0, self.sink_k.shape[1] - self.first), leaving)
-        self.sink_k[:, self.first : self.first + sinks] = self._placed(
+        self.sink_k[:, self.first : self.first + sinks] = self._rotate_to(
             k[:, :sinks], torch.arange(self.first, self.first + sinks, device=k.device)
         )
         self.sink_v[:, self.first : self.first + sinks] = self.v[:, :sinks]
         block = self.num_blocks
-        written = self._store(block, k[:, sinks:], self.v[:, sinks:leaving], self.mass[sinks:leaving])
+        written = self._offload(block, k[:, sinks:], self.v[:, sinks:leaving], self.mass[sinks:leaving])
         left = self.length - first
         for near in (self.k, self.v):
             near[:, :left] = near[:, leaving : leaving + left].clone()
@@ -127,7 +136,7 @@ class BlockCache(LayerCache):
         return written
 
     def recall(self, blocks: Tensor) -> tuple[int, int]:
-        """Bring `blocks` [k] to the device, k <= slots, and attend to these from now on: (misses, bytes moved)."""
+        """Bring `blocks` [k], k <= slots, to the device and attend to these from now on: misses and bytes moved."""
         same = self.resident[:, None] == blocks  # [slots, k]
         missing = blocks[~same.any(0)]
         slots = (~same.any(1)).nonzero()[: len(missing), 0]
@@ -153,25 +162,25 @@ class BlockCache(LayerCache):
         chosen = self.slots[self.chosen].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, Hk, k * p, d]
         far_k = torch.cat((self.sink_k[:, :sinks], chosen[0]), 1)
         far_v = torch.cat((self.sink_v[:, :sinks], chosen[1]), 1)
-        far = Far(self._far_queries(q) if far_k.shape[1] else q, far_k, far_v)
+        far = FarTokens(self._far_queries(q) if far_k.shape[1] else q, far_k, far_v)
         out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
         self.mass[:near] += mass
         return out
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         sinks, size = min(self.first, self.sink_k.shape[1]), self.budget.size
         first = (self.resident[self.chosen] + self.budget.sink) * size  # [k] first tokens of the blocks
         blocks = (range(start, start + size) for start in first.tolist())
         return token_mask(self.k, self.length, range(sinks), *blocks, range(self.first, self.length))
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         near = nbytes(self.k, self.v, self.mass, self.sink_k, self.sink_v)
         return Footprint(device=near + nbytes(self.keys, self.slots, self.resident), host=self.pool.nbytes())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         token, budget = nbytes(self.k[:, :1], self.v[:, :1]), self.budget
         attended, blocks = budget.tokens(length) * token, len(budget.candidates(length))
         if not budget.active(length):
@@ -179,8 +188,11 @@ class BlockCache(LayerCache):
         recalled = budget.selected * budget.size * token
         return Traffic(attended, nbytes(self.keys[:blocks]), 4 * blocks, recalled)
 
-    def _store(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
-        """Represent consecutive blocks from `block` on, k (un-rotated) and v [Hk, n * p, d], and put them away."""
+    def _offload(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
+        """Represent consecutive blocks from `block` on and write them to the host: k (un-rotated) and v [Hk, n * p, d].
+
+        `mass` [n * p] is the attention that their tokens got. Returns the bytes written.
+        """
         size, stop = self.budget.size, block + k.shape[1] // self.budget.size
         if stop == block:
             return 0
@@ -202,27 +214,27 @@ class BlockCache(LayerCache):
         self.slots[slots] = kv
         if self.layout.positions == "original" and len(slots):
             positions = ((blocks + self.budget.sink) * size)[:, None] + torch.arange(size, device=kv.device)  # [m, p]
-            flat = self._placed(kv[:, :, 0].transpose(0, 1).flatten(1, 2), positions.flatten())  # [Hk, m * p, d]
+            flat = self._rotate_to(kv[:, :, 0].transpose(0, 1).flatten(1, 2), positions.flatten())  # [Hk, m * p, d]
             self.slots[slots, :, 0] = paged(flat, size).transpose(0, 1).to(kv.dtype)
 
-    def _placed(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Turn un-rotated keys [Hk, n, d] to where they are attended to."""
+    def _rotate_to(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Rotate un-rotated keys [Hk, n, d] to their positions [n], unless the positions are capped."""
         if self.rotary is None or self.layout.positions == "capped":
             return k
         return self.rotary.rotate(k, positions)
 
     def _far_queries(self, q: Tensor) -> Tensor:
-        """Turn the newest queries [H, m, d] to where they see the far tokens from."""
+        """Rotate the newest queries [H, m, d] for attention to sinks and blocks."""
         if self.rotary is None or self.layout.positions == "original":
             return q
         plain = self.unrotate(q, self.length - q.shape[1])
         distance = torch.full((q.shape[1],), self.budget.window * self.budget.size - 1, device=q.device)
-        if self.rotary.attention_scaling != 1:  # what keys turned to position 0 would carry is put upon the query
+        if self.rotary.attention_scaling != 1:  # the keys, not being rotated, lack theirs: the queries get it
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))
         return self.rotary.rotate(plain, distance).to(q.dtype)
 
 
-class Far(NamedTuple):
+class FarTokens(NamedTuple):
     """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d]."""
 
     q: Tensor
@@ -230,7 +242,7 @@ class Far(NamedTuple):
     v: Tensor
 
 
-def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: Far, softmax: Softmax) -> tuple[Tensor, Tensor]:
+def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Attend causally with the newest m tokens to near keys, and to far keys that all of them see.
 
         s_ij = f(scale * q_i . k_j), near, j <= n - m + i      t_ij = f(scale * p_i . l_j), far

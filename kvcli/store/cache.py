@@ -1,6 +1,7 @@
-"""What every layer's cache offers, and the two that need no retrieval: dense and sliding.
+"""What every layer's cache offers, and the two that select nothing: dense and sliding.
 
-A cache serves one layer of one sequence. Device keys are post-RoPE. Shapes: H query heads, Hk KV heads, d head dim.
+A cache holds the keys and values of one layer of one sequence. Keys on the device are post-RoPE. Shapes: H query heads,
+Hk KV heads, d head dimension, s tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
@@ -24,7 +26,7 @@ from kvcli.store.staging import PinnedStaging, pinned_staging
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where KV lives: `device` computes, `host` keeps what the device has no room for.
+    """The memory that KV lives in: `device` computes, `host` keeps what the device has no room for.
 
     On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
     `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
@@ -49,11 +51,15 @@ class Tiers:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def on_host(self, *shape: int) -> Tensor:
-        """Allocate uninitialised host memory; raises KvcliError where no more can be pinned."""
+        """Allocate uninitialised host memory.
+
+        Raises:
+            KvcliError: the system pins no more (will not fit).
+        """
         return self.on_host_async(*shape).result()
 
     def on_host_async(self, *shape: int) -> Future[Tensor]:
-        """Begin to allocate what `on_host` does; what is pinned gets ready in the order of these calls."""
+        """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls."""
         if self.pinned is not None:
             return self.pinned.allocate(shape, self.dtype)
         ready: Future[Tensor] = Future()
@@ -88,8 +94,8 @@ class Footprint:
 class Traffic:
     """Bytes that a decode step has to move in one layer of one sequence.
 
-    `attended` KV and the `scored` part of the index are read on the device, and `scores` to select by; `recalled`
-    comes from the host where nothing that is wanted lies on the device yet.
+    Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` that are selected by.
+    `recalled` is what comes from the host when none of the selected KV is on the device yet.
     """
 
     attended: int = 0
@@ -119,120 +125,119 @@ class LayerCache(ABC):
 
     @abstractmethod
     def load(self, k: Tensor, v: Tensor) -> int:
-        """Take over a prompt: k, v [Hk, s, d], s >= 1. The tensors may be reused by the caller afterwards.
-
-        Returns the bytes written to the host tier.
-        """
+        """Store a prompt k, v [Hk, s, d], s >= 1, of which copies are made; returns the bytes written to the host."""
 
     @abstractmethod
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Add the current token: k, v [Hk, d]. Returns the bytes written to the host tier."""
+        """Store the current token k, v [Hk, d]; returns the bytes written to the host."""
 
     @abstractmethod
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to everything resident -> [H, d]."""
+        """Attend with q [H, d] to all that the device holds -> [H, d]."""
 
     @abstractmethod
     def attended(self) -> Tensor:
-        """Tokens that the last `attend` looked at: bool [Hk, length]; derived when asked for."""
+        """Mark the tokens that the last step attended to: bool [Hk, length]; for tests and measurements."""
 
     @abstractmethod
     def footprint(self) -> Footprint:
-        """Count the bytes allocated."""
+        """Count the bytes allocated; works on the meta device."""
 
     def as_slots(self) -> LayerSlots | None:
-        """Lay the cache out in slots and give its tensors; None where it has no such form.
+        """Lay the cache out in slots and return its tensors, None where it has no such form.
 
-        From then on whoever asked owns them, and nothing but `adopt_slots` and the footprint is to be asked any more.
+        The caller owns them from then on; only `adopt_slots` and `footprint` may be called afterwards.
         """
         return None
 
     def adopt_slots(self, slots: LayerSlots) -> None:  # noqa: ARG002
-        """Hold these tensors in place of those that `as_slots` gave; they say the same."""
+        """Hold these tensors, equal to those that `as_slots` returned, in their place."""
         raise RuntimeError(f"{type(self).__name__} has no slots")
 
     def traffic(self, length: int) -> Traffic:  # noqa: ARG002
-        """Say what a step moves once `length` tokens were seen; works on the meta device.
+        """Count what a step moves once `length` tokens were seen; works on the meta device.
 
-        By default a step reads all that is held on the device: right for what keeps no more than it attends to.
+        Here a step reads all that the device holds, which is right for a cache that keeps no more than it attends to.
         """
         return Traffic(attended=self.footprint().device)
 
 
-class DenseCache(LayerCache):
-    """Everything on the device, contiguous per head: k, v [Hk, capacity, d]."""
+class ResidentCache(LayerCache):
+    """KV on the device alone, contiguous per head: k, v [Hk, rows, d], which are views of kv [2, Hk, rows, d]."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
+    def __init__(self, num_kv_heads: int, head_dim: int, rows: int, tiers: Tiers):
         self.length = 0
-        self.kv = tiers.on_device(2, num_kv_heads, capacity, head_dim)
+        self.kv = tiers.on_device(2, num_kv_heads, rows, head_dim)
         self.k, self.v = self.kv
 
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.kv = slots.kv
+        self.k, self.v = self.kv
+
+    @override
+    def footprint(self) -> Footprint:
+        return Footprint(device=nbytes(self.kv))
+
+
+class DenseCache(ResidentCache):
+    """Every token, in order; as many rows as the sequence gets tokens."""
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length = k.shape[1]
         self.k[:, : self.length] = k
         self.v[:, : self.length] = v
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.k[:, self.length] = k
         self.v[:, self.length] = v
         self.length += 1
         return 0
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         return decode_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append consecutive tokens k, v [Hk, n, d] and attend with q [H, n, d], each to all before it -> [H, n, d]."""
+        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally -> [H, n, d]."""
         start, self.length = self.length, self.length + k.shape[1]
         self.k[:, start : self.length] = k
         self.v[:, start : self.length] = v
         return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.length))
 
+    @override
     def as_slots(self) -> LayerSlots:
-        """See `LayerCache.as_slots`: every token has its own."""
         return LayerSlots(self.kv, SlotLayout.everything(self.k.shape[1]))
 
-    def adopt_slots(self, slots: LayerSlots) -> None:
-        """See `LayerCache.adopt_slots`."""
-        self.kv = slots.kv
-        self.k, self.v = self.kv
-
-    def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
-        return Footprint(device=nbytes(self.k, self.v))
-
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         return Traffic(attended=length * nbytes(self.k[:, :1], self.v[:, :1]))
 
 
-class SlidingCache(LayerCache):
-    """The first `sink` and the last `window` tokens; what lies between is gone. k, v [Hk, sink + window, d].
+class SlidingCache(ResidentCache):
+    """The first `sink` and the last `window` tokens, in as many rows; the tokens between them are gone.
 
     The window is a ring: attention does not depend on the order of keys that carry their own positions.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
-        self.length = 0
+        super().__init__(num_kv_heads, head_dim, sink + window, tiers)
         self.sink, self.window = sink, window
-        self.kv = tiers.on_device(2, num_kv_heads, sink + window, head_dim)
-        self.k, self.v = self.kv
 
     @property
     def dropped(self) -> int:
-        """Tokens that fell out of the window."""
+        """How many tokens have fallen out of the window."""
         return max(0, self.length - self.sink - self.window)
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length = k.shape[1]
         kept = torch.arange(self.length, device=k.device)
         kept = torch.cat((kept[: self.sink], kept[self.sink :][-self.window :]))
@@ -241,8 +246,8 @@ class SlidingCache(LayerCache):
         self.v[:, rows] = v[:, kept]
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         row = self.row_of(self.length)
         self.k[:, row] = k
         self.v[:, row] = v
@@ -250,18 +255,18 @@ class SlidingCache(LayerCache):
         return 0
 
     def row_of(self, position: int) -> int:
-        """Row that a token has, or had while it was held."""
+        """The row of the token at `position`, or the one that it had while it was held."""
         return position if position < self.sink else self.sink + (position - self.sink) % self.window
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         k, v = self.resident()
         return decode_attention(q, k, v, softmax)
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append consecutive tokens k, v [Hk, n, d] and attend with q [H, n, d] -> [H, n, d].
+        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] -> [H, n, d]; without sinks only.
 
-        Each sees the last `window` tokens up to itself; for caches without sinks.
+        Each query sees the last `window` tokens up to its own.
         """
         held = self._row(torch.arange(self.dropped, self.length, device=k.device))  # in the order of their positions
         seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
@@ -272,29 +277,20 @@ class SlidingCache(LayerCache):
         return prefill_attention(q, seen_k, seen_v, softmax, self.window)
 
     def resident(self) -> tuple[Tensor, Tensor]:
-        """Keys and values held: the sinks in order, then the window in ring order; [Hk, n, d] each."""
+        """Keys and values held, the sinks in order and the window in ring order: [Hk, n, d] each."""
         held = self.length - self.dropped
         return self.k[:, :held], self.v[:, :held]
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         return token_mask(self.k, self.length, range(self.sink), range(self.sink + self.dropped, self.length))
 
+    @override
     def as_slots(self) -> LayerSlots:
-        """See `LayerCache.as_slots`: pages of one token, sinks and a ring."""
         return LayerSlots(self.kv, SlotLayout(1, self.sink, 0, self.window))
 
-    def adopt_slots(self, slots: LayerSlots) -> None:
-        """See `LayerCache.adopt_slots`."""
-        self.kv = slots.kv
-        self.k, self.v = self.kv
-
-    def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
-        return Footprint(device=nbytes(self.k, self.v))
-
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.k[:, :1], self.v[:, :1]))
 
     def _row(self, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a calibration found out about a model, in a safetensors file: a matrix `layer.{index}` a layer, or a tensor."""
+"""The safetensors files that a calibration writes: one tensor `layer.{index}` for each layer, or one in all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from kvcli.errors import ExitCode, KvcliError
 
 
 class CalibrationMatrices:
-    """The matrices of a file, read one layer at a time; only the file's header is read before."""
+    """The matrices of a file, read from it one layer at a time.
+
+    Raises:
+        KvcliError: the file does not hold a tensor of the given shape for each layer (usage).
+    """
 
     def __init__(self, path: str, shapes: Mapping[int, tuple[int, ...]], kind: str):
-        """Check that the file holds a tensor of the given shape for every layer asked for; see `check_file`."""
         check_file(path, {tensor_name(layer): shape for layer, shape in shapes.items()}, kind)
         self.path = path
 
     def __getitem__(self, layer: int) -> Tensor:
-        """The matrices of one layer, in float32 in host memory."""
+        """Read the matrices of one layer to host memory, in float32."""
         with safe_open(self.path, framework="pt") as file:
             matrices: Tensor = file.get_tensor(tensor_name(layer))
         return matrices.to(torch.float32)
 
 
 def read_tensor(path: str, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
-    """One tensor of a file, in host memory; see `check_file`."""
+    """Read one tensor of a file to host memory.
+
+    Raises:
+        KvcliError: the file does not hold this tensor in this shape (usage).
+    """
     check_file(path, {name: shape}, kind)
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
@@ -37,7 +44,7 @@ def read_tensor(path: str, name: str, shape: tuple[int, ...], kind: str) -> Tens
 
 
 def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
-    """Check that a file holds these tensors; `kind` is what they are, as `kvcli calibrate` calls it.
+    """Check by its header that a file holds these tensors; `kind` is the name of their kind in `kvcli calibrate`.
 
     Raises:
         KvcliError: there is no such file, it is no safetensors file, or it belongs to another model (usage).
@@ -60,7 +67,7 @@ def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> N
 
 
 def tensor_name(layer: int) -> str:
-    """What a layer's matrices are called in the file."""
+    """Name the tensor of a layer in the file."""
     return f"layer.{layer}"
 
 

@@ -1,40 +1,44 @@
-"""Layers on the device whose tokens are scored by the keys themselves, as they are or in their principal axes."""
+"""Layers on the device whose tokens are scored by some channels of their keys (TokenSelect; Loki, arXiv 2406.02542)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.tokens import ResidentTokenCache, TokenBudget
+from kvcli.store.pages import slices
+from kvcli.store.tokens import ResidentTokenCache, TokenBudget, TokenIndex
 
-# Tokens whose keys are turned at once: fp32 copies of them stay this long.
+# Tokens whose keys are rotated to their axes at once: fp32 copies of them stay this long.
 PIECE = 4096
 
 
-class KeyChannelIndex:
-    """Nothing beside the keys [Hk, capacity, d] that a cache holds: tokens are scored by their first `channels`."""
+class KeyChannelIndex(TokenIndex):
+    """Scores tokens by the first `channels` of the keys [Hk, capacity, d] of a cache, without memory of its own."""
 
     keys: Tensor
 
     def __init__(self, channels: int):
         self.channels = channels
 
+    @override
     def fill(self, first: int, keys: Tensor) -> None:
-        """See `TokenIndex.fill`: the cache has them already."""
+        """Do nothing: the cache has stored them."""
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
         """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""
         return token_scores(q, self._of(tokens), scale)
 
+    @override
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        """See `TokenIndex.traffic`."""
         candidates = budget.candidates(length)
         return Traffic(scored=nbytes(self._of(candidates)), scores=4 * self.keys.shape[0] * len(candidates))
 
+    @override
     def nbytes(self) -> int:
-        """See `TokenIndex.nbytes`: the keys count as the cache's."""
+        """Return 0, since the keys count as the cache's."""
         return 0
 
     def _of(self, tokens: range) -> Tensor:
@@ -42,7 +46,7 @@ class KeyChannelIndex:
 
 
 class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
-    """Everything on the device, scored by the first `channels` channels of the keys."""
+    """On the device: k, v [Hk, capacity, d] of every token, scored by the first `channels` of the keys."""
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, channels: int, tiers: Tiers
@@ -52,9 +56,9 @@ class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
 
 
 class PrincipalAxesCache(ChannelScoredCache):
-    """The same with keys turned to `axes` [Hk, d, d], which the method sets before any token comes.
+    """The same with keys in the coordinates of `axes` [Hk, d, d], which the method sets before any token comes.
 
-    The axes are orthonormal: scores and attention are what they were, if the query is turned likewise.
+    The axes are orthonormal: scores and attention stay what they are, if the query is in these coordinates, too.
     """
 
     def __init__(
@@ -63,23 +67,22 @@ class PrincipalAxesCache(ChannelScoredCache):
         super().__init__(num_kv_heads, head_dim, capacity, budget, channels, tiers)
         self.axes = tiers.on_device(num_kv_heads, head_dim, head_dim, dtype=torch.float32)
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         written = super().load(k, v)
-        for start in range(0, k.shape[1], PIECE):
-            part = slice(start, min(start + PIECE, k.shape[1]))
+        for part in slices(k.shape[1], PIECE):
             self.k[:, part] = k[:, part].float() @ self.axes
         return written
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         return super().append(self.to_axes(k), v)
 
     def to_axes(self, x: Tensor) -> Tensor:
-        """Queries [H, d] or keys [Hk, d] of one token in the axes of their KV head, in their dtype."""
+        """Rotate queries [H, d] or keys [Hk, d] of one token to the axes of their KV head; their dtype stays."""
         heads = x.float().view(self.axes.shape[0], -1, x.shape[-1]) @ self.axes
         return heads.view_as(x).to(x.dtype)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=nbytes(self.axes))

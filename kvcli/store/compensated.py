@@ -1,4 +1,4 @@
-"""A layer of which some KV heads keep everything, and the others one token for all that they drop (RazorAttention)."""
+"""Heads that keep one token for all that they drop, beside heads that keep everything (RazorAttention, 2407.15891)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
@@ -13,7 +14,10 @@ from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, T
 
 
 class CompensatedCache(SlidingCache):
-    """Sinks and a window; the tokens between them live on as their mean key and mean value [Hk, d], in fp32."""
+    """On the device: sinks and a window, and the mean key and mean value [Hk, d] of the tokens between them, in fp32.
+
+    The means make up the paper's compensation token (section 3.2).
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
         super().__init__(num_kv_heads, head_dim, window, tiers, sink)
@@ -21,8 +25,8 @@ class CompensatedCache(SlidingCache):
             tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).zero_() for _ in range(2)
         )
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         super().load(k, v)
         if self.dropped:
             gone = slice(self.sink, self.sink + self.dropped)
@@ -30,27 +34,29 @@ class CompensatedCache(SlidingCache):
             self.mean_v[:] = v[:, gone].mean(1, dtype=torch.float32)
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; the token that falls out of the window joins the mean."""
+        """Store the current token; the one that falls out of the window joins the means."""
         if self.length >= self.sink + self.window:
             row = self.row_of(self.length)
             for mean, kept in ((self.mean_k, self.k), (self.mean_v, self.v)):
                 mean += (kept[:, row] - mean) / (self.dropped + 1)
         return super().append(k, v)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`; the mean token weighs as many as it stands for."""
+        """Attend to the tokens held and to the compensation token, which weighs as all the tokens that it replaces."""
         if not self.dropped:
             return super().attend(q, softmax)
         return compensated_attention(q, *self.resident(), self.mean_k, self.mean_v, self.dropped, softmax)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=nbytes(self.mean_k, self.mean_v))
 
 
 class HeadSplitCache(LayerCache):
-    """Two caches side by side: `dense` for the KV heads marked in `keep` [Hk] bool, `local` for the others."""
+    """Two caches on the device: `dense` for the KV heads marked in `keep` [Hk] bool, `local` for the others."""
 
     def __init__(self, keep: Tensor, dense: DenseCache, local: SlidingCache, tiers: Tiers):
         self.length = 0
@@ -59,18 +65,18 @@ class HeadSplitCache(LayerCache):
             (heads[chosen].to(tiers.device), part) for chosen, part in ((keep, dense), (~keep, local)) if chosen.any()
         ]
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length = k.shape[1]
         return sum(part.load(k[heads], v[heads]) for heads, part in self.parts)
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.length += 1
         return sum(part.append(k[heads], v[heads]) for heads, part in self.parts)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         num_kv_heads = sum(len(heads) for heads, _ in self.parts)
         groups = q.view(num_kv_heads, -1, q.shape[-1])  # [Hk, G, d]
         out = torch.empty_like(groups)
@@ -78,21 +84,22 @@ class HeadSplitCache(LayerCache):
             sinks = softmax.sinks
             if sinks is not None:
                 sinks = sinks.view(num_kv_heads, -1)[heads].flatten()
-            found = part.attend(groups[heads].flatten(0, 1), softmax._replace(sinks=sinks))
-            out[heads] = found.view(len(heads), *groups.shape[1:])
+            part_out = part.attend(groups[heads].flatten(0, 1), softmax._replace(sinks=sinks))
+            out[heads] = part_out.view(len(heads), *groups.shape[1:])
         return out.view_as(q)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`; the mean token is none of them."""
+        """Mark the tokens attended to; the compensation token is none of them."""
         order = torch.cat([heads for heads, _ in self.parts])
         return torch.cat([part.attended() for _, part in self.parts])[order.argsort()]
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return sum((part.footprint() for _, part in self.parts), Footprint())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         return Traffic(attended=sum(part.traffic(length).attended for _, part in self.parts))
 
 

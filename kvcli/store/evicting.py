@@ -1,9 +1,10 @@
-"""A layer that holds a fixed number of tokens: who comes later takes the place of the least worth."""
+"""A layer that holds a fixed number of tokens: a new one replaces the one with the lowest score (H2O, TOVA)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.kept_tokens import kept_tokens
@@ -12,12 +13,11 @@ from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
 
 
 class EvictingCache(LayerCache):
-    """The held tokens of each KV head: k, v [Hk, rows, d], `positions` and `scores` [Hk, rows].
+    """The held tokens of each KV head on the device: k, v [Hk, rows, d], `positions` and `scores` [Hk, rows].
 
-    The `recent` newest tokens stay; of the others the ones with the lowest score go, of equals the newest. What a score
-    is, and when it changes, is the method's business. Tokens keep the positions they had, and lie in no order once
-    one was evicted. A step attends to at most `rows` tokens, the current one among them, so it is the arrival of a
-    token that evicts another.
+    The `recent` newest tokens stay; of the others the one with the lowest score is evicted, of equals the newest. The
+    method sets the scores. Tokens keep the positions that they had, and lie in no order once one was evicted. A step
+    attends to at most `rows` tokens, the current one among them, so a token is evicted when another one arrives.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, recent: int, tiers: Tiers):
@@ -28,12 +28,13 @@ class EvictingCache(LayerCache):
         self.positions = tiers.on_device(num_kv_heads, rows, dtype=torch.int64)
         self.scores = tiers.on_device(num_kv_heads, rows, dtype=torch.float32)
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`; all tokens score the same."""
+        """Store a prompt whose tokens have the same score."""
         return self.load_scored(k, v, k.new_zeros(k.shape[:2]))
 
     def load_scored(self, k: Tensor, v: Tensor, scores: Tensor) -> int:
-        """Take over what there is room for of a prompt k, v [Hk, s, d], by scores [Hk, s]. Returns 0, see `load`."""
+        """Store the tokens of a prompt k, v [Hk, s, d] that have the best scores [Hk, s]; returns as `load` does."""
         self.length = k.shape[1]
         self.held = min(self.length, self.rows)
         recent = min(self.recent, self.held)
@@ -44,13 +45,14 @@ class EvictingCache(LayerCache):
         self.scores[:, : self.held] = scores.take_along_dim(kept, 1)
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; the new token's score is zero."""
+        """Store the current token with score zero."""
         if self.held < self.rows:
             row = torch.full((k.shape[0],), self.held, device=k.device)
             self.held += 1
         else:
-            row = self._least_worth()  # [Hk]
+            row = self._lowest()  # [Hk]
         heads = torch.arange(k.shape[0], device=k.device)
         self.k[heads, row], self.v[heads, row] = k, v
         self.positions[heads, row] = self.length
@@ -63,27 +65,28 @@ class EvictingCache(LayerCache):
         """Keys and values held, [Hk, held, d] each."""
         return self.k[:, : self.held], self.v[:, : self.held]
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         return decode_attention(q, *self.resident, softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         mask = torch.zeros(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device)
         return mask.scatter_(1, self.positions[:, : self.held], True)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v, self.positions, self.scores))
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; scores are of keys that are read again."""
+        """Count the keys twice: they are read for the scores, too."""
         held = min(length, self.rows)
         keys = held * nbytes(self.k[:, :1])
         return Traffic(attended=keys + held * nbytes(self.v[:, :1]), scored=keys, scores=nbytes(self.scores[:, :held]))
 
-    def _least_worth(self) -> Tensor:
-        """Rows [Hk] that the next token may take. It counts among the recent ones."""
+    def _lowest(self) -> Tensor:
+        """Rows [Hk] of the tokens to evict for the next one, which counts among the recent tokens."""
         evictable = self.positions <= self.length - self.recent
         scores = self.scores.where(evictable, torch.inf)
         least = evictable & (scores == scores.amin(1, keepdim=True))

@@ -1,4 +1,7 @@
-"""A layer on the device with page summaries to choose pages, and four-bit keys to weigh single tokens (Twilight)."""
+"""A layer on the device whose pages are selected first, and then tokens of them (Twilight, arXiv 2502.02770).
+
+Pages are scored by their summaries; the attention weights of their tokens are estimated by keys of four bits.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from kvcli.kernels.block_attention import add_sinks, block_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.pages import PageBudget
+from kvcli.store.pages import PageBudget, slices
 from kvcli.store.resident_pages import ResidentPageCache
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
@@ -20,15 +24,18 @@ PIECE = 4096
 LEVELS = 15  # steps between a token's least and greatest channel
 
 
-class Ragged(NamedTuple):
-    """Tokens [Hk, n] of every KV head, and which of them count: bool [Hk, n]."""
+class RaggedTokens(NamedTuple):
+    """Tokens of which KV heads have different numbers: `tokens` [Hk, n]; those marked in `valid` [Hk, n] count."""
 
     tokens: Tensor
     valid: Tensor
 
 
-class FourBitKeys:
-    """Codes [Hk, capacity, ceil(d / 2)] and ranges [Hk, capacity, 2] of all tokens."""
+class Int4Keys:
+    """The keys of all tokens in four bits a channel: `codes` [Hk, capacity, ceil(d / 2)] uint8, two channels a byte.
+
+    `ranges` [Hk, capacity, 2] are the step and the least value of each token. Both are on the device.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
         self.codes = tiers.on_device(num_kv_heads, capacity, -(-head_dim // 2), dtype=torch.uint8)
@@ -36,42 +43,41 @@ class FourBitKeys:
 
     def fill(self, first: int, keys: Tensor) -> None:
         """Quantise consecutive tokens from token `first` on: keys [Hk, n, d]."""
-        for start in range(0, keys.shape[1], PIECE):
-            piece = keys[:, start : start + PIECE]
-            part = slice(first + start, first + start + piece.shape[1])
-            self.codes[:, part], self.ranges[:, part] = quantise_four_bit(piece)
+        codes, ranges = self.codes[:, first:], self.ranges[:, first:]
+        for part in slices(keys.shape[1], PIECE):
+            codes[:, part], ranges[:, part] = quantise_four_bit(keys[:, part])
 
     def products(self, q: Tensor, tokens: Tensor) -> Tensor:
-        """Estimate q.k of `tokens` [Hk, n] with q [H, d] for every query head: [Hk, G, n] in fp32."""
+        """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
         heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
         return four_bit_scores(queries, self.codes[heads, tokens], self.ranges[heads, tokens])
 
     def nbytes(self, tokens: int | None = None) -> int:
-        """Bytes on the device, of all tokens or of so many."""
+        """Bytes on the device, of all tokens or of the first `tokens`."""
         return nbytes(self.codes[:, :tokens], self.ranges[:, :tokens])
 
 
 class Int4EstimateCache(ResidentPageCache):
-    """Pages that single tokens are taken of, for each KV head a number of its own."""
+    """On the device: k, v [Hk, pages * p, d] of every token, page summaries, and all keys in four bits as well."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
         super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
-        self.estimate = FourBitKeys(num_kv_heads, head_dim, self.k.shape[1], tiers)
-        self.taken: Ragged | None = None  # tokens last attended to; None: everything
+        self.estimate = Int4Keys(num_kv_heads, head_dim, self.k.shape[1], tiers)
+        self.taken: RaggedTokens | None = None  # tokens last attended to, None for all
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.estimate.fill(0, k)
         return super().load(k, v)
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.estimate.fill(self.length, k[:, None])
         return super().append(k, v)
 
     def tokens_of(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of sink, `pages` [Hk, k] and window: [Hk, n]; and which of them are sink or window: bool [n]."""
+        """List the tokens of sink, `pages` [Hk, k] and window: [Hk, n]; and mark those of sink and window: bool [n]."""
         num_kv_heads, size, candidates = pages.shape[0], self.budget.size, self.candidates
         sink = torch.arange(candidates.start * size, device=pages.device)
         window = torch.arange(candidates.stop * size, self.length, device=pages.device)
@@ -84,33 +90,32 @@ class Int4EstimateCache(ResidentPageCache):
     def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
         most = int(kept.sum(1).max())
-        first = kept.int().argsort(dim=1, descending=True, stable=True)[
-            :, :most
-        ]  # the kept ones of a head, then others
-        self.taken = Ragged(tokens.gather(1, first), kept.gather(1, first))
+        first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # kept ones of a head, then others
+        self.taken = RaggedTokens(tokens.gather(1, first), kept.gather(1, first))
         heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         k, v = (kv[heads, self.taken.tokens] for kv in (self.k, self.v))
         return ragged_attention(q, k, v, self.taken.valid, softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         if self.taken is None:
             return super().attended()
         nothing = self.taken.valid.new_zeros(self.k.shape[0], self.length)
         return nothing.scatter(1, self.taken.tokens, self.taken.valid)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=self.estimate.nbytes())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; at most, for how many tokens are taken shows only at the step."""
+        """Count a step that takes all tokens of the selected pages, which is the most that it may take."""
         most = super().traffic(length)
         if not self.budget.active(length):
             return most
-        weighed = self.budget.tokens(length)
-        scores = most.scores + 4 * self.k.shape[0] * weighed
-        return replace(most, scored=most.scored + self.estimate.nbytes(weighed), scores=scores)
+        estimated = self.budget.tokens(length)
+        scores = most.scores + 4 * self.k.shape[0] * estimated
+        return replace(most, scored=most.scored + self.estimate.nbytes(estimated), scores=scores)
 
 
 def quantise_four_bit(keys: Tensor) -> tuple[Tensor, Tensor]:

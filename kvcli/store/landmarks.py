@@ -1,4 +1,4 @@
-"""The landmark of every chunk of a layer that can be selected, on the device (ShadowKV, section 3.2)."""
+"""The landmarks by which chunks of a layer are selected (ShadowKV, arXiv 2410.21465, section 3.2)."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from torch.nn import functional
 from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.topk import topk_pages
 from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.pages import slices
 
 # Chunks summarised at once: fp32 copies of the keys stay this long.
 PIECE = 512
 
 
 class Landmarks:
-    """Mean keys [Hk, chunks, d], and which chunks are outliers, hence no candidates: [Hk, chunks] bool."""
+    """On the device: `means` [Hk, chunks, d], the mean key of each chunk; `excluded` [Hk, chunks] marks outliers.
+
+    Outliers are chunks that their mean represents badly; they are always attended to and never selected.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, num_chunks: int, tiers: Tiers):
         self.means = tiers.on_device(num_kv_heads, num_chunks, head_dim)
         self.excluded = tiers.on_device(num_kv_heads, num_chunks, dtype=torch.bool).fill_(False)
 
     def fill(self, first: int, keys: Tensor) -> Tensor:
-        """Take consecutive full chunks from `first` on, keys [Hk, n, c, d]; returns how each fits: [Hk, n]."""
+        """Represent consecutive full chunks from `first` on: keys [Hk, n, c, d]; returns their fits [Hk, n]."""
         fits = []
-        for start in range(0, keys.shape[1], PIECE):
-            piece = keys[:, start : start + PIECE]
-            means, fit = chunk_landmarks(piece)
-            self.means[:, first + start : first + start + piece.shape[1]] = means
+        for part in slices(keys.shape[1], PIECE):
+            self.means[:, first:][:, part], fit = chunk_landmarks(keys[:, part])
             fits.append(fit)
         return torch.cat(fits, 1)
 
     def exclude_worst(self, fit: Tensor, count: int) -> Tensor:
-        """Take the `count` first chunks by worst fit [Hk, n] out of the candidates and return them: [Hk, count]."""
+        """Mark the `count` chunks of worst fit [Hk, n] as outliers, and return them: [Hk, count]."""
         chunks = outlier_chunks(fit, count)
         self.excluded.scatter_(1, chunks, True)
         return chunks
 
     def scores(self, q: Tensor, num_chunks: int, scale: float) -> Tensor:
-        """Score the first chunks with q [H, d] for every KV head: [Hk, num_chunks] in fp32."""
+        """Score the first `num_chunks` with queries [H, d], outliers lowest: [Hk, num_chunks] in fp32."""
         return landmark_scores(q, self.means[:, :num_chunks], self.excluded[:, :num_chunks], scale)
 
     def nbytes(self) -> int:
@@ -47,7 +49,7 @@ class Landmarks:
 
 
 def chunk_landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Landmarks [Hk, n, d] of full chunks, keys [Hk, n, c, d], and how each fits its keys [Hk, n]; both in fp32.
+    """Landmarks [Hk, n, d] of full chunks, keys [Hk, n, c, d], and their fits to these keys [Hk, n]; both in fp32.
 
     L_j = mean_t k_jt      fit_j = min_t cos(L_j, k_jt)
     """

@@ -1,4 +1,4 @@
-"""Room on the device for two layers whose KV lies in host memory: one is attended to while the next one arrives."""
+"""Offloaded layers brought to the device whole: one is attended to while the next one arrives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvcli.store.token_major import TokenMajorCache
 
 
 class LayerPrefetcher:
-    """Two buffers for up to `capacity` tokens of up to `width` = Hk * d channels, which the layers take in turns.
+    """Two buffers [2, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
 
-    On CUDA a layer comes on a stream of its own, while the one before it is computed; on the CPU there is nothing to
-    overlap with, and it comes at once.
+    On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
+    overlap with, and it is copied at once.
     """
 
     def __init__(self, capacity: int, width: int, tiers: Tiers):
@@ -26,36 +26,36 @@ class LayerPrefetcher:
         self.stream: torch.cuda.Stream | None = None
         if tiers.device.type == "cuda":
             self.stream = torch.cuda.Stream(tiers.device)  # type: ignore[no-untyped-call]
-        self.coming: TokenMajorCache | None = None  # what is on its way, or there, in the buffer whose turn it is
-        self.rows = 0  # as many of its tokens
-        self.done: torch.cuda.Event | None = None
+        self.prefetched: TokenMajorCache | None = None  # the layer in the buffer whose turn it is
+        self.rows = 0  # how many of its tokens are there, or on their way
+        self.done: torch.cuda.Event | None = None  # when they are there
 
     def prefetch(self, cache: TokenMajorCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Begin to bring all tokens of a layer; what was brought before it stays until the next call.
+        """Begin to copy all tokens of a layer; the layer fetched last stays valid until the next call.
 
-        Where that goes on beside other work, `span` times it there.
+        On CUDA the copies run in a `span`, which times them.
         """
         self.buffers.reverse()
-        self.coming, self.rows = cache, cache.held
+        self.prefetched, self.rows = cache, cache.held
         if self.stream is None:
             self._copy(cache, slice(cache.held))
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # whoever reads this buffer is done
+        self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # which has read this buffer
         with torch.cuda.stream(self.stream), span():
             self._copy(cache, slice(cache.held))
             self.done = self.stream.record_event()
         self.buffers[0].record_stream(self.stream)
 
     def fetch(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor, int]:
-        """Keys and values [Hk, held, d] of a layer, and the bytes of them that were not on their way yet.
+        """Return keys and values [Hk, held, d] of a layer, and the bytes of them that only this call copies.
 
-        Those are its newest token; or all, where no `prefetch` of this layer went before.
+        Those are the newest token; or all, where the last `prefetch` was not of this layer.
         """
-        early = self.rows if self.coming is cache else 0
+        early = self.rows if self.prefetched is cache else 0
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
         self._copy(cache, slice(early, cache.held))
-        self.coming = self.done = None
+        self.prefetched = self.done = None
         k, v = (rows[: cache.held].transpose(0, 1) for rows in self._views(cache))
         return k, v, nbytes(k[:, early:], v[:, early:])
 
@@ -64,7 +64,7 @@ class LayerPrefetcher:
         return Footprint(device=nbytes(*self.buffers))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerPrefetcher:
-        """A copy has room of its own, and nothing on its way."""
+        """A copy has buffers of its own, and nothing on its way."""
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
     def _copy(self, cache: TokenMajorCache, tokens: slice) -> None:
@@ -72,6 +72,6 @@ class LayerPrefetcher:
             staged[tokens].copy_(rows[tokens], non_blocking=True)
 
     def _views(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor]:
-        """The buffer whose turn it is in the shape of the layer's rows: k, v [capacity, Hk, d] each."""
+        """View the buffer whose turn it is in the shape of the layer: k, v [capacity, Hk, d] each."""
         k, v = (part[: cache.k.numel()].view_as(cache.k) for part in self.buffers[0])
         return k, v

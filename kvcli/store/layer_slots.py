@@ -1,4 +1,4 @@
-"""Caches laid out in slots (`kvcli.kernels.slot_layout`), for pipelines that run a batch by kernels alone."""
+"""Caches laid out in slots (`kvcli.kernels.slot_layout`), for pipelines that run a whole batch by kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ RecallBy = Literal["gather", "copy"]
 
 @dataclass(frozen=True)
 class SlotRule:
-    """What a method's own layers do at a step over slots: attend to all they hold, or FreeKV's speculative retrieval.
+    """What the retrieval layers of a method do at a step over slots.
 
-    `correct_below` is, layer by layer, the query cosine under which a KV head does not reuse the selection of the step
-    before: above 1 none ever does. Empty: nothing is retrieved.
+    Where `correct_below` is empty they attend to all that they hold. Else they do FreeKV's speculative retrieval, and
+    it is, layer by layer, the query cosine below which a KV head does not reuse the selection of the step before: above
+    1 no head ever does. The other fields are FreeKV's settings of the same names.
     """
 
     correct_below: tuple[float, ...] = ()
@@ -31,9 +32,10 @@ class SlotRule:
 
 
 class LayerSlots(NamedTuple):
-    """One layer of one sequence: keys and values kv [2, Hk, rows, d]; and of a layer that retrieves the rest.
+    """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
 
-    resident [Hk, selected] int32 page numbers, bounds [Hk, n, 2, d] of full pages, and the host's pages in pieces.
+    A layer that retrieves has also `resident` [Hk, selected] int32, the page in each selected slot, the `bounds`
+    [Hk, n, 2, d] of its full pages, both on the device, and its pages in host memory, in `pieces`.
     """
 
     kv: Tensor

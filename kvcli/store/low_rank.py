@@ -1,4 +1,4 @@
-"""The keys of a layer as low-rank factors on the device (ShadowKV, arXiv 2410.21465, sections 3.1 and 4.1)."""
+"""The pre-RoPE keys of a layer as low-rank factors (ShadowKV, arXiv 2410.21465, sections 3.1 and 4.1)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from kvcli.store.cache import Tiers, nbytes
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
 
-# Chunks that are taken out of their rotation at once: fp32 copies of the keys stay this long.
+# Chunks whose keys are un-rotated at once: fp32 copies of them stay this long.
 PIECE = 512
 
 
 class LowRankKeys:
-    """A [chunks, c, r] and B [Hk, r, d], heads of one token side by side in the factorised matrix.
+    """On the device: `a` [chunks, c, r] and `b` [Hk, r, d], whose product are the keys without their rotation.
 
-    Factorised are the keys without their rotation (as they are in a layer that has none), in fp32; the factors are
-    kept in the cache's dtype. `rank` is at most Hk*d. With `refreshable` the Gram matrix of all keys seen is kept.
+    The factorised matrix has a row for each token, the keys of its heads side by side; r is `rank`, at most Hk*d. The
+    factors are computed in fp32 and kept in the cache's dtype. With `refreshable` the Gram matrix `gram` [Hk*d, Hk*d]
+    of all keys seen is kept, by which they can be factorised again.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class LowRankKeys:
 
     @property
     def error(self) -> float | None:
-        """Relative error (Frobenius) of the keys stored by `fit` against the exact ones; None before it."""
+        """Relative error (Frobenius) of the keys that `fit` stored against the exact ones; None before it."""
         error, keys = self.squares.tolist()
         return (error / keys) ** 0.5 if keys else None
 
     def fit(self, k: Tensor, num_chunks: int) -> None:
-        """Factorise the keys k [Hk, s, d] of the tokens from position 0 on, and store the first chunks of them."""
+        """Factorise the keys k [Hk, s, d] of the first s tokens, and store their first `num_chunks` chunks."""
         gram = torch.zeros(k.shape[0] * k.shape[2], k.shape[0] * k.shape[2], device=k.device)
         for start in range(0, k.shape[1], PIECE * self.chunk):
             gram += gram_matrix(self._unrotated(k[:, start : start + PIECE * self.chunk], start))
@@ -67,7 +68,7 @@ class LowRankKeys:
             self.squares += torch.stack((error.square().sum(), exact.square().sum()))
 
     def put(self, chunk: int, k: Tensor) -> None:
-        """Store one chunk by the factor there is: k [Hk, c, d]."""
+        """Store one chunk k [Hk, c, d] by the present factor."""
         start = chunk * self.chunk
         exact = self._unrotated(k, start)
         self._project(chunk, exact)
@@ -88,7 +89,7 @@ class LowRankKeys:
             self.a[part] = (self.a[part].float() @ change).to(self.a.dtype)
 
     def rebuild(self, heads: Tensor, chunks: Tensor) -> Tensor:
-        """Keys at their original positions of `chunks` [m] of `heads` [m], ascending -> [m, c, d] in fp32."""
+        """Rebuild the keys, rotated to their positions, of `chunks` [m] of `heads` [m] (ascending): [m, c, d], fp32."""
         keys = rebuild_keys(self.a, self.b, heads, chunks)
         if self.rotary is None:
             return keys
@@ -100,7 +101,7 @@ class LowRankKeys:
         return nbytes(self.a, self.b, self.gram, self.squares)
 
     def _unrotated(self, k: Tensor, start: int) -> Tensor:
-        """k [Hk, n, d] of consecutive tokens from position `start` on -> [n, Hk*d] in fp32."""
+        """Undo the rotation of keys k [Hk, n, d] of tokens from position `start` on: [n, Hk*d] in fp32."""
         k = k.float()
         if self.rotary is not None:
             k = self.rotary.unrotate(k, torch.arange(start, start + k.shape[1], device=k.device))
@@ -113,6 +114,6 @@ class LowRankKeys:
         self.b.copy_(factor.view(self.rank, *self.b.shape[::2]).transpose(0, 1))
 
     def _project(self, first: int, exact: Tensor) -> None:
-        """Store consecutive chunks from chunk `first` on: exact [n * c, Hk*d]."""
+        """Store consecutive chunks from `first` on, their un-rotated keys `exact` [n * c, Hk*d]."""
         rows = exact @ self._factor().T  # [n * c, r]
         self.a[first : first + len(rows) // self.chunk] = rows.view(-1, self.chunk, self.rank).to(self.a.dtype)

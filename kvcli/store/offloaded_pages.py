@@ -1,9 +1,9 @@
-"""A layer whose full KV lies in host memory while the device holds a budget of pages (FreeKV, section 4).
+"""A layer whose full KV lies in host memory while the device holds a budget of pages (FreeKV, section 4; ArkVale).
 
-Device slots are HND like the host's blocks: kv [2, Hk, slots, p, d]. The page table differs by head, so attention reads
-a head's slots in one piece and a recalled block lands in one piece; appending a token writes Hk short rows instead of
-one long one, once a step. (The paper keeps NHD on the device and converts; section 4.2.) Slots stand in this order, and
-the valid rows of a head are always a prefix of them:
+The slots on the device are HND like the host's blocks: kv [2, Hk, slots, p, d]. The page table differs by head, so
+attention reads a head's slots in one piece and a recalled block lands in one piece; appending a token writes Hk short
+rows instead of one long one, once a step. (The paper keeps NHD on the device and converts; section 4.2.) The slots are
+in this order, and the rows of a head that hold tokens are always a prefix of them:
 
     [ sink pages | selected pages, one set a KV head | window pages, the partly filled one last ]
 
@@ -16,12 +16,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.resolve_pages import resolve_pages
-from kvcli.kernels.slot_layout import SlotLayout
+from kvcli.kernels.slot_layout import EMPTY, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
@@ -29,11 +30,12 @@ from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, PagedCache, paged
 from kvcli.store.summaries import Digest, PageSummaries
 
-EMPTY = -1  # a selected slot that holds no page
-
 
 class OffloadedPageCache(PagedCache, LayerCache):
-    """Host pool, device slots, page table and page summaries of one layer."""
+    """In host memory: the pool of all full pages. On the device: their summaries, the slots and the page table.
+
+    The page table is `resident` [Hk, selected], the page in each selected slot, or EMPTY.
+    """
 
     def __init__(
         self,
@@ -53,8 +55,9 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.kv = tiers.on_device(2, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`; full pages go to the host, nothing is selected yet."""
+        """Store a prompt: full pages on the host, sink and window on the device, nothing selected yet."""
         budget, self.length = self.budget, k.shape[1]
         full = self.length // budget.size
         paged_k, paged_v = (paged(x[:, : full * budget.size], budget.size) for x in (k, v))
@@ -70,8 +73,9 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.resident.fill_(EMPTY)
         return written
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; a page that fills is summarised and written to the host."""
+        """Store the current token; a page that it fills is summarised and written to the host."""
         page, row = divmod(self.length, self.budget.size)
         if row == 0 and page >= self.budget.total:
             self._advance_window()
@@ -86,10 +90,10 @@ class OffloadedPageCache(PagedCache, LayerCache):
         return self.pool.write(page, full_k, full_v)
 
     def recall(self, selected: Tensor, heads: Tensor | None = None) -> tuple[list[int], int]:
-        """Bring the missing pages of `selected` [Hk, k] to the device, evicting what left the selection.
+        """Bring the missing pages of `selected` [Hk, k] to the device, in place of those no longer selected.
 
-        `heads` [Hk] bool limits the recall to some KV heads; the others keep what they have. Returns the misses of
-        each KV head and the bytes moved.
+        Only the KV heads marked in `heads` [Hk], where it is given, change their pages. Returns the misses of each KV
+        head and the bytes moved.
         """
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
@@ -101,19 +105,21 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), nbytes(blocks)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         k, v = self.kv.flatten(2, 3)[:, :, : self.budget.tokens(self.length)]  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`; as long as nothing was recalled since."""
+        """Mark the tokens that the last step attended to, if nothing was recalled after it."""
         if not self.active:
             return token_mask(self.resident, self.length, range(self.length))
         return self.attended_pages(self.resident)
 
+    @override
     def as_slots(self) -> LayerSlots:
-        """See `LayerCache.as_slots`: the window's pages go to their places in a ring."""
+        """Lay the cache out in slots, where the window is a ring."""
         budget = self.budget
         first, passed = budget.sink + budget.selected, max(0, budget.count(self.length) - budget.total)
         self.kv[:, :, first:] = self.kv[:, :, first:].roll(passed % budget.window, 2)
@@ -123,31 +129,31 @@ class OffloadedPageCache(PagedCache, LayerCache):
             self.kv.flatten(2, 3), layout, self.resident.int(), self.summaries.bounds, pool.pieces, pool.layout
         )
 
+    @override
     def adopt_slots(self, slots: LayerSlots) -> None:
-        """See `LayerCache.adopt_slots`."""
         assert slots.resident is not None
         assert slots.bounds is not None
         self.kv = slots.kv.view(2, *self.resident.shape[:1], self.budget.total, self.budget.size, -1)
         self.resident, self.summaries.bounds = slots.resident, slots.bounds
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         device = nbytes(self.kv, self.resident) + self.summaries.nbytes()
         return Footprint(device=device, host=self.pool.nbytes())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         attended = nbytes(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(length)])
         recalled = nbytes(self.kv[:, :, : self.budget.selected]) if self.budget.active(length) else 0
         return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
-        """Put consecutive tokens of k, v [Hk, s, d] into the rows from `slot` on."""
+        """Put `tokens` of k, v [Hk, s, d] into the rows from `slot` on."""
         rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [2, Hk, rows, d]
         for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=True):
             target[:, : source.shape[1]] = source
 
     def _advance_window(self) -> None:
-        """Make room for a new page: the oldest window page leaves the device (the host has it)."""
+        """Make room for a new page: the oldest page of the window, which the host has, leaves the device."""
         first = self.budget.sink + self.budget.selected
         self.kv[:, :, first:-1] = self.kv[:, :, first + 1 :].clone()

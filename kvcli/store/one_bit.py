@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import paged
-from kvcli.store.tokens import TokenBudget
+from kvcli.store.tokens import TokenBudget, TokenIndex
 
 
-class OneBitIndex:
-    """Codes [Hk, groups, g, bytes] and ranges [Hk, groups, 2, d] of the full groups, on the device."""
+class OneBitIndex(TokenIndex):
+    """On the device, for full groups of g tokens: `codes` [Hk, groups, g, ceil(d / 8)] uint8, one bit a channel.
+
+    `ranges` [Hk, groups, 2, d] are s and z of each channel in a group: its bits stand for z - s and z + s.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, group: int, num_groups: int, tiers: Tiers):
         self.group = group
         self.codes = tiers.on_device(num_kv_heads, num_groups, group, -(-head_dim // 8), dtype=torch.uint8)
         self.ranges = tiers.on_device(num_kv_heads, num_groups, 2, head_dim)
 
+    @override
     def fill(self, first: int, keys: Tensor) -> None:
-        """See `TokenIndex.fill`."""
         groups, start = paged(keys, self.group), first // self.group
         part = slice(start, start + groups.shape[1])
         self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
@@ -36,19 +40,19 @@ class OneBitIndex:
         scores = one_bit_scores(heads, self.codes[:, part], self.ranges[:, part])
         return pool_scores(scale * scores[..., start : start + len(tokens)], pooling)
 
+    @override
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        """See `TokenIndex.traffic`."""
         candidates = budget.candidates(length)
         groups = slice(candidates.start // self.group, -(-candidates.stop // self.group))
         scored = nbytes(self.codes[:, groups], self.ranges[:, groups])
         return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
 
     def load_ratio(self) -> float | None:
-        """Bytes read to score all tokens, by the bytes of their full-precision keys; None where there is no group."""
+        """Bytes read to score all tokens, divided by the bytes of their keys; None where there is no group."""
         num_kv_heads, groups, group, _ = self.codes.shape
         keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
         return self.nbytes() / keys if keys else None
 
+    @override
     def nbytes(self) -> int:
-        """See `TokenIndex.nbytes`."""
         return nbytes(self.codes, self.ranges)

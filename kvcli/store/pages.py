@@ -1,4 +1,4 @@
-"""Page arithmetic: where the tokens of a sequence of given length lie, and which pages can be selected."""
+"""Pages of consecutive tokens: how many a sequence has, which of them can be selected, tensors by pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PageBudget:
 
     @classmethod
     def of(cls, *, budget: int, sink: int, window: int, page_size: int) -> PageBudget:
-        """Split a budget in tokens; sink and window are rounded up to whole pages, the rest is selected."""
+        """Split a `budget` in tokens: sink and window are rounded up to whole pages, the rest is selected."""
         sink_pages, window_pages = -(-sink // page_size), -(-window // page_size)
         return cls(page_size, sink_pages, window_pages, budget // page_size - sink_pages - window_pages)
 
@@ -42,7 +42,7 @@ class PageBudget:
         return self.count(length) > self.total
 
     def tokens(self, length: int) -> int:
-        """Tokens attended to of so many; of the partly filled page those that it has."""
+        """Tokens that are attended to of `length`; the partly filled page counts with those that it has."""
         return length - max(0, self.count(length) - self.total) * self.size
 
     def candidates(self, length: int) -> range:
@@ -51,7 +51,7 @@ class PageBudget:
 
 
 class PagedCache:
-    """What caches with a page budget have in common."""
+    """What caches with a page budget have in common, whether their KV is on the device or offloaded."""
 
     budget: PageBudget
     length: int

@@ -1,19 +1,20 @@
-"""A layer that keeps a part of its prompt, and every token after it, on the device or in host memory."""
+"""A layer that keeps a part of its prompt and every token after it (SnapKV and its like)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
 from kvcli.store.token_major import TokenMajorCache
 
 
 class PrunedCache(TokenMajorCache):
-    """The kept tokens of each KV head in order: k, v [rows, Hk, d] in one tier, `positions` [Hk, rows] on the device.
+    """The kept tokens of each KV head in order: k, v [rows, Hk, d] on the device or, with `offload`, in host memory.
 
-    Until the prompt comes, `rows` is a plan, an upper bound for most, and nothing is allocated. From then on the memory
-    held is that of the tokens kept and those to come, up to `capacity` with what was dropped.
+    Their `positions` [Hk, rows] are on the device. Until the prompt comes nothing is allocated, and `rows` is planned,
+    for most methods an upper bound. Then there are as many rows as kept tokens and tokens to come, of `capacity`.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
@@ -22,41 +23,43 @@ class PrunedCache(TokenMajorCache):
         self.capacity, self.tiers = capacity, tiers
         self.positions = planned.on_device(num_kv_heads, rows, dtype=torch.int32)
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`; keeps everything."""
+        """Keep every token of the prompt."""
         return self.load_subset(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))
 
     def load_subset(self, k: Tensor, v: Tensor, kept: Tensor) -> int:
-        """Take over a prompt k, v [Hk, s, d], but only the tokens `kept` [Hk, n], ascending. Returns as `load`."""
+        """Store of a prompt k, v [Hk, s, d] the tokens `kept` [Hk, n], ascending; returns as `load` does."""
         self.length = k.shape[1]
         return self._hold(k, v, kept, kept)
 
     def prune(self, rows: Tensor) -> None:
-        """Drop all but `rows` [Hk, n], ascending, of what is held on the device, and give their memory back."""
+        """Keep of the rows held only `rows` [Hk, n], ascending, and free the memory of the others."""
         if rows.shape[1] < self.held:
             k, v, _ = self.fetch()
             self._hold(k, v, rows, self.positions.take_along_dim(rows, 1))
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.positions[:, self.held] = self.length
         return super().append(k, v)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         mask = torch.zeros(len(self.positions), self.length, dtype=torch.bool, device=self.positions.device)
         return mask.scatter_(1, self.positions[:, : self.held].long(), True)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=nbytes(self.positions))
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; of a prompt of which as much is kept as there are rows for."""
+        """Count for a prompt of which as much is kept as was planned."""
         return super().traffic(max(0, length - self.capacity + len(self.k)))
 
     def _hold(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> int:
-        """Make room for `rows` [Hk, n] of k, v [Hk, m, d] and for all tokens to come, and take over the former."""
+        """Allocate for `rows` [Hk, n] of k, v [Hk, m, d] and all tokens to come, and store these rows."""
         num_kv_heads, self.held = rows.shape
         room = self.held + self.capacity - self.length
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on

@@ -1,4 +1,4 @@
-"""A layer kept wholly on the device, with page summaries to select from."""
+"""A layer wholly on the device that is attended to by pages, selected by their summaries (Quest, arXiv 2406.10774)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
@@ -15,23 +16,23 @@ from kvcli.store.summaries import PageSummaries
 
 
 class ResidentPageCache(PagedCache, DenseCache):
-    """Dense KV whose full pages are summarised: k, v [Hk, pages * p, d]."""
+    """On the device: k, v [Hk, pages * p, d] of every token, and the summaries of all full pages."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
         num_pages = budget.count(capacity)
         super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
         self.budget = budget
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
-        self.chosen: Tensor | None = None  # [Hk, k] pages last attended to; None: everything
+        self.chosen: Tensor | None = None  # [Hk, k] pages last attended to, None for all
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         super().load(k, v)
         self._summarise(0, self.length // self.budget.size)
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         super().append(k, v)
         page, row = divmod(self.length, self.budget.size)
         if row == 0:
@@ -50,16 +51,16 @@ class ResidentPageCache(PagedCache, DenseCache):
             parts.append(torch.cat((sink, chosen, window), 1))
         return decode_attention(q, parts[0], parts[1], softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         return super().attended() if self.chosen is None else self.attended_pages(self.chosen)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=self.summaries.nbytes())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         attended = super().traffic(self.budget.tokens(length)).attended
         return replace(self.summaries.traffic(self.budget, length), attended=attended)
 

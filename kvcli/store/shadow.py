@@ -1,10 +1,11 @@
 """A layer whose keys are low-rank factors on the device and whose values lie in host memory (ShadowKV, section 4.1).
 
-Exact KV on the device, k and v [Hk, rows, d], stands in this order, and the valid rows are always a prefix:
+The rows on the device, k and v [Hk, rows, d], are in this order, and those that hold tokens are always a prefix:
 
     [ outlier chunks | selected chunks, one set a KV head | local chunks, the partly filled one last | generated ]
 
-Keys of the selected chunks are rebuilt, all others exact. Until the context is divided so, row j simply holds token j.
+The keys of the selected chunks are rebuilt, all others are exact. A short context is not divided so: row j holds token
+j until there are more full chunks than places for them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
@@ -28,15 +31,13 @@ from kvcli.store.pages import paged
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
 
-EMPTY = -1  # a selected slot that holds no chunk
-
 
 @dataclass(frozen=True)
 class ShadowLayout:
-    """Sizes in chunks of `size` tokens: `outliers`, `selected`, `local` at least; and the `rank` of the keys.
+    """Sizes in chunks of `size` tokens: `outliers`, `selected` and, at least, `local` ones; and the `rank` of the keys.
 
-    `rolling`: generated tokens leave the device as the local window moves on, else all of them stay. `refresh`:
-    factorise anew after so many of them.
+    With `rolling` generated tokens leave the device as the local window moves on; else all of them stay. The keys are
+    factorised again after every `refresh` generated tokens.
     """
 
     size: int
@@ -49,7 +50,7 @@ class ShadowLayout:
 
     @property
     def total(self) -> int:
-        """Full chunks on the device once the context is divided, generated ones aside."""
+        """Chunks of the prompt on the device once the context is divided, the partly filled one not counted."""
         return self.outliers + self.selected + self.local
 
     @property
@@ -58,24 +59,25 @@ class ShadowLayout:
         return (self.outliers + self.selected) * self.size
 
     def active(self, length: int) -> bool:
-        """Tell whether a context of `length` tokens, generated ones aside, has to be divided."""
+        """Tell whether a context of `length` tokens has to be divided."""
         return length // self.size > self.total
 
     def stored(self, capacity: int, prompt: int) -> int:
-        """Chunks that leave the device at most, of a prompt of `prompt` tokens continued to `capacity`."""
+        """The most chunks that leave the device, of a prompt of `prompt` tokens continued to `capacity`."""
         longest = capacity if self.rolling else prompt
         return longest // self.size - self.local if self.active(longest) else 0
 
     def rows(self, capacity: int, prompt: int) -> int:
-        """Tokens on the device at most."""
+        """The most tokens on the device, of a prompt of `prompt` tokens continued to `capacity`."""
         generated = 0 if self.rolling else capacity - prompt
         return min(capacity, (self.total + 1) * self.size + generated)
 
 
 class ShadowCache(LayerCache):
-    """Low-rank keys, landmarks, outliers, selected and local chunks on the device, values on the host.
+    """The chunks before the local window: values in host memory, low-rank keys and landmarks on the device.
 
-    `prompt` is the length of the prompt where it is known; else there is room for any split of `capacity`.
+    Also on the device are the rows, and `resident` [Hk, selected], the chunk in each selected slot, or EMPTY. `prompt`
+    is the length of the prompt where it is known; else there is room for any split of `capacity`.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class ShadowCache(LayerCache):
         rows = layout.rows(capacity, 0 if prompt is None else prompt)
         self.layout = layout
         self.length = 0
-        self.num_chunks = 0  # that left the device
-        self.divided_at = 0  # tokens seen then
+        self.num_chunks = 0  # those before the local window; none until the context is divided
+        self.divided_at = 0  # tokens seen when it was divided
         self.k, self.v = (tiers.on_device(heads, rows, d) for _ in range(2))
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
@@ -102,19 +104,20 @@ class ShadowCache(LayerCache):
 
     @property
     def active(self) -> bool:
-        """Tell whether the context is divided, so that something has to be left out."""
+        """Tell whether the context is divided, so that chunks have to be selected."""
         return self.num_chunks > 0
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length = k.shape[1]
         if self.layout.active(self.length):
             return self._divide(k, v)
         self._fill(0, k, v)
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; with a rolling window a chunk that it leaves behind goes to the host."""
+        """Store the current token; with a rolling window, the chunk that leaves it goes to the host."""
         self._fill(self._held, k[:, None], v[:, None])
         self.length += 1
         if not self.layout.rolling:
@@ -125,20 +128,20 @@ class ShadowCache(LayerCache):
             return self._divide(self.k[:, : self.length].clone(), self.v[:, : self.length].clone())
         written = 0
         if self.length // self.layout.size - self.num_chunks > self.layout.local:
-            written = self._put_away()
+            written = self._offload_oldest()
         if self.layout.refresh and (self.length - self.divided_at) % self.layout.refresh == 0:
             self._refresh()
         return written
 
     def scores(self, q: Tensor, scale: float) -> Tensor:
-        """Score the chunks that left the device with q [H, d], outliers lowest: [Hk, num_chunks]."""
+        """Score the chunks before the local window with q [H, d], outliers lowest: [Hk, num_chunks]."""
         return self.landmarks.scores(q, self.num_chunks, scale)
 
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """Bring the missing chunks of `selected` [Hk, k] to the device: values from the host, keys rebuilt.
 
-        The device rebuilds the keys while the host collects the values. Returns the misses of each
-        KV head and the bytes moved.
+        The device rebuilds the keys while the host gathers the values. Returns the misses of each KV head and the bytes
+        moved.
         """
         misses = resolve_pages(self.resident, selected)
         on_host = misses.pages.to("cpu"), misses.heads.to("cpu")  # waits for the device, before it is given more work
@@ -149,12 +152,12 @@ class ShadowCache(LayerCache):
         self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), nbytes(values)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         return decode_attention(q, self.k[:, : self._held], self.v[:, : self._held], softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         if not self.active:
             return token_mask(self.k, self.length, range(self.length))
         mask = token_mask(self.k, self.length, range(self.num_chunks * self.layout.size, self.length))
@@ -163,13 +166,14 @@ class ShadowCache(LayerCache):
         mask[:, : self.num_chunks * self.layout.size] = chunks.repeat_interleave(self.layout.size, 1)
         return mask
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         device = nbytes(self.k, self.v, self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
         return Footprint(device=device, host=self.values.nbytes())
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; of a chunk that is recalled only the values come from the host."""
+        """Count, of the chunks recalled, the values, since the keys are rebuilt."""
         token, layout = nbytes(self.k[:, :1], self.v[:, :1]), self.layout
         stored = min(self.landmarks.means.shape[1], length // layout.size - layout.local)
         if stored <= 0 or not layout.active(length):
@@ -184,7 +188,7 @@ class ShadowCache(LayerCache):
 
     @property
     def covered(self) -> int:
-        """Tokens that are stored in this way: all but the generated ones that stay."""
+        """Tokens that this layout covers: all but generated ones that stay on the device."""
         return self.length if self.layout.rolling else self.divided_at
 
     @property
@@ -205,11 +209,11 @@ class ShadowCache(LayerCache):
         self.v[:, row : row + k.shape[1]] = v
 
     def _divide(self, k: Tensor, v: Tensor) -> int:
-        """Put everything so far, k and v [Hk, s, d], to its place; returns the bytes written to the host."""
+        """Divide the context so far, k and v [Hk, s, d], among its places; returns the bytes written to the host."""
         layout, size = self.layout, self.layout.size
         self.num_chunks, self.divided_at = k.shape[1] // size - layout.local, k.shape[1]
         away = self.num_chunks * size
-        chunks_k, chunks_v = paged(k[:, :away], size), paged(v[:, :away], size)  # [Hk, n, c, d]
+        chunks_k, chunks_v = paged(k[:, :away], size), paged(v[:, :away], size)  # [Hk, num_chunks, c, d]
         self.keys.fit(k, self.num_chunks)
         outliers = self.landmarks.exclude_worst(self.landmarks.fill(0, chunks_k), layout.outliers)  # [Hk, o]
         heads = torch.arange(k.shape[0], device=k.device)[:, None]
@@ -218,8 +222,8 @@ class ShadowCache(LayerCache):
         self.resident.fill_(EMPTY)
         return self.values.write(0, chunks_v)
 
-    def _put_away(self) -> int:
-        """Let the oldest local chunk go; returns the bytes written to the host."""
+    def _offload_oldest(self) -> int:
+        """Represent the oldest local chunk and write its values to the host; returns the bytes written."""
         start, size = self.layout.local_row, self.layout.size
         k, v = (rows[:, start : start + size] for rows in (self.k, self.v))
         self.landmarks.fill(self.num_chunks, k[:, None])
@@ -232,7 +236,7 @@ class ShadowCache(LayerCache):
         return written
 
     def _refresh(self) -> None:
-        """Factorise anew, and rebuild the selected keys, so that all of them come from one factor."""
+        """Factorise again, and rebuild the selected keys, so that all of them come from one factor."""
         self.keys.refresh(self.num_chunks)
         heads, slots = (self.resident != EMPTY).nonzero(as_tuple=True)
         keys = self.keys.rebuild(heads, self.resident[heads, slots])

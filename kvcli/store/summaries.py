@@ -1,4 +1,4 @@
-"""The summary of every full page of a layer, on the device."""
+"""The summary of every full page of a layer, on the device, by which pages are scored (Quest, ArkVale)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import PageBudget
 
 Digest = Callable[[Tensor], Tensor]
-"""What makes of the keys of full pages [Hk, n, p, d] their bounds, upper and lower: [Hk, n, 2, d]."""
+"""A function from the keys of full pages [Hk, n, p, d] to their upper and lower bounds [Hk, n, 2, d]."""
 
 
 class PageSummaries:
-    """Bounds of the keys of full pages: [Hk, capacity in pages, 2, d]."""
+    """`bounds` [Hk, num_pages, 2, d]: upper and lower bound of every channel of the keys of a page, on the device."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
         self.digest = digest
@@ -30,7 +30,7 @@ class PageSummaries:
         return self.bounds[:, pages.start : pages.stop]
 
     def traffic(self, budget: PageBudget, length: int) -> Traffic:
-        """What choosing pages moves once `length` tokens were seen."""
+        """Count what the selection of pages moves once `length` tokens were seen."""
         if not budget.active(length):
             return Traffic()
         candidates = self.of(budget.candidates(length))

@@ -1,18 +1,19 @@
-"""A layer that evicts the page that has been of no use for longest (RaaS, arXiv 2502.11147, section 3).
+"""A layer that evicts the page whose last use is longest ago (RaaS, arXiv 2502.11147, section 3).
 
-Every page carries a stamp: the length of the sequence when it was last worth keeping. Slots stand in this order, and
-the valid rows of a head are always a prefix of them:
+Every page has a timestamp: the length of the sequence when it was last worth keeping. The slots are in this order, and
+the rows of a head that hold tokens are always a prefix of them:
 
     [ prompt and sink pages, never evicted | kept pages, one set a KV head | window pages, the partly filled one last ]
 
 Until there are more pages than slots, slot j simply holds page j. Then each new page pushes the oldest window page out
-of the window, and each KV head evicts its stalest page, that one among them; ties go to the older page.
+of the window, and each KV head evicts the page of the oldest timestamp, that one among them, of equals the older page.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
@@ -22,10 +23,10 @@ from kvcli.store.pages import PageBudget, paged
 
 
 class TimestampedPageCache(LayerCache):
-    """Pages in slots, k and v [Hk, slots, p, d], with the bounds of their keys, their stamps and their numbers.
+    """Pages in slots on the device: k, v [Hk, slots, p, d], `bounds` of their keys [Hk, slots, 2, d].
 
-    `prompt` is its length where it is known; else there is room for any. Where the prompt takes the budget up, window
-    pages find room beside it.
+    `stamps` and `pages` [Hk, slots] are their timestamps and page numbers. `prompt` is the length of the prompt, where
+    it is known; else there are slots for any. Where the prompt takes up the budget, the window has slots beyond it.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class TimestampedPageCache(LayerCache):
         """Bounds of the keys of the full pages held: [Hk, n, 2, d]."""
         return self.bounds[:, : self._rows // self.budget.size]
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length, size = k.shape[1], self.budget.size
         self.protected, self.num_slots = self._split(self.length)
         for slots, tokens in ((self.k, k), (self.v, v)):
@@ -68,8 +69,9 @@ class TimestampedPageCache(LayerCache):
         self.stamps[:, :held] = self.length
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; evicts a page of each KV head where there is no slot for a new one."""
+        """Store the current token; where a new page finds no slot, each KV head evicts one."""
         page, row = divmod(self.length, self.budget.size)
         if row == 0 and page >= self.num_slots:
             self._evict()
@@ -85,27 +87,28 @@ class TimestampedPageCache(LayerCache):
         return 0
 
     def stamp(self, used: Tensor) -> None:
-        """Give the full pages that are `used` [Hk, n] the newest stamp."""
+        """Give the full pages that are marked in `used` [Hk, n] the newest timestamp."""
         self.stamps[:, : used.shape[1]].masked_fill_(used, self.length)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         k, v = (slots.flatten(1, 2)[:, : self._rows] for slots in (self.k, self.v))
         return decode_attention(q, k, v, softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         pages = self.pages[:, : -(-self._rows // self.budget.size)]
         mask = pages.new_zeros(len(pages), self.budget.count(self.length), self.budget.size, dtype=torch.bool)
         mask[torch.arange(len(pages), device=pages.device)[:, None], pages] = True
         return mask.flatten(1)[:, : self.length]
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return Footprint(device=nbytes(self.k, self.v, self.bounds, self.stamps, self.pages))
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`; the full pages held are scored, and their stamps compared."""
+        """Count the full pages held, which are scored, and the comparison of their timestamps."""
         size = self.budget.size
         held = length - max(0, self.budget.count(length) - self.num_slots) * size
         return Traffic(
@@ -120,12 +123,12 @@ class TimestampedPageCache(LayerCache):
         return self.length - self.evicted * self.budget.size
 
     def _split(self, prompt: int) -> tuple[int, int]:
-        """How many slots are protected after a prompt of so many tokens, and how many there are in all."""
+        """Count the protected slots after a prompt of so many tokens, and all slots."""
         protected = max(self.budget.sink, self.budget.count(prompt))
         return protected, max(self.budget.total, protected + self.budget.window)
 
     def _evict(self) -> None:
-        """Free the last slot: the stalest page goes, what left the window takes its slot, the window moves on."""
+        """Free the last slot: the page that leaves the window replaces the one evicted, the window moves on."""
         leaving = self.num_slots - self.budget.window
         stale = slice(self.protected, leaving + 1)
         age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]

@@ -1,8 +1,9 @@
-"""A layer that keeps its tokens in order, a row each, on the device or in host memory."""
+"""A layer whose tokens lie in order, one after another, on the device or in host memory."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
@@ -12,22 +13,25 @@ from kvcli.store.pages import slices
 
 
 class TokenMajorCache(LayerCache):
-    """Every token, k and v [capacity, Hk, d] in one tier: any range of tokens is contiguous and moves in one piece."""
+    """Every token, k and v [capacity, Hk, d], on the device or, with `offload`, in host memory.
+
+    Any range of tokens is contiguous and crosses the bus in one piece.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
         self.tiers, self.offload = tiers, offload
         self.k, self.v = (self._rows(capacity, num_kv_heads, head_dim) for _ in range(2))
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         self.length = self.held = k.shape[1]
         self._fill(self.k, k)
         self._fill(self.v, v)
         return self._moved(self.held)
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`."""
         self.k[self.held].copy_(k, non_blocking=True)
         self.v[self.held].copy_(v, non_blocking=True)
         self.length += 1
@@ -35,26 +39,26 @@ class TokenMajorCache(LayerCache):
         return self._moved(1)
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
-        """Keys and values [Hk, held, d] on the device, and the bytes moved there from the host tier."""
+        """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
         k, v = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in (self.k, self.v))
         return k, v, self._moved(self.held)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`."""
         k, v, _ = self.fetch()
         return decode_attention(q, k, v, softmax)
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         return token_mask(self.k[0], self.length, range(self.length))
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         held = nbytes(self.k, self.v)
         return Footprint(host=held) if self.offload else Footprint(device=held)
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         attended = length * nbytes(self.k[:1], self.v[:1])
         return Traffic(attended, recalled=attended if self.offload else 0)
 
@@ -71,5 +75,5 @@ class TokenMajorCache(LayerCache):
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)
 
     def _moved(self, tokens: int) -> int:
-        """Bytes that cross to or from the host tier with so many tokens."""
+        """Bytes of so many tokens that cross to or from the host: none where the cache is on the device."""
         return nbytes(self.k[:tokens], self.v[:tokens]) if self.offload else 0

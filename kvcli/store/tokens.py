@@ -1,9 +1,8 @@
-"""A layer whose tokens are selected one by one, by an index of their keys.
+"""Layers whose tokens are selected one by one, by an index of their keys on the device.
 
-Tokens are indexed a full group at a time, on the device; a group may be a single token. The newest tokens, those of the
-unfilled group among them, are always attended, so that what can be selected is indexed and what is not indexed is seen
-anyway. The KV itself is on the device (`ResidentTokenCache`) or in host memory with the attended tokens on the device
-(`OffloadedTokenCache`).
+Tokens are indexed a full group at a time; a group may be a single token. The newest tokens, those of the unfilled group
+among them, are always attended to, so that every token is either indexed or attended to. The KV is on the device
+(`ResidentTokenCache`), or in host memory with the selected tokens on the device (`OffloadedTokenCache`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import Misses
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 
-EMPTY = -1  # a slot that holds no token
-
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How a budget of `total` tokens splits: `sink` first, at least `window` last (>= 1), the rest selected.
+    """How a budget of `total` tokens splits: `sink` first, at least `window` (>= 1) recent, the rest selected.
 
-    The recent tokens are the last `window` or those that fill no group of `group`, whichever are more; so their number
-    goes up and down with the length, and that of the selected tokens down and up: the sum is always the budget.
+    The recent tokens are the last `window` or those that do not fill a group of `group`, whichever are more. Their
+    number goes up and down with the length, and that of the selected tokens down and up: the sum is always `total`.
     """
 
     total: int
@@ -48,23 +47,28 @@ class TokenBudget:
         return self.total - self.sink - max(self.window, self.group - 1)
 
     def full(self, length: int) -> int:
-        """Tokens that fill groups."""
+        """Tokens in full groups."""
         return length // self.group * self.group
 
     def candidates(self, length: int) -> range:
-        """Tokens that can be selected: neither sink nor recent. Empty for short contexts."""
+        """Tokens that can be selected, neither sink nor recent; none in a short context."""
         sink = min(self.sink, length)
         return range(sink, max(sink, min(length - self.window, self.full(length))))
 
+    def selected(self, length: int) -> int:
+        """Tokens to select in a context that has outgrown the budget."""
+        candidates = self.candidates(length)
+        return self.total - candidates.start - (length - candidates.stop)
+
 
 class TokenIndex(Protocol):
-    """What single tokens are scored by, on the device; how, is between an index and the methods that use it."""
+    """What tokens are scored by, on the device. Each index has a `scores` of its own for the methods that use it."""
 
     def fill(self, first: int, keys: Tensor) -> None:
-        """Take whole groups of consecutive tokens from token `first` on: keys [Hk, n, d]."""
+        """Index whole groups of consecutive tokens from token `first` on: keys [Hk, n, d]."""
 
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        """Say what choosing tokens moves once `length` were seen."""
+        """Count what the selection of tokens moves once `length` were seen."""
 
     def nbytes(self) -> int:
         """Bytes on the device."""
@@ -74,14 +78,14 @@ IndexT = TypeVar("IndexT", bound=TokenIndex)
 
 
 class TokenCache(LayerCache, Generic[IndexT]):
-    """What both places of the KV have in common: what to select from, and attention to a selection."""
+    """What resident and offloaded tokens have in common: the candidates, and attention to those selected."""
 
     budget: TokenBudget
     index: IndexT
     k: Tensor
     v: Tensor
     chosen: Tensor | None = None
-    """[Hk, k] tokens last attended to beside sink and recent ones; None: everything."""
+    """[Hk, k] tokens last attended to beside sink and recent ones, None for all."""
 
     @property
     def active(self) -> bool:
@@ -95,33 +99,30 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
     @property
     def selected(self) -> int:
-        """How many of them fit into the budget beside sink and recent tokens; for a context that outgrew it."""
-        candidates = self.candidates
-        return self.budget.total - candidates.start - (self.length - candidates.stop)
+        """How many tokens to select, once the context has outgrown the budget."""
+        return self.budget.selected(self.length)
 
+    @override
     def traffic(self, length: int) -> Traffic:
-        """See `LayerCache.traffic`."""
         token = nbytes(self.k[:, :1], self.v[:, :1])
         if length <= self.budget.total:
             return Traffic(attended=length * token)
-        candidates = self.budget.candidates(length)
-        chosen = self.budget.total - candidates.start - (length - candidates.stop)
-        recalled = chosen * token if self.footprint().host else 0
+        recalled = self.budget.selected(length) * token if self.footprint().host else 0
         return replace(self.index.traffic(self.budget, length), attended=self.budget.total * token, recalled=recalled)
 
     @abstractmethod
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
-        """Bring the missing tokens of `selected` [Hk, k] to the device, evicting what left the selection.
+        """Bring the missing tokens of `selected` [Hk, k] to the device, in place of those no longer selected.
 
         Returns the misses of each KV head and the bytes moved.
         """
 
     @abstractmethod
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sink and recent tokens and those just recalled, `selected` [Hk, k] -> [H, d]."""
+        """Attend with q [H, d] to sink, recent and `selected` [Hk, k] tokens, which `recall` has brought -> [H, d]."""
 
+    @override
     def attended(self) -> Tensor:
-        """See `LayerCache.attended`."""
         candidates = self.candidates
         if self.chosen is None:
             return token_mask(self.k, self.length, range(self.length))
@@ -130,7 +131,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
 
 class ResidentTokenCache(TokenCache[IndexT], DenseCache):
-    """Everything on the device: k, v [Hk, capacity, d]."""
+    """On the device: k, v [Hk, capacity, d] of every token, and the index."""
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
@@ -139,26 +140,27 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         self.budget = budget
         self.index = index
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`."""
         super().load(k, v)
         self.index.fill(0, k[:, : self.budget.full(self.length)])
         return 0
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; a group is indexed when it fills."""
         super().append(k, v)
         first = self.length - self.budget.group
         if self.length % self.budget.group == 0:
             self.index.fill(first, self.k[:, first : self.length])
         return 0
 
+    @override
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
-        """See `TokenCache.recall`: nothing is ever missing."""
+        """Return no misses."""
         return [0] * len(selected), 0
 
+    @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-        """See `TokenCache.attend_selected`."""
         self.chosen = selected
         candidates = self.candidates
         heads = torch.arange(selected.shape[0], device=selected.device)[:, None]
@@ -168,16 +170,17 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         )
         return decode_attention(q, k, v, softmax)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         return super().footprint() + Footprint(device=self.index.nbytes())
 
 
 class OffloadedTokenCache(TokenCache[IndexT]):
-    """Full groups in host memory, token by token; on the device k, v [Hk, sink + selected + recent, d] in this order.
+    """In host memory: the KV of full groups. On the device: the index, and k, v [Hk, sink + selected + recent, d].
 
-    Recent tokens lie in a ring of `recent` rows, so that a group is whole when it is put away. As long as the context
-    has not outgrown the budget, the rows before the ring hold the first tokens.
+    The recent tokens are a ring of `recent` rows, in which a group is whole when it fills. `resident` [Hk, selected] is
+    the token in each selected slot, EMPTY in none. As long as the context has not outgrown the budget, the rows before
+    the ring hold the first tokens.
     """
 
     def __init__(
@@ -193,8 +196,9 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
 
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.load`; full groups go to the host, nothing is selected yet."""
+        """Store a prompt: full groups on the host, sink and recent tokens on the device, nothing selected yet."""
         self.length = k.shape[1]
         if self.active:
             self.resident.fill_(EMPTY)
@@ -204,10 +208,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
             rows[:, : min(first, self.length)] = tokens[:, :first]
             rows[:, self._ring_rows(ring)] = tokens[:, ring]
         full = self.budget.full(self.length)
-        return self._put_away(0, k[:, :full], v[:, :full])
+        return self._offload(0, k[:, :full], v[:, :full])
 
+    @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """See `LayerCache.append`; a group that fills is indexed and written to the host."""
+        """Store the current token; a group that it fills is indexed and written to the host."""
         at = self.length
         for rows, token in ((self.k, k), (self.v, v)):
             rows[:, self.first_rows + at % self.recent] = token
@@ -218,10 +223,10 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         if self.length % group:
             return 0
         rows_of_group = self._ring_rows(torch.arange(self.length - group, self.length, device=k.device))
-        return self._put_away(self.length - group, self.k[:, rows_of_group], self.v[:, rows_of_group])
+        return self._offload(self.length - group, self.k[:, rows_of_group], self.v[:, rows_of_group])
 
+    @override
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
-        """See `TokenCache.recall`."""
         misses, leaving = resolve_tokens(self.resident, selected, self.length)
         tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, 2, 1, d]
         rows = misses.slots + self.budget.sink
@@ -231,25 +236,26 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), nbytes(tokens)
 
+    @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-        """See `TokenCache.attend_selected`."""
         self.chosen = selected
         slots = (self.resident != EMPTY).nonzero()[:, 1].view_as(selected)
         return self._attend(q, slots + self.budget.sink, softmax)
 
+    @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """See `LayerCache.attend`; for a context that has not outgrown the budget."""
+        """Attend with q [H, d] to all tokens of a context that has not outgrown the budget -> [H, d]."""
         candidates = self.candidates
         rows = torch.arange(candidates.start, candidates.stop, device=q.device)
         return self._attend(q, rows.expand(self.k.shape[0], -1), softmax)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `LayerCache.footprint`."""
         device = nbytes(self.k, self.v, self.resident) + self.index.nbytes()
         return Footprint(device=device, host=self.pool.nbytes())
 
     def _attend(self, q: Tensor, chosen: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to the sinks, to rows `chosen` [Hk, k], and to what is recent."""
+        """Attend to the sinks, to rows `chosen` [Hk, k], and to the recent tokens."""
         candidates = self.candidates
         heads = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
         recent = self._ring_rows(torch.arange(candidates.stop, self.length, device=chosen.device))
@@ -259,7 +265,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         )
         return decode_attention(q, k, v, softmax)
 
-    def _put_away(self, first: int, k: Tensor, v: Tensor) -> int:
+    def _offload(self, first: int, k: Tensor, v: Tensor) -> int:
         """Index whole groups from token `first` on, k, v [Hk, n * g, d], and write them to the host."""
         self.index.fill(first, k)
         return self.pool.write(first, k[:, :, None], v[:, :, None])
@@ -273,7 +279,7 @@ def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> tuple[Mis
 
     resident [Hk, S] and selected [Hk, k], k <= S, hold token numbers below `length`; EMPTY in `resident` is an empty
     slot. A selection has no duplicates. Returns also the slots whose token left the selection, bool [Hk, S]: every
-    head has at least as many as it misses tokens, and the first of them take these.
+    head has at least as many of them as it misses tokens, and the first ones take these tokens.
     """
     leaving = ~_members(selected, length).gather(1, resident + 1)
     missing = ~_members(resident, length).gather(1, selected + 1)
@@ -283,7 +289,7 @@ def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> tuple[Mis
 
 
 def _members(tokens: Tensor, length: int) -> Tensor:
-    """Flag what is in each row of `tokens` [Hk, n], EMPTY first: [Hk, length + 1]; nothing is ever in it as EMPTY."""
+    """Mark in column t + 1 whether a row of `tokens` [Hk, n] holds token t: bool [Hk, length + 1]."""
     flags = torch.zeros(tokens.shape[0], length + 1, dtype=torch.bool, device=tokens.device)
     flags.scatter_(1, tokens + 1, True)
     flags[:, 0] = False

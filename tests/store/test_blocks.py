@@ -27,8 +27,8 @@ def dense(q, k, v):
     return torch.einsum("hgn,hnd->hgd", scores.softmax(-1), v).reshape(q.shape)
 
 
-def block_cache(capacity=80, slots=3, reach=7, tiers=TIERS):
-    layout = BlockLayout(BUDGET, slots, reach, representatives=2, positions="capped")
+def block_cache(capacity=80, slots=3, chunk=7, tiers=TIERS):
+    layout = BlockLayout(BUDGET, slots, chunk, representatives=2, positions="capped")
     cache = BlockCache(LayerGeometry(0, H, HK, D, None, True), capacity, layout, None, tiers)
     for tensor in vars(cache).values():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor is not cache.mass:
@@ -104,7 +104,7 @@ def test_capped_keys_stand_at_position_zero_and_queries_at_the_end_of_the_window
     config = tiny_config(family)
     if scaled:  # yarn puts a factor on every rotation
         config.rope_parameters |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    layout = BlockLayout(BUDGET, slots=3, reach=7, representatives=2, positions="capped")
+    layout = BlockLayout(BUDGET, slots=3, chunk=7, representatives=2, positions="capped")
     with installed(tiny_model(family, config=config), [80]) as rope:
         rotary = rope.rotary(80)[0]
         assert (rotary.attention_scaling != 1) == scaled

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.blocks import Far, far_near_attention
+from kvcli.store.blocks import FarTokens, far_near_attention
 
 H, HK, D = 6, 2, 16
 
@@ -18,7 +18,7 @@ def noise(*shape, seed=0):
 @pytest.mark.parametrize(("m", "n", "f"), [(1, 1, 0), (1, 37, 5), (7, 7, 0), (7, 23, 41), (13, 14, 1)])
 def test_far_and_near_attention_follow_the_formula(m, n, f, sinks, softcap):
     q, p, k, v = noise(H, m, D), noise(H, m, D, seed=1), noise(HK, n, D), noise(HK, n, D, seed=2)
-    far = Far(p, noise(HK, f, D, seed=3), noise(HK, f, D, seed=4))
+    far = FarTokens(p, noise(HK, f, D, seed=3), noise(HK, f, D, seed=4))
     softmax = Softmax(0.7, softcap, noise(H) if sinks else None)
     out, mass = far_near_attention(q, k, v, far, softmax)
     q, k, v, far_q, far_k, far_v = (x.double() for x in (q, k, v, *far))
