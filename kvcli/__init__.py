@@ -1,3 +1,28 @@
-"""Offline long-context generation with the KV cache in host memory."""
+"""Offline long-context generation with the KV cache in host memory.
 
+    import kvcli
+    model = kvcli.load("path-or-id")
+    print(model.generate(text, prompt="Who signed?", method="freekv", budget=2048).text)
+
+Neither torch nor transformers is imported until a model is loaded.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.api import Answer, LanguageModel, load
+
+__all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load"]
 __version__ = "0.1.0"
+
+_LAZY = {"Answer": "kvcli.api", "LanguageModel": "kvcli.api", "load": "kvcli.api"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

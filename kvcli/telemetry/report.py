@@ -7,12 +7,13 @@ clock, sizes are bytes, counts are exact. Rates are not stored: a reader divides
 from __future__ import annotations
 
 import json
-import math
 import platform
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 SCHEMA_VERSION = 1
 
@@ -162,20 +163,19 @@ class Report:
     memory: Memory
     schema_version: int = SCHEMA_VERSION
 
-    def to_json(self) -> str:
-        """Serialise as one JSON object; keys in declaration order, `schema_version` first."""
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain data; keys in declaration order, `schema_version` first."""
         body = asdict(self)
-        return json.dumps({"schema_version": body.pop("schema_version"), **body}, ensure_ascii=False)
+        return {"schema_version": body.pop("schema_version"), **body}
+
+    def to_json(self) -> str:
+        """Serialise `to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 def percentile(values: list[float], q: float) -> float | None:
     """Percentile `q` in [0, 100] with linear interpolation between ranks; None for no values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * q / 100
-    low, high = math.floor(rank), math.ceil(rank)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    return float(np.percentile(values, q)) if values else None
 
 
 def environment() -> dict[str, Any]:

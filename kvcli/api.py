@@ -1,0 +1,217 @@
+"""kvcli from Python: load a model, continue texts, plan a run; the same path as the command line.
+
+    model = kvcli.load("path-or-id")
+    answer = model.generate(text, prompt="Who signed?", method="freekv", budget=2048, max_tokens=64)
+    print(answer.text, answer.statistics["correction"])
+
+Keyword arguments have the command line's names: those of `Sampling` (max_tokens, temperature, top_p, top_k, min_p,
+seed, stop, ignore_eos, num_samples) say how tokens are chosen, all others are settings of the method (budget, sink,
+window, tau, page_size, ...). Settings may be numbers or text such as "4K".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal, overload
+
+from kvcli.capacity.memory import available
+from kvcli.capacity.planning.estimate import Machine, PlannedRun
+from kvcli.capacity.planning.plan import CapacityPlan, plan
+from kvcli.capacity.roofline import measure_rates
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.generate import Generation, GenerationRequest, announce, check, choose_pipeline
+from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.prompts import Prompt
+from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.report import Report
+
+_SAMPLING = frozenset(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one text was continued with; with `num_samples` above 1 the properties are those of the first sample."""
+
+    report: Report
+
+    @property
+    def text(self) -> str:
+        """The continuation."""
+        return self.report.sequences[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, the one that ended it among them."""
+        return self.report.sequences[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended: "eos", "stop", "length" or "interrupted"."""
+        return self.report.sequences[0].finish_reason
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """Times in milliseconds, corrections, and what the cache asked for and moved, as in `to_dict`."""
+        sequence = self.to_dict()["sequences"][0]
+        return {
+            name: sequence[name] for name in ("timing", "correction", "cache", "method", "steps") if name in sequence
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give what `kvcli generate --json` prints."""
+        return self.report.to_dict()
+
+
+class LanguageModel:
+    """A checkpoint that texts are continued with, made by `load`; its weights are read when they are first needed."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+
+    @cached_property
+    def loaded(self) -> Model:
+        """The model with its weights."""
+        return self.checkpoint.load()
+
+    @overload
+    def generate(self, document: str, prompt: str | None = None, **options: Any) -> Answer: ...
+
+    @overload
+    def generate(self, document: Sequence[str], prompt: str | None = None, **options: Any) -> list[Answer]: ...
+
+    def generate(
+        self, document: str | Sequence[str], prompt: str | None = None, **options: Any
+    ) -> Answer | list[Answer]:
+        """Continue a document, or several as one batch without padding; `prompt` is the question after each of them.
+
+        Args:
+            document: a text, or several.
+            prompt: the question after each of them; without it the texts stand alone.
+            options: `method`, `profile`, `system`, `raw`, `chat_template_kwargs`, `audit`, `pipeline` and `observer` (a
+                `kvcli.telemetry.observer.Observer`) as on the command line, settings of the sampling and of the method.
+
+        Returns:
+            An answer for one text, a list of answers for several.
+
+        Raises:
+            KvcliError: an unknown name or a bad value, a run that will not fit, a text that cannot be continued.
+        """
+        texts = [document] if isinstance(document, str) else list(document)
+        generation, observer = self._generation(texts, prompt, options)
+        with closing(generation.steps()) as steps:
+            for step in steps:
+                announce(step, observer)
+        report, samples = generation.report(), generation.request.sampling.num_samples
+        for sequence in report.sequences:
+            if sequence.error is not None:
+                raise KvcliError(f"{sequence.source}: {sequence.error}")
+        answers = [
+            Answer(replace(report, sequences=report.sequences[start : start + samples]))
+            for start in range(0, len(report.sequences), samples)
+        ]
+        return answers[0] if isinstance(document, str) else answers
+
+    def stream(self, document: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
+        """Continue one document and yield the text as it comes; parameters and errors as in `generate`."""
+        generation, _ = self._generation([document], prompt, options)
+        if generation.request.sampling.num_samples > 1:
+            raise KvcliError("a stream has one sample", "leave num_samples out", ExitCode.USAGE)
+        with closing(generation.steps()) as steps:
+            for step in steps:
+                yield from (piece for _, piece in step if piece)
+        if (error := generation.sequences[0].error) is not None:
+            raise KvcliError(error)
+
+    def plan(
+        self,
+        context: int,
+        method: str | None = None,
+        profile: str | None = None,
+        *,
+        max_tokens: int = 256,
+        batch_size: int = 1,
+        times: bool = False,
+        **settings: Any,
+    ) -> CapacityPlan:
+        """Tell what a run over prompts of `context` tokens needs in memory, and whether it fits, before it is run.
+
+        With `times` a few layers are tried on this machine for the time of a step and of the prefill, which takes
+        seconds.
+
+        Raises:
+            KvcliError: an unknown name or a bad value (usage).
+        """
+        chosen, device = resolve_profile(method, profile, settings), self.checkpoint.device
+        planned = PlannedRun.of(self.checkpoint.config, self.checkpoint.dtype)
+        free = available(device)
+        if "loaded" in vars(self):
+            free["device" if device.type == "cuda" else "host"] += self.checkpoint.geometry.weight_bytes
+        rates = measure_rates(device, planned.dtype) if times else None
+        machine = Machine(device, free, rates, here=times)
+        (found,) = plan(planned, machine, [(chosen.name, chosen)], [context], [batch_size], max_tokens)
+        return found
+
+    def _generation(
+        self, texts: Sequence[str], prompt: str | None, options: dict[str, Any]
+    ) -> tuple[Generation, Observer]:
+        request, observer = _request(texts, prompt, **options)
+        prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint.tokenizer)
+        if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
+            raise failed
+        check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self))
+        pipeline = choose_pipeline(request, self.checkpoint)
+        return Generation(request, self.loaded, prompts, pipeline, observer), observer
+
+
+def load(
+    model: str | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    offline: bool = False,
+) -> LanguageModel:
+    """Open a checkpoint: a directory, a hub id, with load_format "dummy" a shape; None is the bundled demo model.
+
+    Raises:
+        KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).
+    """
+    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline)))
+
+
+def _request(
+    texts: Sequence[str],
+    prompt: str | None,
+    *,
+    method: str | None = None,
+    profile: str | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    audit: int | None = None,
+    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
+    observer: Observer | None = None,
+    **settings: Any,
+) -> tuple[GenerationRequest, Observer]:
+    """Sort the options of `LanguageModel.generate` into what they are about."""
+    sampling = {name: settings.pop(name) for name in _SAMPLING & settings.keys()}
+    if isinstance(sampling.get("stop"), list | str):
+        stop = sampling["stop"]
+        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not texts or not all(text.strip() for text in texts):
+        raise KvcliError("a document is empty" if texts else "no document", "give some text", ExitCode.USAGE)
+    request = GenerationRequest(
+        profile=resolve_profile(method, profile, settings),
+        prompts=tuple(Prompt(f"text {index}", text, prompt or "") for index, text in enumerate(texts)),
+        sampling=Sampling(**sampling),
+        template=Template(system, raw, chat_template_kwargs or {}),
+        audit=audit,
+        pipeline=pipeline,
+    )
+    return request, observer or Observer()

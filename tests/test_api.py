@@ -1,0 +1,114 @@
+"""The Python interface: the same texts, the same report and the same refusals as the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from families import tiny_checkpoint
+
+import kvcli
+from kvcli.errors import ExitCode
+from kvcli.generate import GenerationRequest, generate
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.prompts import Prompt
+from kvcli.models.loading import ModelSpec
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.observer import Observer
+
+TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 3
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
+OPTIONS = {"method": "freekv", "max_tokens": 12, "ignore_eos": True, **SMALL}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint("llama", path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return kvcli.load(path, device="cpu")
+
+
+def by_command(path, *prompts, **sampling):
+    sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **sampling})
+    request = GenerationRequest(resolve_profile("freekv", overrides=SMALL), prompts, sampling)
+    return generate(ModelSpec(path), request, Observer())
+
+
+def test_one_text_is_one_answer_as_the_command_line_has_it(path, model):
+    answer = model.generate(TEXT, prompt="what is the number?", **OPTIONS)
+    expected = by_command(path, Prompt("x", TEXT, "what is the number?"))
+    assert answer.token_ids == expected.sequences[0].token_ids
+    assert (answer.text, answer.finish_reason) == (expected.sequences[0].text, "length")
+    body = answer.to_dict()
+    assert list(body) == list(json.loads(expected.to_json()))
+    assert body["profile"] == json.loads(expected.to_json())["profile"]
+    assert answer.statistics["correction"] == body["sequences"][0]["correction"]
+    assert answer.statistics["cache"]["pages_requested"] > 0
+
+
+def test_several_texts_are_a_list_and_a_text_does_not_depend_on_its_company(model):
+    answers = model.generate([TEXT, "a short one"], **OPTIONS)
+    assert [answer.token_ids for answer in answers] == [
+        model.generate(text, **OPTIONS).token_ids for text in (TEXT, "a short one")
+    ]
+    assert [len(answer.report.sequences) for answer in answers] == [1, 1]
+
+
+def test_samples_stay_with_their_text(model):
+    one, two = model.generate([TEXT, TEXT], num_samples=2, temperature=2.0, seed=3, **OPTIONS)
+    assert len(one.report.sequences) == 2
+    assert one.report.sequences[0].token_ids != one.report.sequences[1].token_ids
+    assert one.token_ids == two.token_ids, "a sample is drawn by its seed and number"
+
+
+def test_a_stream_adds_up_to_the_answer_and_can_be_left(model):
+    answer = model.generate(TEXT, **OPTIONS)
+    assert "".join(model.stream(TEXT, **OPTIONS)) == answer.text
+    pieces = model.stream(TEXT, **OPTIONS)
+    first = next(pieces)
+    pieces.close()
+    assert answer.text.startswith(first)
+    assert model.generate(TEXT, **OPTIONS).text == answer.text, "the model is as it was"
+
+
+def test_a_plan_needs_no_weights(path):
+    model = kvcli.load(path, device="cpu")
+    planned = model.plan(131072, method="freekv", budget="2K", max_tokens=16)
+    assert "loaded" not in vars(model)
+    assert planned.profile.settings.budget == 2048
+    assert planned.need.kv.host > model.plan(1024, method="freekv").need.kv.host
+    assert planned.times is None
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "freekw"}, "unknown method 'freekw'"),
+        ({"method": "freekv", "budgett": 5}, "no setting 'budgett'"),
+        ({"temperature": -1}, "temperature"),
+        ({"method": "full", "pipeline": "overlapped", "audit": 2}, "audit"),
+    ],
+)
+def test_what_is_wrong_is_a_kvcli_error(model, options, match):
+    with pytest.raises(kvcli.KvcliError, match=match) as caught:
+        model.generate(TEXT, **options)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_no_text_is_refused(model):
+    for nothing in ("", " \n", []):
+        with pytest.raises(kvcli.KvcliError, match=r"no document|is empty"):
+            model.generate(nothing)
+
+
+def test_importing_it_imports_neither_torch_nor_transformers():
+    program = (
+        "import kvcli, sys; print([m for m in ('torch', 'transformers') if m in sys.modules], kvcli.load.__name__)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith("[] load")
