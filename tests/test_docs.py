@@ -83,3 +83,18 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_walk_through_the_code_names_what_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for step in re.split(r"\n(?=\d\. |\||\n)", text):
+        names = re.findall(r"`([^`\n]+)`", step)
+        paths = [ROOT / name for name in names if "/" in name or name.endswith(".toml")]
+        assert [path for path in paths if not path.exists()] == []
+        sources = [path.read_text() for path in paths if path.suffix == ".py"]
+        for name in names if sources else []:
+            parts = re.fullmatch(r"(\w+)(?:\.(\w+))?", name)
+            if parts is None or name == "page_size":
+                continue
+            patterns = [rf"^ *(class|def) {part}\b" for part in parts.groups() if part]
+            assert any(all(re.search(p, source, re.MULTILINE) for p in patterns) for source in sources), name
