@@ -98,3 +98,16 @@ def test_the_walk_through_the_code_names_what_exists():
                 continue
             patterns = [rf"^ *(class|def) {part}\b" for part in parts.groups() if part]
             assert any(all(re.search(p, source, re.MULTILINE) for p in patterns) for source in sources), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_python_shown_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path/to/checkpoint").symlink_to(ROOT / "kvcli" / "models" / "demo")
+    short = (ROOT / "examples" / "needle-4k.txt").read_text()[-6000:]  # the same question, fewer tokens before it
+    (tmp_path / "examples").mkdir()
+    for name in ("report.txt", "examples/needle-4k.txt"):
+        (tmp_path / name).write_text(short)
+    blocks = re.findall(r"^```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    exec("\n".join(blocks), {})
