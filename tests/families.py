@@ -61,6 +61,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _config("LlamaConfig"),
+    "llama_one_kv_head": lambda: _config("LlamaConfig", num_key_value_heads=1),
     "qwen2": lambda: _config("Qwen2Config"),
     "qwen3": lambda: _config("Qwen3Config"),
     "mistral": lambda: _config("MistralConfig", sliding_window=WINDOW),

@@ -9,9 +9,12 @@ Which heads those are does not depend on the text. They come from a file (`heads
 the first prompt is read.
 
 Decided where the paper, written for one KV head a query head, says nothing or differs from its reference code: a KV
-head scores what its best query head scores, as in the code; a head that is good at both takes one place, so that
-`sparsity` is exact, rounded up; the window's least length, which algorithm 1 leaves open, is 4,000 tokens. Generated
-tokens move the window on. Layers that attend to everything are left out.
+head scores what its best query head scores, as in the code; a head that is good at both takes one place; the window's
+least length, which algorithm 1 leaves open, is 4,000 tokens. Generated tokens move the window on. Heads are ranked over
+all layers but sliding-window ones and those of `dense_layers`, none by default, as in the code.
+
+Rounding: `sparsity` of the ranked heads is rounded up to whole heads, so that at least one keeps everything: 3 of 16,
+10 of 64. `echo` of them is rounded to the nearest, which is none below 51 heads; these places go to induction heads.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class RazorConfig(MethodConfig):
     window_part: float = setting(0.2, "they keep at least this part of the prompt", ge=0, le=1)
     compensation: bool = setting(True, "the other heads keep one token for all they dropped")
     heads: str = setting("", "safetensors file of the heads that keep everything; without, a probe finds them")
-    dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
+    dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
 
     @property
     def leading_dense_layers(self) -> int:

@@ -81,7 +81,7 @@ class LowRankKeys:
 
         What the old factor left out of the tokens stored so far stays lost; later ones profit in full.
         """
-        old = self._factor()
+        old = self._factor().clone()  # it may share memory with what is overwritten next
         self._set_factor(right_factor(self.gram, self.rank))
         change = old @ self._factor().T  # [r, r]
         for first in range(0, num_chunks, PIECE):

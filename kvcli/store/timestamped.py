@@ -135,5 +135,5 @@ class TimestampedPageCache(LayerCache):
         victim = self.protected + age.argmin(1)  # [Hk]
         heads = torch.arange(len(victim), device=victim.device)
         for slots in (self.k, self.v, self.bounds, self.stamps, self.pages):
-            slots[heads, victim] = slots[:, leaving]
+            slots[heads, victim] = slots[:, leaving].clone()  # with one head it is the memory that is written to
             slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()

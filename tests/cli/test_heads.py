@@ -26,7 +26,7 @@ def test_without_a_file_a_probe_finds_them_and_says_so(generate):
     result = generate()
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(NOTICE) == 1
-    assert len(json.loads(result.stdout)["sequences"][0]["method"]["retrieval_heads"]) == 1  # 0.15 of 6
+    assert len(json.loads(result.stdout)["sequences"][0]["method"]["retrieval_heads"]) == 2  # 0.15 of 8, rounded up
 
 
 def test_a_file_is_taken_at_its_word(generate, tmp_path):

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from engine import run
-from families import EAGER, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
+from families import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, tiny_model
 
 import kvcli.kernels.block_attention as kernels
 from kvcli.inputs.profiles import profile_names, resolve_profile
@@ -34,9 +34,9 @@ def tokens(model, name, wanted, prompts, steps=STEPS):
     return [sequence.token_ids for sequence in run(model, name, settings(name, wanted), prompts, steps)]
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
+@pytest.fixture(scope="module", params=["llama", "llama_one_kv_head"])
+def llama(request):
+    return tiny_model(request.param)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -145,7 +145,7 @@ class Watch:
         assert mask[:, -1].all(), "the current token sees itself"
         if self.with_true_kv:
             assert mask.sum() == self.pairs
-            scores = torch.einsum("hgd,hnd->hgn", q.double().view(KV_HEADS, -1, HEAD_DIM), k) * softmax.scale
+            scores = torch.einsum("hgd,hnd->hgn", q.double().view(len(k), -1, HEAD_DIM), k) * softmax.scale
             weights = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
             expected = torch.einsum("hgn,hnd->hgd", weights, v).view_as(out)
             assert torch.allclose(out.double(), expected, rtol=1e-3, atol=1e-4)
@@ -194,7 +194,8 @@ def test_fork_continues_like_the_original(llama, name):
     fork = method.fork(method.context.counters, "fork")
     assert fork.footprint() == method.footprint()
     last = LAYERS - 1
-    q, k, v = torch.randn(HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM)
+    q = torch.randn(HEADS, HEAD_DIM)
+    k, v = torch.randn(2, llama.config.num_key_value_heads, HEAD_DIM)
     softmax = Softmax(0.25)
     first = method.attend(last, q, k, v, softmax)
     assert torch.equal(first, fork.attend(last, q, k, v, softmax))

@@ -17,7 +17,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.retrieval_heads import HeadScores
 
 SINK, WINDOW, G = 3, 13, H // HK
-SETTINGS = {"sink": SINK, "window": WINDOW, "window_part": 0.0}
+SETTINGS = {"sink": SINK, "window": WINDOW, "window_part": 0.0, "dense_layers": 1}
 
 
 @pytest.fixture

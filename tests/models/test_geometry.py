@@ -31,9 +31,10 @@ PARAMETERS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_geometry_is_that_of_the_model(family):
     geometry = geometry_of(FAMILIES[family](), torch.bfloat16)
+    kv_heads = 1 if family == "llama_one_kv_head" else KV_HEADS
     assert [layer.index for layer in geometry.layers] == list(range(LAYERS))
     for layer, window in zip(geometry.layers, WINDOWS.get(family, [None] * LAYERS), strict=True):
-        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (HEADS, kv_heads, HEAD_DIM)
         assert layer.window == window
         assert layer.rope
     assert geometry.weight_bytes == 2 * sum(weight.numel() for weight in tiny_model(family).parameters())

@@ -76,7 +76,7 @@ def test_a_model_is_probed_once_and_says_so(model):
             assert logits.isfinite().all()
     assert notices == ["no file of retrieval heads: looking for them on 197 random tokens"]
     assert heads[0] == heads[1]
-    assert len(heads[0]) == -(-(LAYERS - 1) * KV_HEADS // 2)
+    assert len(heads[0]) == LAYERS * KV_HEADS // 2
 
 
 def test_methods_that_need_nothing_do_not_probe(model):

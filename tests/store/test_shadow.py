@@ -71,6 +71,22 @@ def test_later_chunks_are_projected_by_the_same_factor_until_it_is_refreshed():
     assert torch.allclose(side_by_side(rebuilt(keys, 26)), projected @ second.T @ second, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", range(1, 13))
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_a_refresh_carries_stored_keys_over_for_every_shape_of_the_factor(heads, rank):
+    k = torch.randn(heads, 60, D, generator=torch.Generator().manual_seed(heads))
+    keys = LowRankKeys((heads, D), C, 20, rank, None, CPU, refreshable=True)
+    keys.fit(k[:, :30], 10)
+    for chunk in range(10, 20):
+        keys.put(chunk, k[:, chunk * C : chunk * C + C])
+    exact = side_by_side(k)
+    first = torch.linalg.svd(exact[:30], full_matrices=False)[2][:rank]
+    second = torch.linalg.svd(exact, full_matrices=False)[2][:rank]
+    keys.refresh(20)
+    found = keys.rebuild(torch.arange(heads).repeat_interleave(20), torch.arange(20).repeat(heads)).view_as(k)
+    assert torch.allclose(side_by_side(found), exact @ first.T @ first @ second.T @ second, atol=1e-4)
+
+
 @pytest.mark.parametrize("piece", [1, 5, 512])
 def test_landmarks_are_filled_in_pieces_and_outliers_are_left_out(piece, monkeypatch):
     monkeypatch.setattr(landmarks_module, "PIECE", piece)
