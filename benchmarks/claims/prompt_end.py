@@ -23,7 +23,7 @@ from claims.scores import Scores, difference
 from claims.second_turn import chosen_variants
 from claims.subject import Document, Subject, percent, table
 from kvcli.inputs.variants import Variant
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 
 ENDS = ("question", "answer's words")
 
@@ -76,7 +76,7 @@ def _answers(
     return list(zip(methods, scores, held, strict=True))
 
 
-def _held(method: Method[Any, Any], value: range) -> tuple[float, float]:
+def _held(method: AnyMethod, value: range) -> tuple[float, float]:
     """Part kept of the value's first token and of the others, in the KV head that keeps most of it."""
     caches = list(method.retrieval.values()) or method.caches
     masks = torch.stack([cache.attended()[:, value.start : value.stop] for cache in caches]).float()  # [layers, Hk, n]

@@ -25,7 +25,7 @@ from claims.block_choice import up_to_the_value
 from claims.scores import Scores, difference
 from claims.subject import MAX_TOKENS, Document, Subject, table
 from kvcli.inputs.variants import Variant, variants
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.quality.tasks import phrases, recall
 
 TASK = "niah_multikey"
@@ -154,7 +154,7 @@ def answers(
     turn = second_turn(subject, question)
     assert len(turn) <= TURN
     prompt = len(document.ids)
-    methods: list[Method[Any, Any]] = [
+    methods: list[AnyMethod] = [
         subject.engine.method(
             each.profile, subject.engine.context(prompt, capacity(subject) - prompt, document.question)
         )

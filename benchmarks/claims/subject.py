@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.inputs.encoding import Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
-from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.quality.tasks import TASKS, Row, make_row, recall
 from kvcli.runtime.detokenizer import StreamingDetokenizer
@@ -81,7 +81,7 @@ class Subject:
         prompt = len(document.ids)
         return self.engine.context(prompt, self.length + MAX_TOKENS - prompt, document.question)
 
-    def methods(self, document: Document, profiles: dict[str, Profile]) -> dict[str, Method[Any, Any]]:
+    def methods(self, document: Document, profiles: dict[str, Profile]) -> dict[str, AnyMethod]:
         """Make one method object a profile."""
         return {name: self.engine.method(profile, self.context(document)) for name, profile in profiles.items()}
 
@@ -92,11 +92,11 @@ class Subject:
             ready.model.module, ready.hook, document.ids, PrefillFanout(methods), ready.layers, lambda _: None
         )
 
-    def answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> float:
+    def answer(self, document: Document, method: AnyMethod, logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
         return recall(self.first_answer(document, method, logits).stream.text, document.row.outputs)
 
-    def first_answer(self, document: Document, method: Method[Any, Any], logits: Tensor) -> RunningSequence:
+    def first_answer(self, document: Document, method: AnyMethod, logits: Tensor) -> RunningSequence:
         """Let a method that has read the document answer greedily, as long as there is room."""
         prompt, sampler = len(document.ids), Sampler(Sampling(), 0, self.model.device)
         sequence = self.running(method, prompt, sampler, min(MAX_TOKENS, method.context.capacity - prompt))
@@ -104,7 +104,7 @@ class Subject:
         return self.run(sequence)
 
     def running(
-        self, method: Method[Any, Any], tokens: int, sampler: Callable[[Tensor], int], max_tokens: int
+        self, method: AnyMethod, tokens: int, sampler: Callable[[Tensor], int], max_tokens: int
     ) -> RunningSequence:
         """A sequence of which the method has read so many tokens."""
         return RunningSequence(

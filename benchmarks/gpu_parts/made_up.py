@@ -17,7 +17,7 @@ from gpu_parts.setting import Setting
 from kvcli.bench.sources import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine, engine
@@ -92,7 +92,7 @@ class Workshop:
             made.append(self._sequence(row, method, context))
         return made
 
-    def _sequence(self, row: int, method: Method[Any, Any], context: int) -> RunningSequence:
+    def _sequence(self, row: int, method: AnyMethod, context: int) -> RunningSequence:
         return RunningSequence(
             index=row,
             source="made up",

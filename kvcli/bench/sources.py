@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.engine import Engine
 from kvcli.telemetry.counters import Counters
@@ -49,7 +49,7 @@ class Load:
 class ContextSource(Protocol):
     """Gives the methods of a run their context."""
 
-    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[Method[Any, Any]]:
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         """Make one method object a sequence, its context read; their spans go to `timeline`."""
 
 
@@ -83,7 +83,7 @@ class RandomContext:
     def __init__(self, noise: RandomKV):
         self.noise = noise
 
-    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[Method[Any, Any]]:
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         """See `ContextSource.methods`."""
         made = []
         for row in range(load.batch):
@@ -105,9 +105,9 @@ class ReadContext:
 
     def __init__(self, ids: Sequence[int], profiles: Sequence[Profile]):
         self.ids, self.profiles = ids, profiles
-        self._kept: dict[str, Method[Any, Any]] = {}
+        self._kept: dict[str, AnyMethod] = {}
 
-    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[Method[Any, Any]]:
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         """See `ContextSource.methods`."""
         if not self._kept:
             contexts = [engine.context(len(self.ids), load.max_tokens) for _ in self.profiles]

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psutil
 import torch
@@ -20,7 +19,7 @@ from kvcli.capacity import cgroup
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.methods import get_method
-from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.prefill import CHUNK
@@ -67,7 +66,7 @@ def kv_footprint(
 
 def planned_method(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
-) -> Method[Any, Any]:
+) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`."""
     if capacity > LONGEST_SEQUENCE:
         what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.store.cache import Traffic
 
@@ -126,7 +126,7 @@ def least_seconds(work: Mapping[str, Work], rates: MachineRates, overlapped: boo
 
 
 def step_work(
-    geometry: ModelGeometry, itemsize: int, sequences: Sequence[tuple[Method[Any, Any], int]], miss_rate: float = 1.0
+    geometry: ModelGeometry, itemsize: int, sequences: Sequence[tuple[AnyMethod, int]], miss_rate: float = 1.0
 ) -> dict[str, Work]:
     """Give the work of one decode step by phase.
 

@@ -6,12 +6,12 @@ import importlib
 import inspect
 import pkgutil
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.methods.base import Method
+    from kvcli.methods.base import AnyMethod
 
 _SHARED = {"base", "card", "config"}
 
@@ -23,7 +23,7 @@ def method_names() -> list[str]:
     )
 
 
-def get_method(name: str) -> type[Method[Any, Any]]:
+def get_method(name: str) -> type[AnyMethod]:
     """Import the method called `name`.
 
     Raises:

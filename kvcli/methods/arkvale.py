@@ -67,7 +67,9 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
         with self.span("select", layer):
             selected = self._keep(scores, cache)  # [Hk, k]
         self.count_selected(layer, selected)
-        self.recall(layer, lambda: cache.recall(selected))
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count_recalled(layer, misses, moved)
         with self.span("attention", layer):
             return cache.attend(q, softmax)
 

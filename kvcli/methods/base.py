@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class AttentionObserver(Protocol):
     """Whoever watches a method attend."""
 
-    def __call__(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
+    def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
         """See what a layer's query q [H, d] got from attention, out [H, d]; not to be changed, nor kept."""
 
 
@@ -262,15 +262,11 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         num_kv_heads, k = selected.shape
         self.count_heads(layer, Count.PAGES_REQUESTED, [k] * num_kv_heads)
 
-    def recall(self, layer: int, fetch: Callable[[], tuple[list[int], int]], hidden: bool = False) -> None:
-        """Bring what a selection misses to the device and count it.
+    def count_recalled(self, layer: int, misses: Sequence[int], moved: int, hidden: bool = False) -> None:
+        """Count a recall: the misses of each KV head, [Hk], and the bytes moved to the device.
 
-        `fetch` does it, and returns the misses of each KV head, [Hk], and the bytes moved.
-
-        `hidden` is what this step's attention does not wait for.
+        `hidden` says that this step's attention does not wait for it.
         """
-        with self.span("recall", layer):
-            misses, moved = fetch()
         self.count_heads(layer, Count.MISSES, misses)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, 0 if hidden else moved)
@@ -278,3 +274,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def span(self, name: str, layer: int) -> AbstractContextManager[None]:
         """Time a phase of a layer's work where somebody listens."""
         return self.context.timeline.span(name, self.context.track, layer=layer)
+
+
+AnyMethod: TypeAlias = Method[Any, Any]
+"""A method of any configuration and cache."""

@@ -70,7 +70,9 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         with self.span("select", layer):
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
         self.count_selected(layer, selected)
-        self.recall(layer, lambda: cache.recall(selected))
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count_recalled(layer, misses, moved)
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)
 

@@ -104,12 +104,15 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
         before = self.reads[layer].selected if layer in self.reads else selected
         self.reads[layer] = StepSelection(corrected, selected, before)
         if corrected.any():
-            self.recall(layer, lambda: cache.recall(selected, corrected))
+            with self.span("recall", layer):
+                misses, moved = cache.recall(selected, corrected)
+            self.count_recalled(layer, misses, moved)
         with self.span("attention", layer):
             out = cache.attend(q, softmax)
         if not corrected.all():
-            # The others; a corrected head misses nothing any more.
-            self.recall(layer, lambda: cache.recall(selected), hidden=True)
+            with self.span("recall", layer):  # for the other heads: a corrected one misses nothing any more
+                misses, moved = cache.recall(selected)
+            self.count_recalled(layer, misses, moved, hidden=True)
         self.previous_query[layer] = q.clone()
         return out
 

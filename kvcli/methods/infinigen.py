@@ -116,7 +116,9 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         self.chosen += selected.numel()
         self.choices += selected.shape[0]
         self.count_selected(layer, selected)
-        self.recall(layer, lambda: cache.recall(selected))
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count_recalled(layer, misses, moved)
         self.ahead[layer] = selected
 
     def statistics(self) -> dict[str, Any]:

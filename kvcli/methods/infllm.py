@@ -134,9 +134,6 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
             blocks = topk_pages(scores[None], wanted)[0].sort().values  # what makes room depends on the order
         with self.span("recall", layer):
             misses, moved = cache.recall(blocks)
-        num_kv_heads = cache.k.shape[0]
-        self.count_heads(layer, Count.PAGES_REQUESTED, [wanted] * num_kv_heads)
-        self.count_heads(layer, Count.MISSES, [misses] * num_kv_heads)
-        self.count(layer, Count.BYTES_TO_DEVICE, moved)
-        self.count(layer, Count.BYTES_EXPOSED, moved)
-        usage.add(wanted, misses, moved, float(scores[blocks].mean()))
+        self.count_heads(layer, Count.PAGES_REQUESTED, [wanted] * len(misses))
+        self.count_recalled(layer, misses, moved)
+        usage.add(wanted, misses[0], moved, float(scores[blocks].mean()))

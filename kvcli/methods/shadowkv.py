@@ -104,7 +104,9 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         with self.span("select", layer):
             selected = topk_pages(scores, cache.layout.selected)  # [Hk, k]
         self.count_selected(layer, selected)
-        self.recall(layer, lambda: cache.recall(selected))
+        with self.span("recall", layer):
+            misses, moved = cache.recall(selected)
+        self.count_recalled(layer, misses, moved)
         with self.span("attention", layer):
             return cache.attend(q, softmax)
 

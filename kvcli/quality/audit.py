@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.quality.fidelity import FidelityProbe
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.sequence import RunningSequence
@@ -22,7 +22,7 @@ class Audit:
     def __init__(self, engine: Engine, sequence: RunningSequence, every: int):
         assert sequence.reference is not None
         self.engine, self.sequence, self.every = engine, sequence, every
-        self.reference: Method[Any, Any] = sequence.reference
+        self.reference: AnyMethod = sequence.reference
         self.probe = FidelityProbe(self.reference)
         self.probe.looking = False
         self.known = 0  # tokens of the sequence that the reference has read

@@ -34,7 +34,7 @@ from torch import Tensor
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.kernels.block_attention import attention_scores
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AttentionObserver, Method
+from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.sampling import Sampling, TeacherForcing
 
@@ -179,12 +179,12 @@ class FidelityProbe:
     As long as `looking`, it is the method's attention observer; another one may look along.
     """
 
-    def __init__(self, reference: Method[Any, Any], along: AttentionObserver | None = None):
+    def __init__(self, reference: AnyMethod, along: AttentionObserver | None = None):
         self.reference, self.along = reference, along
         self.fidelity = Fidelity()
         self.looking = True
 
-    def __call__(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
+    def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
         """See `AttentionObserver`."""
         if self.along is not None:
             self.along(method, layer, q, out, softmax)
@@ -214,7 +214,7 @@ class Passage:
 class MeasuredMethod:
     """A method after a passage, and how close it came."""
 
-    method: Method[Any, Any]
+    method: AnyMethod
     fidelity: Fidelity
 
 
@@ -224,7 +224,7 @@ def measure(
     profiles: Sequence[Profile],
     along: Mapping[int, AttentionObserver] | None = None,
     advance: Callable[[int], None] = lambda _: None,
-) -> tuple[list[MeasuredMethod], Method[Any, Any]]:
+) -> tuple[list[MeasuredMethod], AnyMethod]:
     """Feed a passage to a method for each profile, all beside one reference; returns them, and the reference.
 
     The continuation's tokens go in one by one, each a step, and are compared at all of them. `along` gives the method

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.next_query import next_queries
@@ -26,7 +26,7 @@ from kvcli.telemetry.timeline import Timeline
 class BlockingPipeline:
     """The handler during decode: each sequence of the batch by its own method object."""
 
-    def __init__(self, methods: Sequence[Method[Any, Any]]):
+    def __init__(self, methods: Sequence[AnyMethod]):
         self.methods = methods
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

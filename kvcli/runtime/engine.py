@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
-from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
@@ -81,7 +81,7 @@ class Engine:
             prompt_tokens=prompt_tokens,
         )
 
-    def method(self, profile: Profile, context: SequenceContext) -> Method[Any, Any]:
+    def method(self, profile: Profile, context: SequenceContext) -> AnyMethod:
         """Make the object that serves one sequence.
 
         Raises:
@@ -96,7 +96,7 @@ class Engine:
 
     def sequence(
         self,
-        method: Method[Any, Any],
+        method: AnyMethod,
         sampling: Sampling,
         *,
         index: int = 0,
@@ -104,7 +104,7 @@ class Engine:
         source: str = "prompt",
         sampler: Callable[[Tensor], int] | None = None,
         first_token: int | None = None,
-        reference: Method[Any, Any] | None = None,
+        reference: AnyMethod | None = None,
     ) -> RunningSequence:
         """Make the sequence that continues what was read into `method`.
 
@@ -131,7 +131,7 @@ class Engine:
     def prefill(
         self,
         ids: Sequence[int],
-        methods: Sequence[Method[Any, Any]],
+        methods: Sequence[AnyMethod],
         advance: Callable[[int], None] = lambda _: None,
         chunk: int = CHUNK,
     ) -> list[Tensor]:
@@ -158,7 +158,7 @@ class Engine:
         self.rope.use([len(ids)])
         return prefill(self.hook, ids, consumer, self.layers, advance)
 
-    def extend(self, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+    def extend(self, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> Tensor:
         """Read more tokens into a method that attends by windows -> logits of the last ones [keep, vocab]."""
         self.rope.use([method.context.capacity])
         return extend(self.hook, ids, method, keep)

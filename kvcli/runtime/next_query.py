@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 
 
 @contextmanager
-def next_queries(hook: Hook, methods: Sequence[Method[Any, Any]]) -> Iterator[None]:
+def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
     """Inside, a decode step of these sequences tells each method that wants it the queries of layers to come.
 
     Where none does, nothing is done.
@@ -69,7 +69,7 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def check_next_queries(hook: Hook, rope: Rope, method: Method[Any, Any]) -> None:
+def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
     """Run one token through the model, and compare in every layer that retrieves the query with the one made here.
 
     Raises:
@@ -118,7 +118,7 @@ def _listening(hook: Hook, hear: Callable[[int, Tensor], None]) -> Iterator[None
             handle.remove()
 
 
-def _rotated(method: Method[Any, Any], layer: int, q: Tensor, position: int) -> Tensor:
+def _rotated(method: AnyMethod, layer: int, q: Tensor, position: int) -> Tensor:
     """Rotate q [H, d] to a position; a layer without rotary positions leaves it as it is."""
     rotary = method.context.rotary[layer]
     return q if rotary is None else rotary.rotate(q[:, None], torch.tensor([position], device=q.device))[:, 0]

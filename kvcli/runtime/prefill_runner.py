@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from kvcli.inputs.encoding import EncodedPrompt
 from kvcli.inputs.profiles import Profile
-from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -76,6 +75,6 @@ class PrefillRunner:
         return self.engine.context(len(prompt.ids), self.sampling.max_tokens, prompt.question, timeline, track)
 
 
-def _forks(method: Method[Any, Any], contexts: Sequence[SequenceContext]) -> list[Method[Any, Any]]:
+def _forks(method: AnyMethod, contexts: Sequence[SequenceContext]) -> list[AnyMethod]:
     """The method, which was made with the first context, and a fork for each of the others."""
     return [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]

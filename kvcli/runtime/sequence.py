@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
 from kvcli.telemetry import report
@@ -27,14 +26,14 @@ class RunningSequence:
     source: str
     sample: int
     prompt_tokens: int
-    method: Method[Any, Any]
+    method: AnyMethod
     counters: Counters
     sampler: Callable[[Tensor], int]
     detokenizer: StreamingDetokenizer
     eos: Collection[int]
     max_tokens: int
     token_ids: list[int] = field(default_factory=list)
-    reference: Method[Any, Any] | None = None
+    reference: AnyMethod | None = None
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
     decode_ms: list[float] = field(default_factory=list)

@@ -7,14 +7,13 @@ attends to, so that a prompt costs O(s), and nothing is ever as long as the prom
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.attention_hook import Handler, Hook
 
@@ -23,7 +22,7 @@ from kvcli.runtime.attention_hook import Handler, Hook
 def windowed_prefill(
     hook: Hook,
     ids: Sequence[int],
-    method: Method[Any, Any],
+    method: AnyMethod,
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     window: int,
@@ -44,7 +43,7 @@ def windowed_prefill(
 
 
 @torch.inference_mode()
-def extend(hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int = 1) -> Tensor:
+def extend(hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> Tensor:
     """Read n >= 1 more tokens as one window into a method -> logits of the last `keep` of them [keep, vocab].
 
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
@@ -55,7 +54,7 @@ def extend(hook: Hook, ids: Sequence[int], method: Method[Any, Any], keep: int =
 class WindowAttention:
     """The handler during windowed prefill: the method attends."""
 
-    def __init__(self, method: Method[Any, Any], advance: Callable[[int], None]):
+    def __init__(self, method: AnyMethod, advance: Callable[[int], None]):
         self.method, self.advance = method, advance
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -68,7 +67,7 @@ class WindowAttention:
 class PreviewAttention:
     """The handler of a preview: attends exactly, shows the queries to the method, keeps nothing."""
 
-    def __init__(self, method: Method[Any, Any], layers: Sequence[LayerGeometry]):
+    def __init__(self, method: AnyMethod, layers: Sequence[LayerGeometry]):
         self.method, self.layers = method, layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

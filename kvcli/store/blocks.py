@@ -135,8 +135,11 @@ class BlockCache(LayerCache):
         self.first = first
         return written
 
-    def recall(self, blocks: Tensor) -> tuple[int, int]:
-        """Bring `blocks` [k], k <= slots, to the device and attend to these from now on: misses and bytes moved."""
+    def recall(self, blocks: Tensor) -> tuple[list[int], int]:
+        """Bring `blocks` [k] to the device, k <= slots, and attend to these from now on.
+
+        Returns the misses of each KV head, of all the same, and the bytes moved.
+        """
         same = self.resident[:, None] == blocks  # [slots, k]
         missing = blocks[~same.any(0)]
         slots = (~same.any(1)).nonzero()[: len(missing), 0]
@@ -145,7 +148,7 @@ class BlockCache(LayerCache):
         fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:])  # [m, Hk, 2, p, d]
         self._fill_slots(slots, missing, fetched)
         self.chosen = (self.resident[:, None] == blocks).int().argmax(0)
-        return len(missing), nbytes(fetched)
+        return [len(missing)] * len(heads), nbytes(fetched)
 
     def unrotate(self, x: Tensor, first: int) -> Tensor:
         """Undo the rotation of queries or keys [.., n, d] of consecutive tokens from position `first` on."""

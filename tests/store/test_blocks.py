@@ -64,16 +64,16 @@ def test_blocks_stay_on_the_device_while_there_is_room_and_as_long_as_they_are_w
     cache = block_cache()
     cache.load(k[:, :24], v[:, :24])
     assert cache.resident.tolist() == [0, 1, 2]
-    assert cache.recall(torch.arange(3)) == (0, 0)
+    assert cache.recall(torch.arange(3)) == ([0] * HK, 0)
     for at in range(24, 60):
         cache.append(k[:, at], v[:, at])
     block_bytes = 2 * HK * P * D * 4
     assert cache.num_blocks == 12
-    assert cache.recall(torch.tensor([1, 7])) == (1, block_bytes)
+    assert cache.recall(torch.tensor([1, 7])) == ([1] * HK, block_bytes)
     assert cache.resident.tolist() == [7, 1, 2]
-    assert cache.recall(torch.tensor([2, 7, 9])) == (1, block_bytes)
+    assert cache.recall(torch.tensor([2, 7, 9])) == ([1] * HK, block_bytes)
     assert cache.resident.tolist() == [7, 9, 2]
-    assert cache.recall(torch.tensor([9])) == (0, 0)
+    assert cache.recall(torch.tensor([9])) == ([0] * HK, 0)
 
 
 def test_the_most_attended_tokens_represent_a_block():

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +17,7 @@ from transformers import PreTrainedConfig
 from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
 from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
@@ -76,7 +75,7 @@ class Times:
 
 
 def estimate(
-    subject: PlannedRun, machine: Machine, profile: Profile, method: Method[Any, Any], context: int, batch: int
+    subject: PlannedRun, machine: Machine, profile: Profile, method: AnyMethod, context: int, batch: int
 ) -> Times | None:
     """Estimate the times of `batch` prompts of `context` tokens; None where the rates are not known.
 
@@ -110,7 +109,7 @@ def estimate(
     )
 
 
-def prefill_work(geometry: ModelGeometry, method: Method[Any, Any], length: int, itemsize: int) -> Work:
+def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int, itemsize: int) -> Work:
     """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally."""
     parts = geometry.parts
     linear = parts.projections + parts.mlp + round(parts.experts * parts.active)
@@ -118,7 +117,7 @@ def prefill_work(geometry: ModelGeometry, method: Method[Any, Any], length: int,
     return Work(geometry.weight_bytes, operations=2 * (length * linear + parts.head) // itemsize + attention)
 
 
-def _attention_operations(layer: LayerGeometry, method: Method[Any, Any], length: int) -> int:
+def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) -> int:
     """Count the operations of a layer's attention over a prompt, by windows where the method prefills so."""
     seen = length if layer.window is None else min(layer.window, length)
     if method.prefill_window is not None and layer.index in method.retrieval:
@@ -151,9 +150,7 @@ def _kind(layer: LayerGeometry, dense: int) -> str:
     return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
 
 
-def _step(
-    tried: Probe, rates: MachineRates, subject: PlannedRun, method: Method[Any, Any], context: int, batch: int
-) -> float:
+def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int, batch: int) -> float:
     """Extrapolate a step: a layer takes the time of those of its kind, and KV beyond theirs that of reading it."""
     geometry, dense = subject.geometry, method.config.leading_dense_layers
     taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -170,7 +167,7 @@ def _step(
     return tried.rest + head + sum(fmean(taken[_kind(layer, dense)]) for layer in geometry.layers) + batch * beyond
 
 
-def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: Method[Any, Any], context: int) -> float:
+def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int) -> float:
     """Extrapolate the prefill of one prompt: linear layers by the token, attention by its operations."""
     layers = subject.geometry.layers
     linear = tried.prompt_layer * len(layers) * context / PROMPT

@@ -25,7 +25,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import ModelGeometry, decoder_of, geometry_of
 from kvcli.models.loading import Model
@@ -130,7 +130,7 @@ def _decode(ready: Engine, sequences: list[RunningSequence], clock: _Clock) -> t
 
 @torch.inference_mode()
 def _fill(
-    methods: list[Method[Any, Any]], geometry: ModelGeometry, length: int, dtype: torch.dtype, device: torch.device
+    methods: list[AnyMethod], geometry: ModelGeometry, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Give every layer of every method made-up KV of `length` tokens; returns one layer's."""
     generator = torch.Generator(device).manual_seed(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.low_rank import gram_matrix
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.curve import Cost
@@ -35,7 +35,7 @@ class Spectrum:
     def attention_observer(self) -> None:
         """See `Collector.attention_observer`."""
 
-    def take(self, reference: Method[Any, Any], passage: Passage) -> None:
+    def take(self, reference: AnyMethod, passage: Passage) -> None:
         """See `Collector.take`."""
         self.prompts += 1
         for layer, cache in reference.retrieval.items():

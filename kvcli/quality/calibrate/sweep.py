@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import AttentionObserver, Method
+from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.curve import Cost
@@ -26,7 +26,7 @@ class Collector(Protocol):
     def attention_observer(self) -> AttentionObserver | None:
         """Who watches the method with the grid's last setting over the next passage."""
 
-    def take(self, reference: Method[Any, Any], passage: Passage) -> None:
+    def take(self, reference: AnyMethod, passage: Passage) -> None:
         """See the reference, full attention, after a passage."""
 
     def figures(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Nothing:
     def attention_observer(self) -> None:
         """See `Collector.attention_observer`."""
 
-    def take(self, reference: Method[Any, Any], passage: Passage) -> None:
+    def take(self, reference: AnyMethod, passage: Passage) -> None:
         """See `Collector.take`."""
 
     def figures(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AttentionObserver, Method
+from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.curve import Cost
@@ -41,7 +41,7 @@ class Similarity:
         self.previous = {}
         return self._watch
 
-    def _watch(self, method: Method[Any, Any], layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+    def _watch(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
         if layer not in method.retrieval:
             return
         if layer in self.previous:
@@ -53,7 +53,7 @@ class Similarity:
             self.seen += len(cosine)
         self.previous[layer] = q.clone()
 
-    def take(self, reference: Method[Any, Any], passage: Passage) -> None:
+    def take(self, reference: AnyMethod, passage: Passage) -> None:
         """See `Collector.take`."""
 
     def figures(self) -> dict[str, Any]:

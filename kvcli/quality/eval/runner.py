@@ -16,7 +16,7 @@ from kvcli.capacity import memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import Template
 from kvcli.inputs.variants import Variant
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
 from kvcli.quality.eval.encoding import Encoded, encode_example
 from kvcli.quality.eval.example import Cell, Example
@@ -41,7 +41,7 @@ class Reading:
     attended: float = 0.0  # tokens, mean over KV heads and layers of retrieval
     share: float = 0.0  # of all KV, over all layers
 
-    def note(self, method: Method[Any, Any]) -> None:
+    def note(self, method: AnyMethod) -> None:
         """Add the step that `method` has just done."""
         masks = {layer: method.attended(layer) for layer in range(len(method.caches))}  # bool [Hk, length]
         chosen = [masks[layer] for layer in method.retrieval] or list(masks.values())
@@ -136,7 +136,7 @@ class Evaluation:
             yield variants[-len(methods)], self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms)
 
     def _answer(
-        self, example: Example, read: Encoded, method: Method[Any, Any], logits: Tensor, prefill_ms: float
+        self, example: Example, read: Encoded, method: AnyMethod, logits: Tensor, prefill_ms: float
     ) -> list[dict[str, Any]]:
         """Continue one method's samples, all of them as one batch."""
         forks = [
@@ -154,7 +154,7 @@ class Evaluation:
             raise KvcliError(broken, "kvcli generate with the same model names the layer")
         return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
-    def _sequence(self, read: Encoded, method: Method[Any, Any], sample: int, prefill_ms: float) -> RunningSequence:
+    def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
         sampling = replace(self.sampling, max_tokens=read.max_tokens, ignore_eos=bool(read.fed))
         teacher = TeacherForcing(read.fed) if read.fed else None
         sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=teacher)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.slot_attention import NewToken
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method
+from kvcli.methods.base import AnyMethod
 from kvcli.runtime.gpu.layers import PlainLayer, Scratch, SlotLayer, SpeculativeLayer
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
 from kvcli.runtime.gpu.slots import BatchSlots
@@ -36,7 +36,7 @@ class SlotPipeline:
 
     def __init__(
         self,
-        methods: Sequence[Method[Any, Any]],
+        methods: Sequence[AnyMethod],
         lengths: Sequence[int],
         streams: Streams,
         rates: DecisionRates | None = None,
