@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from kvcli.compat import preferred_attention
 from kvcli.kernels.softmax import Softmax
 
 # Elements of a score matrix held at once where no fused kernel applies (256 MiB in fp32).
@@ -97,10 +98,7 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, causal: bool) ->
     if q.device.type != "cuda" or softmax.softcap is not None or q.shape[-1] % 8:
         return None
     grouped = q.shape[0] != k.shape[0]
-    choice = torch._fused_sdp_choice(
-        q[None], k[None], v[None], None, 0.0, causal, scale=softmax.scale, enable_gqa=grouped
-    )
-    return SDPBackend(choice)
+    return preferred_attention(q[None], k[None], v[None], softmax.scale, causal, grouped)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, with_cudnn: bool) -> tuple[Tensor, Tensor]:

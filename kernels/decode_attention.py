@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels import onednn
+from kvcli.compat import onednn_linear, onednn_suits
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
 from kvcli.kernels.slot_attention import slot_attention
@@ -30,7 +30,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
     """Attend with the fastest kernel of the device; same result as the reference within rounding."""
     if takes(q):
         return _attend_rows(q, k, v, softmax)
-    if k.shape[1] >= LONG and q.dtype == torch.float32 and onednn.suits(v):
+    if k.shape[1] >= LONG and q.dtype == torch.float32 and onednn_suits(v):
         return _attend_long(_by_group(q, k), k, v, softmax).reshape(q.shape[0], -1)
     return _finish(q, *block_attention(_by_group(q, k), k, v, softmax), softmax)
 
@@ -57,7 +57,7 @@ def _attend_long(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     if softmax.sinks is not None:
         scores = torch.cat((scores, softmax.sinks.view(*scores.shape[:2], 1)), -1)
     weights = scores.softmax(-1)[..., : k.shape[1]].contiguous()
-    return torch.stack([onednn.linear(weights[head], v[head].T) for head in range(k.shape[0])])
+    return torch.stack([onednn_linear(weights[head], v[head].T) for head in range(k.shape[0])])
 
 
 def _by_group(q: Tensor, k: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 
 from kvcli.capacity import cgroup
 from kvcli.capacity.roofline import measure_rates, rate_rows
+from kvcli.compat import onednn_suits
 from kvcli.errors import KvcliError
-from kvcli.kernels import onednn
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
 from kvcli.models.checkpoint import bundled_model, check_config, check_files
 from kvcli.runtime.compiled import cpp_compiler
@@ -202,7 +202,7 @@ def _threads() -> Finding:
             f"{found}: more threads than cores slow each other down",
             f"set OMP_NUM_THREADS={usable_cores}",
         )
-    if not torch.cuda.is_available() and not onednn.suits(torch.empty(0)):
+    if not torch.cuda.is_available() and not onednn_suits(torch.empty(0)):
         return State.NOTE, f"{found}; torch has no oneDNN, decoding is slower", "install a torch built with oneDNN"
     if threads < usable_cores and not torch.cuda.is_available():
         return State.NOTE, f"{found}: some are idle", f"set OMP_NUM_THREADS={usable_cores}"

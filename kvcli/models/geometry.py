@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
 
 _PROBE = "kvcli_probe"
@@ -213,7 +214,7 @@ def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             "check the sizes in config.json",
             ExitCode.USAGE,
         ) from error
-    if not model._can_set_attn_implementation():
+    if not can_set_attention(model):
         raise refusal(config, "its attention cannot be replaced (it does not use transformers' attention interface)")
     return model
 

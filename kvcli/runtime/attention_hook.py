@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
 
@@ -61,7 +62,7 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
     """
     modules = attention_modules(model)
     hook = Hook(model, modules)
-    before = model.config._attn_implementation
+    before = attention_implementation(model)
     for module in modules:
         module.kvcli_hook = hook  # type: ignore[assignment]
     model.set_attn_implementation(NAME)

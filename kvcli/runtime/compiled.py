@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from kvcli.compat import CompilationError
 from kvcli.errors import KvcliError
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
@@ -49,7 +49,7 @@ class CompiledStepper(BlockingStepper):
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
         try:
             return super().step(batch)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except CompilationError as error:
             reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
             raise KvcliError(f"the layers cannot be compiled: {reason}", "take --pipeline blocking") from error
 

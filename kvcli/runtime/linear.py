@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvcli.kernels import onednn
+from kvcli.compat import onednn_linear, onednn_suits
 
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -18,7 +18,7 @@ Forward = Callable[[nn.Linear, Tensor], Tensor]
 @contextmanager
 def onednn_linears(model: nn.Module) -> Iterator[None]:
     """Run the linear layers of a model through oneDNN where that is possible; elsewhere change nothing."""
-    with _run_by(_onednn, (module for module in _linears(model) if onednn.suits(module.weight))):
+    with _run_by(_onednn, (module for module in _linears(model) if onednn_suits(module.weight))):
         yield
 
 
@@ -53,7 +53,7 @@ def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
 
 
 def _onednn(module: nn.Linear, x: Tensor) -> Tensor:
-    return onednn.linear(x, module.weight, module.bias)
+    return onednn_linear(x, module.weight, module.bias)
 
 
 def _one_row(module: nn.Linear, x: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch._dynamo
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvcli.compat import compiled
 from kvcli.runtime.attention_hook import uncompiled
 
 BATCH_SIZES = 64
@@ -27,11 +26,5 @@ def compiled_layers(
 ) -> Iterator[None]:
     """Compile the decoder layers of a model, and other parts, for one token a sequence; leaves them as they were."""
     parts: list[nn.Module] = [*model.get_decoder().layers, *besides]  # type: ignore[no-untyped-call]
-    with uncompiled(), torch._dynamo.config.patch(recompile_limit=BATCH_SIZES):
-        for part in parts:
-            part.compile(dynamic=False, backend=backend)
-        try:
-            yield
-        finally:
-            for part in parts:
-                part._compiled_call_impl = None
+    with uncompiled(), compiled(parts, backend, recompile_limit=BATCH_SIZES):
+        yield

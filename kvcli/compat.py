@@ -1,0 +1,74 @@
+"""Private interfaces of torch and transformers, all in one place; `tests/test_compat.py` fails when one of them moves.
+
+What is public is used where it is needed. Everything here has no public counterpart in the supported versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+CompilationError = torch._dynamo.exc.TorchDynamoException
+
+
+@cache
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """List what oneDNN multiplies here; bfloat16 takes a processor with AVX-512 or its like."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset()
+    wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset([torch.float32, torch.bfloat16] if wide else [torch.float32])
+
+
+def onednn_suits(weight: Tensor) -> bool:
+    """Tell whether oneDNN can multiply by this tensor here."""
+    return weight.device.type == "cpu" and weight.dtype in _onednn_dtypes()
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] @ weight.T + bias -> [..., out], without gradients; agrees with torch's within rounding.
+
+    A decode step reads every weight, and every cached value of a dense layer, once for a row or a few: it is bound by
+    memory. For such shapes oneDNN reads at up to twice the rate of the BLAS that torch calls by default, and it is no
+    slower for the many rows of a prefill (`benchmarks/cpu_linear.py`). A transposed view of the weight will do.
+    """
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+@contextmanager
+def compiled(modules: Sequence[nn.Module], backend: Any, recompile_limit: int) -> Iterator[None]:
+    """Compile modules in place for static shapes; they are as before afterwards.
+
+    torch goes on uncompiled, without a word, once a module was compiled anew `recompile_limit` times.
+    """
+    with torch._dynamo.config.patch(recompile_limit=recompile_limit):
+        for module in modules:
+            module.compile(dynamic=False, backend=backend)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module._compiled_call_impl = None
+
+
+def preferred_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:
+    """Name what torch's scaled_dot_product_attention would take for q [b, H, m, d] and k, v [b, Hk, n, d]."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
+
+
+def attention_implementation(model: Any) -> str:
+    """Name the attention that a model is set to, for `set_attn_implementation` to go back to."""
+    return str(model.config._attn_implementation)
+
+
+def can_set_attention(model: Any) -> bool:
+    """Tell whether a model calls attention through transformers' interface, so that it can be replaced."""
+    return bool(model._can_set_attn_implementation())
