@@ -87,6 +87,12 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
 
 def test_the_walk_through_the_code_names_what_exists():
     text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {
+        path.name for path in (ROOT / "kvcli").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms - {"__init__.py", "__main__.py", "errors.py", "sizes.py"} <= set(
+        re.findall(r"\| `kvcli/(\w[\w.]*)", text)
+    )
     for step in re.split(r"\n(?=\d\. |\||\n)", text):
         names = re.findall(r"`([^`\n]+)`", step)
         paths = [ROOT / name for name in names if "/" in name or name.endswith(".toml")]
