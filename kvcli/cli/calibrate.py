@@ -216,7 +216,7 @@ def _check_companion(path: Path) -> None:
 
 
 def _only_for_values(asked: Sweep | TensorTarget, name: str) -> None:
-    """Refuse an option that a search for a file has no use for."""
+    """Refuse an option that has no effect on a target that ends in tensors."""
     from kvcli.quality.calibrate.matrices import TensorTarget
 
     if isinstance(asked, TensorTarget):
@@ -235,7 +235,7 @@ def _save(found: TensorCalibration, output: Path | None, say: Callable[[str], No
 
 
 def _conclude(found: Calibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
-    """Write the profile where there is one to write, and say how it ended."""
+    """Write the chosen profile, or say why there is none."""
     if found.chosen is None:
         say(found.choice.reason)
         if output is not None:

@@ -86,7 +86,7 @@ class PagedConfig(MethodConfig):
             least = (pages.sink + pages.window + 1) * pages.size
             raise ValueError(
                 f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
-                f"in pages of {self.page_size}: it must be at least {least}"
+                f"in pages of {self.page_size}: set it to {least} at least, or sink and window lower"
             )
         return self
 

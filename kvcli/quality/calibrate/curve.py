@@ -1,4 +1,4 @@
-"""One point a setting, and the choice among them.
+"""The curve of a sweep, one point a setting, and the choice among its points.
 
 The loss is KL(full attention || method) of the next token in nats, the mean over the tokens of a passage, and of these
 the mean over the passages. The choice goes by the loss that a setting adds: to nothing, or, where a target cannot do
@@ -24,7 +24,7 @@ NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Point:
-    """What one setting gave, over all passages; bytes are per step, `heads_corrected` a part of those checked.
+    """The figures of one setting over all passages; bytes are per step, `heads_corrected` a part of those checked.
 
     `loss` is nats from full attention, `added` nats of it that count for the choice.
     """
@@ -46,12 +46,12 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The settings in words: "rank 24, outliers 8"."""
+        """The settings as text, such as "rank 24, outliers 8"."""
         return ", ".join(f"{key} {told(value)}" for key, value in self.settings.items())
 
 
 def told(value: Any) -> str:
-    """A setting's value in words; of one for each layer the numbers one after another."""
+    """Return a setting's value as text; a value by layer gives the numbers one after another."""
     return " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
 
 
@@ -85,14 +85,17 @@ class Tally:
             self.exposed_by_layer[layer] = self.exposed_by_layer.get(layer, 0) + exposed
 
     def by_layer(self) -> dict[int, LayerPoint]:
-        """The same of each layer that chooses what to attend to: bytes that it waited for, error of its output."""
+        """Return the bytes waited for and the output's error of each layer that chooses what to attend to."""
         return {
             layer: LayerPoint(self.exposed_by_layer[layer], float(sums.mean[ATTENTION.index("error")].mean()))
             for layer, sums in self.fidelity.layers.items()
         }
 
     def point(self, least: Sequence[float] | None = None) -> Point:
-        """What they come to; at least one was added. `least` are losses of each passage that do not count."""
+        """Return the figures over the passages, of which there is one at least.
+
+        `least` are losses by passage that the added loss counts from.
+        """
         steps, passages = len(self.fidelity.steps), len(self.losses)
         added = [loss - other for loss, other in zip(self.losses, least or [0.0] * passages, strict=True)]
         return Point(
@@ -111,28 +114,28 @@ class Tally:
 
 
 def _bound(losses: Sequence[float]) -> float:
-    """Two standard errors above the mean over passages."""
+    """Return two standard errors above the mean over passages."""
     error = stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
     return fmean(losses) + 2 * error
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a target pays for closeness: a field of `Point`, what to call it and its unit."""
+    """The cost of closeness in a sweep: a field of `Point`, its name and its unit."""
 
     field: str
     name: str
     unit: str = ""
 
     def of(self, point: Point) -> float:
-        """The cost of one point."""
+        """Return the cost of one point."""
         value: float | None = getattr(point, self.field)
         return 0.0 if value is None else value
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The point chosen, None where none keeps the promise, and why."""
+    """The point chosen, None where none stays within the limit, and the reason."""
 
     point: Point | None
     reason: str
@@ -164,7 +167,7 @@ def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool 
 
 
 def nats(figure: float, bound: float) -> str:
-    """A loss and its bound in words: "0.374 nats, at most 0.391"."""
+    """Return a loss and its bound as text, such as "0.374 nats, at most 0.391"."""
     return f"{figure:.3g} nats, at most {bound:.3g}"
 
 

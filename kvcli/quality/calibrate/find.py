@@ -1,4 +1,4 @@
-"""One search for what a method needs to know of a model: load, read every passage, hand over what was found."""
+"""One calibration that ends in tensors, from its options to its result: load, read every passage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvcli.telemetry.observer import Observer
 
 
 def find(search: TensorTarget, plan: CalibrationPlan, observer: Observer) -> TensorCalibration:
-    """Read every passage exactly and find what is searched for.
+    """Read every passage by exact prefill and find the tensors of a target.
 
-    Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
+    Ctrl-C after a whole passage is no error: the result covers the passages until then and says so.
 
     Raises:
         KvcliError: the model or a text cannot be read, the method takes no such file (usage), a passage does not fit

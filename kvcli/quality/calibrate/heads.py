@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods.razor import Razor
@@ -30,7 +31,7 @@ class Heads(TensorFinder):
         self.scores: HeadScores | None = None
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """See `TensorFinder.read`: let the method find its heads, once."""
+        """Let the method find its heads, once for all passages."""
         if self.scores is None:
             overrides = self.profile.settings.model_dump() | {"heads": ""}
             method = engine.method(resolve_profile("razor", overrides=overrides), engine.context(passage.capacity, 0))
@@ -40,12 +41,12 @@ class Heads(TensorFinder):
             self.scores = engine.prepared("head_scores")
         advance(len(engine.layers) * passage.capacity)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorFinder.tensors`."""
         return {"heads": self.kept}
 
+    @override
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorFinder.tables`."""
         if self.scores is None:
             return []
         columns = ("layer", *(f"KV head {head}" for head in range(self.kept.shape[1])))

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """What one value for all layers gave in one of them: its cost, and the relative error of the layer's output."""
+    """The figures of one layer at a value that all layers have: its cost, and the relative error of its output."""
 
     cost: float
     error: float
@@ -47,6 +47,6 @@ def layerwise(
 
 
 def _gain(cheap: LayerPoint, better: LayerPoint) -> float:
-    """Squared error that goes for a unit of cost; without limit where it costs nothing."""
+    """Return the squared error taken away by a unit of cost; infinite where it costs nothing."""
     less, more = cheap.error**2 - better.error**2, better.cost - cheap.cost
     return less / more if more > 0 else less * float("inf") if less else 0.0

@@ -1,4 +1,4 @@
-"""What a method needs to know of a model once: found on text, saved as a safetensors file beside a profile."""
+"""Tensors that a method needs for a model: found once on text, saved as a safetensors file beside a profile."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tomli_w
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile
@@ -29,7 +30,7 @@ SCHEMA_VERSION = 1
 
 
 class TensorFinder(PrefillConsumer, ABC):
-    """Finds tensors while an exact reading of the passages goes by; for layers that are not sliding windows."""
+    """Finds tensors during an exact prefill of every passage, for the layers that are not sliding windows."""
 
     query_rows = 0
 
@@ -38,27 +39,29 @@ class TensorFinder(PrefillConsumer, ABC):
         self.layers = [layer for layer in layers if layer.window is None]
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """Take in a passage, all of it as one prompt."""
+        """Read a passage, all of it as one prompt."""
         engine.prefill_into([*passage.prompt, *passage.continuation], self, advance)
 
+    @override
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See `PrefillConsumer.observe`."""
+        pass
 
+    @override
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """See `PrefillConsumer.prefill`."""
+        pass
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What was found, by the names that the method looks for."""
+        """Return the tensors by the names that the method looks for."""
 
     @abstractmethod
     def tables(self) -> list[tuple[str, Table]]:
-        """What it looks like, with titles."""
+        """Return tables that describe the tensors, each with its title."""
 
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """A target: the setting that takes the file, the method that has it, and who finds what is in it."""
+    """A target that ends in a file: the setting that names the file, its default method, and what finds its tensors."""
 
     name: str
     title: str
@@ -68,7 +71,11 @@ class TensorTarget:
     reads_text: bool = True
 
     def check(self, profile: Profile, files: Sequence[str]) -> None:
-        """Refuse a method that cannot use what is found, and text that nobody would read. Raises KvcliError (usage)."""
+        """Refuse a method that has no use for the tensors, and text for a target that reads none.
+
+        Raises:
+            KvcliError: one of the two was given (usage).
+        """
         if files and not self.reads_text:
             raise KvcliError(
                 f"{self.name} are not found on text, but {files[0]} was given", "leave it out", ExitCode.USAGE
@@ -82,7 +89,7 @@ class TensorTarget:
 
 @dataclass(frozen=True)
 class TensorCalibration:
-    """What a search came to. Not `complete`: Ctrl-C came first, and it is what the passages until then gave."""
+    """The tensors of a target. Where it is not `complete`, Ctrl-C left out the passages that were still to be read."""
 
     search: TensorTarget
     profile: Profile
@@ -91,11 +98,11 @@ class TensorCalibration:
     complete: bool
 
     def tables(self) -> list[tuple[str, Table]]:
-        """What was found, each part with its title."""
+        """Return tables that describe the tensors, each with its title."""
         return self.source.tables()
 
     def to_json(self) -> str:
-        """Serialise as one JSON object, `schema_version` first; of the tensors their shapes."""
+        """Return one JSON object, `schema_version` first, with the shapes of the tensors."""
         tables = [{"title": title, "columns": table.columns, "rows": table.rows} for title, table in self.tables()]
         body = {
             "schema_version": SCHEMA_VERSION,
@@ -108,7 +115,7 @@ class TensorCalibration:
         return json.dumps(body, ensure_ascii=False)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Labels and values of what it was found on, where text plays a part."""
+        """Return label and value of the text that was read, if any was."""
         found = self.provenance
         if "passages" not in found:
             return []
@@ -116,11 +123,11 @@ class TensorCalibration:
         return [("found on", f"{found['passages']} passages of {tokens}")]
 
     def tensor_file(self) -> bytes:
-        """The tensors as a safetensors file, with the provenance in its header."""
+        """Return the tensors as a safetensors file, with the provenance in its header."""
         return save(self.source.tensors(), metadata={"provenance": json.dumps(self.provenance)})
 
     def to_toml(self, file: Path) -> str:
-        """The profile that uses `file`."""
+        """Return the profile that uses `file`."""
         settings = self.profile.settings.model_dump(mode="json") | {self.search.setting: str(file.resolve())}
         return tomli_w.dumps(
             {
@@ -148,7 +155,7 @@ def by_layer(found: Mapping[int, Tensor]) -> dict[str, Tensor]:
 
 
 def shares(found: Mapping[int, Tensor], columns: int, title: str) -> tuple[str, Table]:
-    """By layer, what part of a sum the first columns hold: found [Hk, d] each, falling -> mean over the heads."""
+    """Tabulate by layer the part of a sum that the first columns hold, mean over the KV heads: found [Hk, d] each."""
     shown = sorted({max(1, columns * eighth // 8) for eighth in range(1, 9)})
     rows = []
     for layer, parts in sorted(found.items()):

@@ -1,4 +1,4 @@
-"""What a calibration found: as tables, as JSON, and as a profile that `--profile` takes."""
+"""The result of a sweep: as a list, tables and JSON, and as a profile that `--profile` takes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curve, the choice, what else was seen, and where all of it comes from.
+    """The curve, the choice, the figures of the sweep's collector, and the provenance.
 
-    `provenance` holds the model and its fingerprint, the text, seed, versions and date. Not `complete`: Ctrl-C came
-    first, and the curve is that of the passages until then.
+    `provenance` holds the model and its fingerprint, the text, seed, versions and date. Where it is not `complete`,
+    Ctrl-C left out the passages that were still to be measured.
     """
 
     sweep: Sweep
@@ -40,14 +40,14 @@ class Calibration:
         return None if self.choice.point is None else self.profiles[list(self.points).index(self.choice.point)]
 
     def tables(self) -> list[tuple[str, Table]]:
-        """The curve and what else was seen, each with its title."""
+        """Return the curve and the tables of the collector's figures, each with its title."""
         return [
             (_heading(self), curve_table(self.points, self.choice, self.sweep.relative)),
             *figure_tables(self.figures),
         ]
 
     def summary(self) -> list[tuple[str, str]]:
-        """Labels and values of what matters, the choice first; without a choice only the reason."""
+        """Return labels with their values, the choice first; without a choice only the reason."""
         point, cost, found = self.choice.point, self.sweep.cost, self.provenance
         measured = f"{found['passages']} passages of {found['prompt_tokens']:,} tokens, {found['steps']:,} steps"
         if point is None:
@@ -71,7 +71,7 @@ class Calibration:
         return self.sweep.relative and point is not None and point.loss_bound > self.provenance["max_loss"]
 
     def to_json(self) -> str:
-        """Serialise as one JSON object, `schema_version` first."""
+        """Return one JSON object, `schema_version` first."""
         chosen = self.chosen
         body = {
             "schema_version": SCHEMA_VERSION,
@@ -88,7 +88,11 @@ class Calibration:
         return json.dumps(body, ensure_ascii=False)
 
     def to_toml(self) -> str:
-        """The chosen profile with its provenance and the curve. Raises ValueError where nothing was chosen."""
+        """Return the chosen profile with its provenance and the curve.
+
+        Raises:
+            ValueError: nothing was chosen.
+        """
         chosen, point = self.chosen, self.choice.point
         if chosen is None or point is None:
             raise ValueError("nothing was chosen")
@@ -114,7 +118,7 @@ class Calibration:
 
 
 def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Table:
-    """A row a setting, the chosen one marked; `relative` where the added loss counts from the last one."""
+    """Tabulate a row a setting, the chosen one marked; `relative` where added loss counts from the last one."""
     keys = list(points[0].settings)
     columns = (
         *(key.replace("_", " ") for key in keys),
@@ -153,7 +157,7 @@ def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Tabl
 
 
 def figure_tables(figures: dict[str, Any]) -> list[tuple[str, Table]]:
-    """What a target looked at beside the curve."""
+    """Return tables of the figures of a collector."""
     tables = []
     if "similarity" in figures:
         most = max(len(layer["heads"]) for layer in figures["similarity"])
@@ -189,7 +193,7 @@ def _heading(calibration: Calibration) -> str:
 
 
 def _row(point: Point) -> dict[str, Any]:
-    """A point as TOML has it: settings beside what they gave, and nothing that is missing."""
+    """Return a point for TOML: settings and figures side by side, without those that are missing."""
     fields = {**point.settings, **asdict(point)}
     return {key: value for key, value in fields.items() if key != "settings" and value is not None}
 
@@ -203,5 +207,5 @@ def _part(value: float | None) -> str:
 
 
 def cost_text(cost: Cost, value: float) -> str:
-    """A cost with its unit."""
+    """Return a cost with its unit."""
     return format_bytes(value) if cost.unit == "bytes" else f"{value:,.0f} {cost.unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
@@ -21,18 +22,18 @@ class Axes(TensorFinder):
         super().__init__(profile, layers)
         self.moments: dict[int, Tensor] = {}  # layer -> [Hk, d, d]
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
-        """See `PrefillConsumer.prefill`."""
+    @override
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         if any(layer == each.index for each in self.layers):
             moments = centred_moments(k)
             self.moments[layer] = moments + self.moments.get(layer, 0)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorFinder.tensors`."""
         return by_layer({layer: principal_axes(moments) for layer, moments in self.moments.items()})
 
+    @override
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorFinder.tables`."""
         variance = {}
         for layer, moments in self.moments.items():
             axes = principal_axes(moments)

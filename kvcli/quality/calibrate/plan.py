@@ -1,4 +1,4 @@
-"""What a calibration is asked, and what it can say of itself: model, text, date."""
+"""The options of a calibration, the text they come to, and the provenance of the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcli.quality.fidelity import Passage
 from kvcli.telemetry import report
 
 TEXT = ("text", "text_hash", "seed", "passages", "prompt_tokens", "steps")
-"""What `provenance` says of the text."""
+"""Keys of `provenance` that describe the text."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ class CalibrationPlan:
 
 
 def prompt_length(plan: CalibrationPlan, checkpoint: Checkpoint) -> int:
-    """Tokens of a prompt: what is asked for, as far as the model has positions."""
+    """Return the tokens of a prompt: as many as asked for, as far as the model has positions.
+
+    Raises:
+        KvcliError: the steps after it leave no position (usage).
+    """
     limit = checkpoint.geometry.max_positions
     length = plan.length if limit is None else min(plan.length, limit - plan.steps)
     if length < 1:
@@ -57,7 +61,11 @@ def prompt_length(plan: CalibrationPlan, checkpoint: Checkpoint) -> int:
 
 
 def passages_of(plan: CalibrationPlan, checkpoint: Checkpoint) -> list[Passage]:
-    """Make the text ready. Raises KvcliError (usage) where it cannot be read or is too short."""
+    """Return the passages to measure on.
+
+    Raises:
+        KvcliError: the text cannot be read or is too short (usage).
+    """
     length = prompt_length(plan, checkpoint)
     if plan.files:
         return from_files(plan.files, checkpoint.tokenizer, length, plan.steps, plan.samples)
@@ -65,7 +73,7 @@ def passages_of(plan: CalibrationPlan, checkpoint: Checkpoint) -> list[Passage]:
 
 
 def provenance(plan: CalibrationPlan, checkpoint: Checkpoint, passages: Sequence[Passage]) -> dict[str, Any]:
-    """Where a result comes from: the model and its fingerprint, the text that was used, seed, versions, date."""
+    """Return where a result comes from: the model and its fingerprint, the text, seed, versions and date."""
     found = report.environment()
     text = json.dumps([[passage.prompt, passage.continuation] for passage in passages])
     return {

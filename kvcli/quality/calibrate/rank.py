@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.low_rank import gram_matrix
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.curve import Cost
-from kvcli.quality.calibrate.sweep import Grid, Sweep
+from kvcli.quality.calibrate.sweep import Collector, Grid, Sweep
 from kvcli.quality.fidelity import Passage
 
 PIECE = 4096  # tokens that are taken out of their rotation at once
 PARTS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)  # of the width of the keys
 
 
-class Spectrum:
+class Spectrum(Collector):
     """Squared singular values of the prompts' keys, as parts of their sum."""
 
     def __init__(self, config: MethodConfig):
@@ -32,11 +33,8 @@ class Spectrum:
         self.prompts = 0
         self.energy: dict[int, Tensor] = {}  # layer -> [Hk * d], the largest first
 
-    def attention_observer(self) -> None:
-        """See `Collector.attention_observer`."""
-
-    def take(self, reference: AnyMethod, passage: Passage) -> None:
-        """See `Collector.take`."""
+    @override
+    def end_passage(self, reference: AnyMethod, passage: Passage) -> None:
         self.prompts += 1
         for layer, cache in reference.retrieval.items():
             k = cache.k[:, : len(passage.prompt)]  # [Hk, s, d]
@@ -49,6 +47,7 @@ class Spectrum:
             squares = torch.linalg.eigvalsh(gram.double().cpu()).flip(0).clamp(min=0)
             self.energy[layer] = self.energy.get(layer, torch.zeros_like(squares)) + squares / squares.sum()
 
+    @override
     def figures(self) -> dict[str, Any]:
         """`spectrum`: for each layer, by rank r = 0, 1, ..., the relative error (Frobenius) of keys of rank r."""
         return {
@@ -60,7 +59,7 @@ class Spectrum:
 
 
 def _outside(energy: Tensor) -> Tensor:
-    """What lies outside the first r directions, r = 0 .. n: energy [n] -> [n + 1]."""
+    """Return the part outside the first r directions for r = 0 .. n: energy [n] -> [n + 1]."""
     return torch.cat((energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)))
 
 

@@ -1,4 +1,4 @@
-"""One calibration of a value from its options to its outcome: load, measure every setting on every passage, choose."""
+"""One calibration of a value from its options to its result: load, measure every setting on every passage, choose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcli.quality.calibrate.curve import Tally, choose
 from kvcli.quality.calibrate.layerwise import layerwise
 from kvcli.quality.calibrate.outcome import Calibration
 from kvcli.quality.calibrate.plan import CalibrationPlan, passages_of, prompt_length, provenance
-from kvcli.quality.calibrate.sweep import Collector, Nothing, Sweep
+from kvcli.quality.calibrate.sweep import Collector, Sweep
 from kvcli.quality.fidelity import Passage, measure
 from kvcli.runtime.engine import engine
 from kvcli.sizes import format_bytes
@@ -27,7 +27,7 @@ from kvcli.telemetry.observer import Observer
 def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibration:
     """Measure every setting of the grid beside full attention and choose among them.
 
-    Ctrl-C is no error once a passage is through: the outcome says that it is not complete.
+    Ctrl-C after a whole passage is no error: the result covers the passages until then and says so.
 
     Raises:
         KvcliError: the model or a text cannot be read, a setting is not the method's or has no value for each layer
@@ -49,7 +49,7 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
     least = tallies[-1].losses if sweep.relative else None
     if plan.per_layer and complete:
         mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.setting: _by_layer(sweep, tallies, model)})
-        more, through = _through(model, passages, mixed, Nothing(), observer)
+        more, through = _through(model, passages, mixed, Collector(), observer)
         complete = through == len(passages)
         if complete:
             tried, tallies = [*mixed, *tried], [*more, *tallies]
@@ -76,7 +76,7 @@ def _through(
     collector: Collector,
     observer: Observer,
 ) -> tuple[list[Tally], int]:
-    """Measure all settings; returns their tallies, and how many passages are through: with Ctrl-C not all of them."""
+    """Measure all settings; returns their tallies and the number of passages measured, which Ctrl-C may cut short."""
     if not tried:
         return [], len(passages)
     tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
@@ -97,7 +97,7 @@ def _check_per_layer(sweep: Sweep, tried: Sequence[dict[str, Any]]) -> None:
 
 
 def _by_layer(sweep: Sweep, tallies: Sequence[Tally], model: Model) -> list[tuple[float, ...]]:
-    """Combinations of the values that were measured, no more than these: what fitted into memory fits again."""
+    """Combine the measured values by layer, into no more combinations than values: those fitted into memory."""
     found = {float(tally.settings[sweep.setting]): tally.by_layer() for tally in tallies}
     values = sorted(found)
     curves = {layer: [found[value][layer] for value in values] for layer in found[values[0]]}
@@ -112,7 +112,7 @@ def _measure(
     collector: Collector,
     observer: Observer,
 ) -> Iterator[int]:
-    """Add passage after passage to the tallies; yields how many are through."""
+    """Add one passage after another to the tallies; yields the number added so far."""
     layers = len(model.geometry.layers)
     windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
     per_passage = [
@@ -120,11 +120,11 @@ def _measure(
     ]
     observer.stage("calibrate", sum(per_passage))
     for index, passage in enumerate(passages):
-        attention_observer = collector.attention_observer()
-        along = {} if attention_observer is None else {len(profiles) - 1: attention_observer}
+        own = collector.begin_passage()
+        along = {} if own is None else {len(profiles) - 1: own}
         with engine(model, [passage.capacity], observer.notice) as ready:
             measured, reference = measure(ready, passage, profiles, along, observer.advance)
-            collector.take(reference, passage)
+            collector.end_passage(reference, passage)
         for tally, each in zip(tallies, measured, strict=True):
             tally.add(each)
         yield index + 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.principal_axes import second_moments
@@ -24,23 +25,23 @@ class Skew(TensorFinder):
         self.queries: dict[int, Tensor] = {}  # layer -> [Hk, d, d]
         self.keys: dict[int, Tensor] = {}
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
-        """See `PrefillConsumer.observe`."""
+    @override
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
         if any(layer == each.index for each in self.layers):
             by_group = torch.reshape(q, (k.shape[0], -1, q.shape[-1]))  # [Hk, G * n, d]
             self.queries[layer] = second_moments(by_group) + self.queries.get(layer, 0)
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
-        """See `PrefillConsumer.prefill`."""
+    @override
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         if any(layer == each.index for each in self.layers):
             self.keys[layer] = second_moments(k) + self.keys.get(layer, 0)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `TensorFinder.tensors`."""
         return by_layer(self._skew())
 
+    @override
     def tables(self) -> list[tuple[str, Table]]:
-        """See `TensorFinder.tables`."""
         products = {}
         for layer, skew in self._skew().items():
             norms = [(skew * (each[layer] @ skew)).sum(1).clamp(min=0).sqrt() for each in (self.queries, self.keys)]

@@ -1,11 +1,11 @@
-"""What a target of calibration is: settings to try, what they cost, and what else to look at on the way."""
+"""Targets whose values are tried: the settings, what they cost, and what else is measured on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
@@ -20,36 +20,24 @@ Grid = Mapping[str, Sequence[Any]]
 """Values to try for each setting; all combinations."""
 
 
-class Collector(Protocol):
-    """Whoever looks at a run for more than its closeness; one for a whole calibration."""
+class Collector:
+    """Measures more than closeness, over a whole calibration; this one measures nothing."""
 
-    def attention_observer(self) -> AttentionObserver | None:
-        """Who watches the method with the grid's last setting over the next passage."""
+    def begin_passage(self) -> AttentionObserver | None:
+        """Return what is to observe the method with the grid's last setting over the next passage, if anything is."""
+        return None
 
-    def take(self, reference: AnyMethod, passage: Passage) -> None:
-        """See the reference, full attention, after a passage."""
-
-    def figures(self) -> dict[str, Any]:
-        """What was found, as plain data."""
-
-
-class Nothing:
-    """The collector of those that look at nothing else."""
-
-    def attention_observer(self) -> None:
-        """See `Collector.attention_observer`."""
-
-    def take(self, reference: AnyMethod, passage: Passage) -> None:
-        """See `Collector.take`."""
+    def end_passage(self, reference: AnyMethod, passage: Passage) -> None:
+        """Measure the reference, full attention, after a passage."""
 
     def figures(self) -> dict[str, Any]:
-        """See `Collector.figures`."""
+        """Return what was measured, as plain data."""
         return {}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A target: the setting it is about, the method it is mostly asked for, and the grid for a model and a length."""
+    """A target whose values are tried: its setting, its default method, and the grid for a model and a length."""
 
     name: str
     title: str
@@ -57,9 +45,9 @@ class Sweep:
     method: str
     cost: Cost
     grid: Callable[[MethodConfig, ModelGeometry, int], Grid]
-    collector: Callable[[MethodConfig], Collector] = lambda _: Nothing()
+    collector: Callable[[MethodConfig], Collector] = lambda _: Collector()
     relative: bool = False
-    """Whether only that loss counts which a setting adds to the one of the grid's last setting."""
+    """Whether the loss counts that a setting adds to the loss of the grid's last setting."""
     by_layer: bool = False
     """Whether the setting takes a value for each layer as well; the grid's own have the cheapest first."""
 

@@ -1,4 +1,4 @@
-"""Everything that can be calibrated, by name: values that are tried, and files that are found."""
+"""Everything that can be calibrated, by name: sweeps over values, and tensors that are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ SEARCHES: dict[str, TensorTarget] = {module.TARGET.name: module.TARGET for modul
 
 
 def target_of(name: str) -> Sweep | TensorTarget:
-    """The target of this name; raises KvcliError (usage) where there is none."""
+    """Return the target of this name.
+
+    Raises:
+        KvcliError: there is none (usage); the hint names the nearest.
+    """
     targets: dict[str, Sweep | TensorTarget] = {**SWEEPS, **SEARCHES}
     if name not in targets:
         close = get_close_matches(name, targets, n=1)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
@@ -19,13 +20,12 @@ from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.curve import Cost
-from kvcli.quality.calibrate.sweep import Grid, Sweep
-from kvcli.quality.fidelity import Passage
+from kvcli.quality.calibrate.sweep import Collector, Grid, Sweep
 
 BOUNDS = tuple(i / 20 for i in range(21))
 
 
-class Similarity:
+class Similarity(Collector):
     """Cosines of each KV head's consecutive queries, while it decodes."""
 
     def __init__(self, config: MethodConfig):
@@ -36,8 +36,8 @@ class Similarity:
         self.below = torch.zeros(len(BOUNDS), dtype=torch.int64)  # cosines below each bound
         self.seen = 0
 
-    def attention_observer(self) -> AttentionObserver:
-        """See `Collector.attention_observer`."""
+    @override
+    def begin_passage(self) -> AttentionObserver:
         self.previous = {}
         return self._watch
 
@@ -53,9 +53,7 @@ class Similarity:
             self.seen += len(cosine)
         self.previous[layer] = q.clone()
 
-    def take(self, reference: AnyMethod, passage: Passage) -> None:
-        """See `Collector.take`."""
-
+    @override
     def figures(self) -> dict[str, Any]:
         """`similarity`, the mean cosine by layer and KV head, and `below`, what part lies below each bound."""
         if not self.seen:

@@ -20,7 +20,7 @@ BUILT_IN = ("niah_multikey", "niah_single", "vt", "niah_multivalue")
 def built_in(
     tokenizer: PreTrainedTokenizerBase, length: int, steps: int, samples: int, seed: int, split: str = SPLIT
 ) -> list[Passage]:
-    """Made-up documents with a question, in turn from each of `BUILT_IN`; what follows is the right answer.
+    """Make documents with a question, in turn from each task of `BUILT_IN`; the continuation is the right answer.
 
     Prompts are of `length` tokens or a few less, answers of `steps` at most.
 
@@ -50,8 +50,10 @@ def from_files(
 ) -> list[Passage]:
     """Cut files into stretches of `length` tokens and the `steps` that follow them, at most `samples`, files in turn.
 
-    A file shorter than one stretch gives what it has. Raises KvcliError (usage) for a file that cannot be read or is
-    too short to continue.
+    A file shorter than one stretch gives what it has.
+
+    Raises:
+        KvcliError: a file cannot be read or is too short to continue (usage).
     """
     stretches = [_stretches(name, tokenizer, length, steps) for name in files]
     passages = []

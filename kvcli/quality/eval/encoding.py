@@ -16,7 +16,7 @@ _SOURCE = "example"
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt in tokens and its question alone, how many were cut out of its middle, and what is to follow.
+    """A prompt and its question in tokens, the number of tokens cut out of the middle, and the continuation.
 
     `fed` are the tokens of a continuation, empty where the answer is to be generated; `max_tokens` bounds either.
     """
@@ -38,7 +38,10 @@ def encode_example(
     """Tokenise an example; a prompt that leaves no room within `max_length` for the answer loses its middle.
 
     As LongBench (its pred.py) does: the first and the last tokens stay, in equal parts, before the chat template comes
-    around them. Raises `KvcliError` (usage) where the answer alone is too long.
+    around them.
+
+    Raises:
+        KvcliError: the answer alone is too long (usage).
     """
     fed = _bare(example.continuation, tokenizer) if example.continuation is not None else []
     room = len(fed) or max_tokens or example.max_tokens

@@ -49,7 +49,7 @@ class EvaluationPlan:
 
 
 def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
-    """Ask every variant every example. Ctrl-C is no error once the first was asked: the table says it is incomplete.
+    """Ask every variant every example. Ctrl-C after the first is no error: the table says that it is not complete.
 
     Raises:
         KvcliError: the model cannot be loaded, a task is unknown or does not fit the model's positions (usage), a
@@ -119,7 +119,7 @@ def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
 
 
 def _check_fit(plan: EvaluationPlan, cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
-    """Refuse a variant that memory does not hold even alone; of files the lengths are not known beforehand."""
+    """Refuse a variant that does not fit into memory on its own; the lengths in files are not known beforehand."""
     longest = _longest(cells)
     if longest:
         sampling = replace(plan.sampling, max_tokens=plan.max_tokens or suite.MAX_TOKENS)
@@ -132,7 +132,7 @@ def _longest(cells: Sequence[Cell]) -> int:
 
 
 def _configuration(plan: EvaluationPlan, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What has to be the same for predictions to belong together."""
+    """Return what two runs must have in common to share a file of predictions."""
     sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
     return {
         "model": checkpoint.name,

@@ -1,4 +1,4 @@
-"""What is asked: one example, and the cells of a table that examples are counted in."""
+"""One example of a task, and the cells of a table, each with the examples that it averages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and what a right answer holds.
+    """A prompt and the references of its answer.
 
     `prompt` is the whole message, `question` the part of it behind the document, for methods that look at it first.
     `metric` names a scorer of `scorers.SCORERS`; `choices` are what a classification chooses from.
@@ -46,6 +46,6 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """How the cell is called in notes."""
+        """The name of the cell in notes."""
         length = f" {self.length:,}" if self.length is not None else ""
         return f"{self.task}{length}" + (f" depth {self.depth:g}" if self.depth is not None else "")

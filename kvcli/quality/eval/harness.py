@@ -89,11 +89,19 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         return ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:  # noqa: ARG002
-        """Refused, see the module."""
+        """Refuse; the module says why.
+
+        Raises:
+            KvcliError: always (usage).
+        """
         raise _not_generating()
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:  # noqa: ARG002
-        """Refused, see the module."""
+        """Refuse; the module says why.
+
+        Raises:
+            KvcliError: always (usage).
+        """
         raise _not_generating()
 
     @property

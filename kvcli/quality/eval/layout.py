@@ -1,4 +1,4 @@
-"""A table of results in words and numbers a person reads; the console lays it out."""
+"""A table of results as text: figures rounded, with their units; the console lays it out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COST = "cost"
 
 
 def tables(table: EvaluationTable) -> list[Titled]:
-    """Scores and costs of each length, one variant a row; what several samples give where there are several."""
+    """Return scores and costs of each length, one variant a row, and pass@k where there are several samples."""
     found = []
     for length in dict.fromkeys(result.length for result in table.results):
         results = [result for result in table.results if result.length == length]
@@ -42,7 +42,7 @@ class DepthHeatMap:
 
 
 def heat_maps(table: EvaluationTable) -> list[DepthHeatMap]:
-    """One map a variant; none where the run has no needle grid."""
+    """Return one map a variant; none where the run has no needle grid."""
     grid = [result for result in table.results if result.depth is not None]
     depths = sorted({result.depth for result in grid if result.depth is not None})
     lengths = sorted({result.length for result in grid if result.length is not None})
@@ -68,13 +68,13 @@ def _what(results: Sequence[Result]) -> str:
 
 
 def number(figure: Estimate) -> str:
-    """A value and its standard error: "98.0 ±2.0", "1.04 ±0.01"."""
+    """Return a value and its standard error as text: "98.0 ±2.0", "1.04 ±0.01"."""
     digits = 1 if figure.value >= 10 or figure.value == 0 else 2
     return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
 
 
 def mean(figures: Sequence[Estimate]) -> Estimate:
-    """Mean over tasks, each counting the same; the tasks' errors are independent of each other."""
+    """Return the mean over tasks, each weighted equally; their errors are independent of each other."""
     errors = [figure.stderr for figure in figures if figure.stderr is not None]
     whole = math.sqrt(sum(error**2 for error in errors)) / len(figures) if len(errors) == len(figures) else None
     return Estimate(statistics.mean(figure.value for figure in figures), whole, sum(f.examples for f in figures))

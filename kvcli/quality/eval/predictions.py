@@ -1,4 +1,4 @@
-"""What was answered, one line of JSON each, in a file that only grows: a run that was cut off goes on from it."""
+"""Answers with their scores, a line of JSON each, in a file that only grows: an interrupted run goes on from it."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Prediction:
 
     @property
     def key(self) -> Key:
-        """What it is of."""
+        """What the prediction is of."""
         return self.task, self.length, self.depth, self.index, self.variant, self.sample
 
 
 class _Header(BaseModel):
-    """The first line of a file: what its run was asked."""
+    """The first line of a file: the configuration of its run."""
 
     model_config = ConfigDict(strict=True)
 
@@ -83,18 +83,18 @@ _LINE = TypeAdapter(Prediction)
 
 
 def digest(configuration: dict[str, Any]) -> str:
-    """Twelve hexadecimal digits over plain data."""
+    """Return twelve hexadecimal digits over plain data."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Predictions:
     """The predictions of a run, by key; kept in `path` where there is one.
 
-    The file's first line says what the run is. A last line that was not finished is cut off, everything before it is
-    taken over. To be used as a context manager.
+    The file's first line holds the configuration of the run. An unfinished last line is cut off, the lines before it
+    are taken over. To be used as a context manager.
 
     Raises:
-        KvcliError: usage: the file belongs to a run of other models, tasks or settings, or is no such file; runtime:
+        KvcliError: the file belongs to a run of other models, tasks or settings, or is no file of predictions (usage);
             it cannot be read or written.
     """
 

@@ -34,7 +34,11 @@ _NO_CODE = ("`", "#", "//")
 
 
 def score(metric: str, text: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
-    """Score an answer. Raises KvcliError (usage) where a library that counts is not installed."""
+    """Score an answer, 0 to 1.
+
+    Raises:
+        KvcliError: a library that the metric needs is not installed (usage).
+    """
     return SCORERS[metric](text, references, choices)
 
 
@@ -191,6 +195,10 @@ NEEDS: dict[str, str] = {
 
 
 def check_installed(metric: str) -> None:
-    """Refuse before the work is done. Raises KvcliError (usage)."""
+    """Check before the work is done that the library of a metric is there.
+
+    Raises:
+        KvcliError: it is not installed (usage).
+    """
     if metric in NEEDS:
         _library(NEEDS[metric])

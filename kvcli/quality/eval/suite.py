@@ -35,13 +35,12 @@ _NAMES = [*TASKS, GRID, PERPLEXITY]
 
 @dataclass(frozen=True)
 class SuiteRequest:
-    """What to ask. `lengths` are tokens of a prompt, `frame` those of them that the chat template adds.
+    """The tasks to evaluate, and their sizes.
 
-    A prompt and its answer have `most` tokens together, where that is said: longer prompts are made that much shorter,
-    for to cut them would be to cut what they ask for.
-
-    `limit` is documents of each cell, `seed` chooses them, `depths` is the number of rows of the needle grid. Where
-    `max_tokens` is None the task says how long an answer may be.
+    `lengths` are tokens of a prompt, `frame` of which the chat template takes. A prompt and its answer have `most`
+    tokens together, where that is said: longer prompts are made shorter, since cutting them would cut what they ask
+    for. `limit` is the number of documents of each cell, `seed` chooses them, `depths` is the number of rows of the
+    needle grid. Where `max_tokens` is None the task says how long an answer may be.
     """
 
     tasks: Sequence[str]
@@ -55,16 +54,16 @@ class SuiteRequest:
     tokenizer: PreTrainedTokenizerBase
 
     def beside(self, length: int, answer: int) -> int:
-        """Tokens of a prompt of `length` that leaves room for an answer of so many."""
+        """Return the tokens of a prompt of `length` that leaves room for an answer of so many."""
         return length if self.most is None else min(length, self.most - answer)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text, special ones left out."""
+        """Return the number of tokens of a text, special ones left out."""
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def cells(request: SuiteRequest) -> list[Cell]:
-    """The cells of a run, in the order in which they are worked off.
+    """Return the cells of a run, in their order.
 
     Raises:
         KvcliError: a task is unknown or there twice, a file cannot be read, a length is too small for a task (usage).
@@ -81,7 +80,7 @@ def cells(request: SuiteRequest) -> list[Cell]:
 
 
 def digests(tasks: Sequence[str]) -> dict[str, str]:
-    """Twelve hexadecimal digits over each file among the tasks: same digits, same examples."""
+    """Return twelve hexadecimal digits over each file among the tasks: same digits, same examples."""
     files = {task: Path(task.removeprefix(f"{PERPLEXITY}:")) for task in tasks if task not in _NAMES}
     return {task: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for task, path in files.items()}
 
@@ -137,7 +136,7 @@ def _fed_answer(request: SuiteRequest, length: int, index: int) -> Example:
 
 
 def _text_cells(request: SuiteRequest, task: str, lengths: Sequence[int]) -> Iterator[Cell]:
-    """Stretches of a text, one after the other: so many tokens are read, the ones after them are fed."""
+    """Cut a text into stretches: of each the first tokens are read and the ones after them are fed."""
     text = read_document(task.removeprefix(f"{PERPLEXITY}:"))
     if not request.tokenizer.is_fast:
         raise _usage(f"{task} needs a tokenizer that tells where its tokens stand", "this model's does not")

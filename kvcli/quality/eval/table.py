@@ -1,4 +1,4 @@
-"""From predictions to figures: a mean with its standard error in every cell, and what a variant took."""
+"""From predictions to figures: a mean with its standard error in every cell, and the cost of a variant."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Estimate:
 
     @classmethod
     def of(cls, scores: Sequence[float]) -> Estimate:
-        """Mean in per cent of scores 0..1, one for each example."""
+        """Return the mean in per cent of scores 0..1, one for each example."""
         error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
         return cls(100 * statistics.mean(scores), None if error is None else 100 * error, len(scores))
 
     @classmethod
     def perplexity(cls, nlls: Sequence[float], tokens: Sequence[int]) -> Estimate:
-        """Perplexity over all tokens: from every example's negative log-likelihood in nats, and its tokens.
+        """Return the perplexity over all tokens, from every example's negative log-likelihood in nats, and its tokens.
 
         The error is that of a ratio of two sums over examples, to first order.
         """
@@ -48,13 +48,13 @@ class Estimate:
 
 
 def pass_at(samples: int, right: int, k: int) -> float:
-    """Chance that one of k answers out of `samples`, of which `right` are, is right: unbiased (arXiv 2107.03374)."""
+    """Return the chance that one of k answers is right, from `samples` of which `right` are (arXiv 2107.03374)."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 @dataclass(frozen=True)
 class VariantCost:
-    """What a variant took: means over predictions, or None where nothing was decoded.
+    """The cost of a variant: means over predictions, or None where nothing was decoded.
 
     `attended` is tokens per KV head and layer of retrieval, `attended_share` of all KV over all layers; `_step` is per
     decode step.
@@ -74,7 +74,7 @@ class VariantCost:
 
     @classmethod
     def sum(cls, costs: Sequence[VariantCost]) -> VariantCost:
-        """What several took together: every one's bytes count the same, and every step its own."""
+        """Return the cost of several together: bytes weighted equally, figures of a step by their steps."""
         steps = sum(cost.steps for cost in costs)
 
         def a_step(name: str) -> float | None:
@@ -99,7 +99,7 @@ class VariantCost:
 
     @classmethod
     def of(cls, prediction: Prediction) -> VariantCost:
-        """What one prediction took."""
+        """Return the cost of one prediction."""
         steps = prediction.steps
         return cls(
             attended=prediction.attended,
@@ -146,7 +146,7 @@ class EvaluationTable:
     complete: bool
 
     def to_json(self) -> str:
-        """One JSON object, `schema_version` first."""
+        """Return one JSON object, `schema_version` first."""
         body = {
             "schema_version": SCHEMA_VERSION,
             "hash": self.hash,
@@ -163,7 +163,7 @@ class EvaluationTable:
 
 
 def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction]) -> list[Result]:
-    """Count predictions by cell and variant, in the order of the run; what has none is left out."""
+    """Average predictions by cell and variant, in the order of the run; a cell without any is left out."""
     by_place: dict[Any, list[Prediction]] = defaultdict(list)
     for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
         place = prediction.task, prediction.length, prediction.depth, prediction.variant
@@ -191,7 +191,7 @@ def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Ite
 
 
 def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:
-    """Score and pass@k of the predictions of one variant in one cell."""
+    """Return score and pass@k of the predictions of one variant in one cell."""
     fed = [(each.nll, each.output_tokens) for each in given if each.nll is not None and each.output_tokens]
     if fed:
         nlls, tokens = zip(*fed, strict=True)

@@ -44,7 +44,9 @@ EVALUATION = "evaluation"
 
 
 def make_framed_row(task: str, *, length: int, frame: int, **more: Any) -> TaskRow:
-    """Make a row for a prompt of `length` tokens, `frame` of which the chat template takes; see `make_row`.
+    """Make a row for a prompt of `length` tokens, `frame` of which the chat template takes.
+
+    The other arguments are those of `make_row`.
 
     Raises:
         KvcliError: what `make_row` raises; where the length is too small, it is the prompt's that is named (usage).

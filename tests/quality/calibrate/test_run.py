@@ -163,7 +163,7 @@ def test_spectrum_is_that_of_the_keys_before_their_rotation(checkpoint, text):
         handles.append(hook)
     with engine(model, [passage.capacity]) as ready:
         _, reference = measure(ready, passage, [spec.profile])
-        spectrum.take(reference, passage)
+        spectrum.end_passage(reference, passage)
     for hook in handles:
         hook.remove()
     for layer in spectrum.figures()["spectrum"]:
