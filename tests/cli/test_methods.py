@@ -24,7 +24,7 @@ def test_the_list_says_what_each_can_do_within_the_terminal(warm, columns):
     (row,) = [number for number, line in enumerate(lines) if line.startswith("shadowkv ")]
     assert " ".join(lines[row].split()) == "shadowkv no yes yes O(B + L·r/w + L/p + g) arXiv 2410.21465"
     assert lines[row + 1] == f"  {get_method('shadowkv').title}"
-    assert lines[row + 2] == "  profiles shadowkv, shadowkv-128k, shadowkv-plus"
+    assert lines[row + 2] == "  profiles shadowkv, shadowkv-plus"
 
 
 def test_the_list_waits_for_no_torch():
@@ -72,7 +72,7 @@ def test_json_is_one_object(warm):
     assert freekv["device_memory"] == "O(B + L/p)"
     tau = next(setting for setting in freekv["settings"] if setting["name"] == "tau")
     assert (tau["type"], tau["default"], tau["minimum"], tau["maximum"]) == ("number or array", 0.9, 0, 1)
-    assert {"freekv", "freekv-long-input", "freekv-reasoning"} <= {profile["name"] for profile in freekv["profiles"]}
+    assert {"freekv", "freekv-long-input"} <= {profile["name"] for profile in freekv["profiles"]}
 
 
 def test_the_list_can_go_to_a_file(warm, tmp_path):

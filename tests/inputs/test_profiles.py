@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import tomllib
+from importlib import resources
 
 import pydantic
 import pytest
@@ -38,6 +40,15 @@ def test_every_profile_that_comes_along_is_valid(name):
 @pytest.mark.parametrize("method", method_names())
 def test_every_method_has_a_profile_of_its_name(method):
     assert resolve_profile(method=method).name == method
+
+
+def test_profiles_hold_what_differs_from_the_defaults_and_no_two_are_the_same():
+    profiles = [resolve_profile(profile=name) for name in profile_names()]
+    assert len({profile.hash for profile in profiles}) == len(profiles)
+    for profile in profiles:
+        stated = tomllib.loads((resources.files("kvcli.profiles") / f"{profile.name}.toml").read_text())
+        for key, value in stated.get("settings", {}).items():
+            assert value != type(profile.settings).model_fields[key].default, (profile.name, key)
 
 
 def test_the_papers_values():

@@ -384,7 +384,7 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_profiles_hold_the_papers_settings():
-    for name, plus in (("shadowkv", False), ("shadowkv-128k", False), ("shadowkv-plus", True)):
+    for name, plus in (("shadowkv", False), ("shadowkv-plus", True)):
         profile = resolve_profile(profile=name)
         layout = profile.settings.layout
         assert (layout.size, layout.selected, layout.outliers, layout.local, layout.rank) == (8, 256, 48, 4, 160)
