@@ -136,9 +136,9 @@ class BlockCache(LayerCache):
         return written
 
     def recall(self, blocks: Tensor) -> tuple[list[int], int]:
-        """Bring `blocks` [k] to the device, k <= slots, and attend to these from now on.
+        """Bring `blocks` [k], k <= slots, to the device and attend to these from now on.
 
-        Returns the misses of each KV head, of all the same, and the bytes moved.
+        Returns the misses of each KV head, the same for all, and the bytes moved.
         """
         same = self.resident[:, None] == blocks  # [slots, k]
         missing = blocks[~same.any(0)]

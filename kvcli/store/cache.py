@@ -163,7 +163,7 @@ class LayerCache(ABC):
 
 
 class ResidentCache(LayerCache):
-    """KV on the device alone, contiguous per head: k, v [Hk, rows, d], which are views of kv [2, Hk, rows, d]."""
+    """Rows of KV on the device, contiguous per head: k, v [Hk, rows, d], which are views of kv [2, Hk, rows, d]."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, tiers: Tiers):
         self.length = 0

@@ -9,10 +9,11 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes
+from kvcli.store.pages import take
 
 
-class EvictingCache(LayerCache):
+class EvictingCache(ResidentCache):
     """The held tokens of each KV head on the device: k, v [Hk, rows, d], `positions` and `scores` [Hk, rows].
 
     The `recent` newest tokens stay; of the others the one with the lowest score is evicted, of equals the newest. The
@@ -21,10 +22,9 @@ class EvictingCache(LayerCache):
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, recent: int, tiers: Tiers):
-        self.length = self.held = 0
+        super().__init__(num_kv_heads, head_dim, rows, tiers)
+        self.held = 0
         self.rows, self.recent = rows, recent
-        self.k = tiers.on_device(num_kv_heads, rows, head_dim)
-        self.v = tiers.on_device(num_kv_heads, rows, head_dim)
         self.positions = tiers.on_device(num_kv_heads, rows, dtype=torch.int64)
         self.scores = tiers.on_device(num_kv_heads, rows, dtype=torch.float32)
 
@@ -39,8 +39,8 @@ class EvictingCache(LayerCache):
         self.held = min(self.length, self.rows)
         recent = min(self.recent, self.held)
         kept = kept_tokens(scores[:, : self.length - recent], recent, self.held)  # [Hk, held]
-        self.k[:, : self.held] = k.take_along_dim(kept[..., None], 1)
-        self.v[:, : self.held] = v.take_along_dim(kept[..., None], 1)
+        self.k[:, : self.held] = take(k, kept)
+        self.v[:, : self.held] = take(v, kept)
         self.positions[:, : self.held] = kept
         self.scores[:, : self.held] = scores.take_along_dim(kept, 1)
         return 0
@@ -76,7 +76,7 @@ class EvictingCache(LayerCache):
 
     @override
     def footprint(self) -> Footprint:
-        return Footprint(device=nbytes(self.k, self.v, self.positions, self.scores))
+        return super().footprint() + Footprint(device=nbytes(self.positions, self.scores))
 
     @override
     def traffic(self, length: int) -> Traffic:

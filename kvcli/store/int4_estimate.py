@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvcli.kernels.block_attention import add_sinks, block_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.pages import PageBudget, slices
+from kvcli.store.pages import PageBudget, slices, take
 from kvcli.store.resident_pages import ResidentPageCache
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
@@ -49,9 +49,8 @@ class Int4Keys:
 
     def products(self, q: Tensor, tokens: Tensor) -> Tensor:
         """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
-        heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
-        return four_bit_scores(queries, self.codes[heads, tokens], self.ranges[heads, tokens])
+        return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
 
     def nbytes(self, tokens: int | None = None) -> int:
         """Bytes on the device, of all tokens or of the first `tokens`."""
@@ -92,9 +91,9 @@ class Int4EstimateCache(ResidentPageCache):
         most = int(kept.sum(1).max())
         first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # kept ones of a head, then others
         self.taken = RaggedTokens(tokens.gather(1, first), kept.gather(1, first))
-        heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        k, v = (kv[heads, self.taken.tokens] for kv in (self.k, self.v))
-        return ragged_attention(q, k, v, self.taken.valid, softmax)
+        return ragged_attention(
+            q, take(self.k, self.taken.tokens), take(self.v, self.taken.tokens), self.taken.valid, softmax
+        )
 
     @override
     def attended(self) -> Tensor:

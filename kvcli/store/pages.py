@@ -82,6 +82,11 @@ def slices(stop: int, at_most: int) -> Iterator[slice]:
     return (slice(start, min(start + at_most, stop)) for start in range(0, stop, at_most))
 
 
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Take entries `index` [Hk, k] of the second dimension of x [Hk, n, ..], each head its own: [Hk, k, ..]."""
+    return x[torch.arange(len(index), device=index.device)[:, None], index]
+
+
 def paged(kv: Tensor, size: int) -> Tensor:
     """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
     return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]

@@ -18,48 +18,35 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import format_bytes
 
 
-class HostRegistrar(Protocol):
-    """Makes memory of the host known to a device, which may then read and write it by itself."""
+class CudaHostRegistrar:
+    """Makes memory of the host known to a CUDA device, which then reads and writes it by itself.
 
-    def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes from `address` on.
+    The device sees it at the same address (Linux, unified addressing).
 
-        Raises:
-            RuntimeError: the system or the device refuses, for the reason given.
-        """
-
-    def unregister(self, address: int) -> None:
-        """Unpin what was registered at `address`, once the device has done all work that may use it.
-
-        Raises:
-            RuntimeError: the device cannot be waited for now, or refuses; the memory stays registered.
-        """
-
-
-class CudaHostRegistrar(HostRegistrar):
-    """Registers memory for a CUDA device, which sees it at the same address (Linux, unified addressing)."""
+    Raises:
+        RuntimeError: the system or the device refuses. Memory that could not be unregistered stays registered.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
 
-    @override
     def register(self, address: int, size: int) -> None:
+        """Pin `size` bytes from `address` on."""
         with torch.cuda.device(self.device):  # a new thread begins with device 0
             # 0 is cudaHostRegisterDefault: pinned and mapped for every device, where addresses are unified.
             _check(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
 
-    @override
     def unregister(self, address: int) -> None:
+        """Unpin what was registered at `address`, once the device has done all its work."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # kernels read this memory, too, of which no event tells
             _check(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
@@ -73,7 +60,7 @@ class PinnedAllocator:
     next one is freed. A request that its caller has let go of before its turn is never served.
     """
 
-    def __init__(self, registrar: HostRegistrar):
+    def __init__(self, registrar: CudaHostRegistrar):
         self.registrar = registrar
         self.registered: dict[int, mmap.mmap] = {}
         self._freed: set[int] = set()  # addresses to unregister

@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
-from kvcli.store.pages import PageBudget, PagedCache, paged
+from kvcli.store.pages import PageBudget, PagedCache, paged, take
 from kvcli.store.summaries import PageSummaries
 
 
@@ -42,14 +42,13 @@ class ResidentPageCache(PagedCache, DenseCache):
     def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sink, window and `pages` [Hk, k] of each KV head -> [H, d]."""
         self.chosen = pages
-        candidates, size = self.candidates, self.budget.size
-        heads = torch.arange(pages.shape[0], device=pages.device)[:, None]
-        parts = []
-        for kv in (self.k, self.v):
-            chosen = paged(kv, size)[heads, pages].flatten(1, 2)  # [Hk, k * p, d]
-            sink, window = kv[:, : candidates.start * size], kv[:, candidates.stop * size : self.length]
-            parts.append(torch.cat((sink, chosen, window), 1))
-        return decode_attention(q, parts[0], parts[1], softmax)
+        size = self.budget.size
+        sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
+        k, v = (
+            torch.cat((kv[:, sink], take(paged(kv, size), pages).flatten(1, 2), kv[:, window]), 1)
+            for kv in (self.k, self.v)
+        )
+        return decode_attention(q, k, v, softmax)
 
     @override
     def attended(self) -> Tensor:

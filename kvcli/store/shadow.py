@@ -22,11 +22,11 @@ from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
-from kvcli.store.pages import paged
+from kvcli.store.pages import paged, take
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -73,7 +73,7 @@ class ShadowLayout:
         return min(capacity, (self.total + 1) * self.size + generated)
 
 
-class ShadowCache(LayerCache):
+class ShadowCache(ResidentCache):
     """The chunks before the local window: values in host memory, low-rank keys and landmarks on the device.
 
     Also on the device are the rows, and `resident` [Hk, selected], the chunk in each selected slot, or EMPTY. `prompt`
@@ -91,12 +91,10 @@ class ShadowCache(LayerCache):
     ):
         heads, d = layer.num_kv_heads, layer.head_dim
         num_chunks = layout.stored(capacity, capacity if prompt is None else prompt)
-        rows = layout.rows(capacity, 0 if prompt is None else prompt)
+        super().__init__(heads, d, layout.rows(capacity, 0 if prompt is None else prompt), tiers)
         self.layout = layout
-        self.length = 0
         self.num_chunks = 0  # those before the local window; none until the context is divided
         self.divided_at = 0  # tokens seen when it was divided
-        self.k, self.v = (tiers.on_device(heads, rows, d) for _ in range(2))
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
         self.landmarks = Landmarks(heads, d, num_chunks, tiers)
@@ -168,8 +166,8 @@ class ShadowCache(LayerCache):
 
     @override
     def footprint(self) -> Footprint:
-        device = nbytes(self.k, self.v, self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
-        return Footprint(device=device, host=self.values.nbytes())
+        device = nbytes(self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
+        return super().footprint() + Footprint(device, self.values.nbytes())
 
     @override
     def traffic(self, length: int) -> Traffic:
@@ -216,8 +214,7 @@ class ShadowCache(LayerCache):
         chunks_k, chunks_v = paged(k[:, :away], size), paged(v[:, :away], size)  # [Hk, num_chunks, c, d]
         self.keys.fit(k, self.num_chunks)
         outliers = self.landmarks.exclude_worst(self.landmarks.fill(0, chunks_k), layout.outliers)  # [Hk, o]
-        heads = torch.arange(k.shape[0], device=k.device)[:, None]
-        self._fill(0, chunks_k[heads, outliers].flatten(1, 2), chunks_v[heads, outliers].flatten(1, 2))
+        self._fill(0, take(chunks_k, outliers).flatten(1, 2), take(chunks_v, outliers).flatten(1, 2))
         self._fill(layout.local_row, k[:, away:], v[:, away:])
         self.resident.fill_(EMPTY)
         return self.values.write(0, chunks_v)

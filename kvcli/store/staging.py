@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ BUFFER_BYTES = 8 << 20
 """Size of a buffer: a step's recall of one layer mostly fits, and longer ones are gathered and copied side by side."""
 
 
-class Event(Protocol):
-    """A point in a stream's work that the host can wait for."""
-
-    def synchronize(self) -> object:
-        """Wait until the stream has come to it."""
-
-
 class PinnedStaging:
     """Two pinned buffers that the host gathers into and the device copies from, in turn.
 
@@ -31,9 +24,9 @@ class PinnedStaging:
     `record` gave after that buffer's last copy.
     """
 
-    def __init__(self, allocator: PinnedAllocator, record: Callable[[], Event]):
+    def __init__(self, allocator: PinnedAllocator, record: Callable[[], torch.cuda.Event]):
         self.allocator, self.record = allocator, record
-        self._copied: deque[tuple[Tensor, Event]] = deque()
+        self._copied: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def upload(self, target: Tensor, gather: Callable[[Tensor, slice], None]) -> None:
         """Fill `target` [m, ..] on the device, in the order of the current stream.

@@ -21,6 +21,7 @@ from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
+from kvcli.store.pages import take
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ class TokenCache(LayerCache, Generic[IndexT]):
         Returns the misses of each KV head and the bytes moved.
         """
 
+    def _attend_rows(self, q: Tensor, chosen: Tensor, recent: Tensor | slice, softmax: Softmax) -> Tensor:
+        """Attend to the rows of the sinks, to rows `chosen` [Hk, k] of each head, and to rows `recent`."""
+        sink = slice(self.candidates.start)
+        k, v = (torch.cat((rows[:, sink], take(rows, chosen), rows[:, recent]), 1) for rows in (self.k, self.v))
+        return decode_attention(q, k, v, softmax)
+
     @abstractmethod
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sink, recent and `selected` [Hk, k] tokens, which `recall` has brought -> [H, d]."""
@@ -162,13 +169,7 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         self.chosen = selected
-        candidates = self.candidates
-        heads = torch.arange(selected.shape[0], device=selected.device)[:, None]
-        k, v = (
-            torch.cat((kv[:, : candidates.start], kv[heads, selected], kv[:, candidates.stop : self.length]), 1)
-            for kv in (self.k, self.v)
-        )
-        return decode_attention(q, k, v, softmax)
+        return self._attend_rows(q, selected, slice(self.candidates.stop, self.length), softmax)
 
     @override
     def footprint(self) -> Footprint:
@@ -240,30 +241,22 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         self.chosen = selected
         slots = (self.resident != EMPTY).nonzero()[:, 1].view_as(selected)
-        return self._attend(q, slots + self.budget.sink, softmax)
+        return self._attend_rows(q, slots + self.budget.sink, self._recent_rows(), softmax)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to all tokens of a context that has not outgrown the budget -> [H, d]."""
         candidates = self.candidates
         rows = torch.arange(candidates.start, candidates.stop, device=q.device)
-        return self._attend(q, rows.expand(self.k.shape[0], -1), softmax)
+        return self._attend_rows(q, rows.expand(self.k.shape[0], -1), self._recent_rows(), softmax)
 
     @override
     def footprint(self) -> Footprint:
         device = nbytes(self.k, self.v, self.resident) + self.index.nbytes()
         return Footprint(device=device, host=self.pool.nbytes())
 
-    def _attend(self, q: Tensor, chosen: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to the sinks, to rows `chosen` [Hk, k], and to the recent tokens."""
-        candidates = self.candidates
-        heads = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
-        recent = self._ring_rows(torch.arange(candidates.stop, self.length, device=chosen.device))
-        k, v = (
-            torch.cat((rows[:, : candidates.start], rows[heads, chosen], rows[:, recent]), 1)
-            for rows in (self.k, self.v)
-        )
-        return decode_attention(q, k, v, softmax)
+    def _recent_rows(self) -> Tensor:
+        return self._ring_rows(torch.arange(self.candidates.stop, self.length, device=self.k.device))
 
     def _offload(self, first: int, k: Tensor, v: Tensor) -> int:
         """Index whole groups from token `first` on, k, v [Hk, n * g, d], and write them to the host."""

@@ -85,7 +85,7 @@ def test_the_most_attended_tokens_represent_a_block():
         cache.append(k[:, at], v[:, at])
     assert cache.num_blocks == 1
     assert torch.allclose(cache.block_keys[0], k[:, [5, 6]].mean(1))
-    assert cache.mass[8:].abs().max() == 0  # nobody attended since
+    assert cache.mass[8:].abs().max() == 0  # no query came since
 
 
 def test_a_short_context_needs_no_blocks():

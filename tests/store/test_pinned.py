@@ -114,7 +114,7 @@ def test_what_is_asked_for_comes_in_order_while_others_go_on(notes, pinned):
     assert threading.current_thread() not in notes.threads
 
 
-def test_nothing_is_pinned_for_whoever_has_gone(notes, pinned):
+def test_nothing_is_pinned_for_a_caller_that_has_gone(notes, pinned):
     notes.go.clear()
     asked = [pinned.allocate((size,), torch.uint8) for size in (1, 2, 3)]
     assert notes.begun.wait(10)
@@ -133,7 +133,7 @@ def test_closing_waits_for_what_is_being_pinned_and_for_no_more(notes, pinned):
     assert notes.sizes == [1]
 
 
-def test_whoever_waits_learns_that_the_system_pins_no_more():
+def test_a_caller_that_waits_learns_that_the_system_pins_no_more():
     notes = FakeRegistrar(limit=3000)
     pinned = PinnedAllocator(notes)
     first, second, third = (pinned.allocate((size,), torch.uint8) for size in (2048, 2048, 512))
