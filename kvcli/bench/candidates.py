@@ -47,7 +47,7 @@ class Candidate(Protocol):
 
     @property
     def kind(self) -> str:
-        """See `report.Case.kind`."""
+        """What it is, as in `report.Case.kind`."""
 
     @property
     def profile(self) -> Profile | None:
@@ -68,7 +68,7 @@ class Decoding:
     source: ContextSource
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
-        """See `Candidate.run`; what is timed is `decode`, the loop of `kvcli generate`, as that would run it."""
+        """Decode by the loop of `kvcli generate`, which is what is timed."""
         replays: list[list[Kernel]] = []
         with ExitStack() as stack:
             ready = stack.enter_context(engine(self.model, [load.capacity]))

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.softmax import Softmax
@@ -77,14 +78,14 @@ class RandomKV:
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
 
 
-class RandomContext:
+class RandomContext(ContextSource):
     """Hands noise to the methods, layer by layer, as a prefill would."""
 
     def __init__(self, noise: RandomKV):
         self.noise = noise
 
+    @override
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
-        """See `ContextSource.methods`."""
         made = []
         for row in range(load.batch):
             context = engine.context(load.context, load.max_tokens, timeline=timeline, track=f"sequence {row}")
@@ -100,15 +101,15 @@ class RandomContext:
         return made
 
 
-class ReadContext:
+class ReadContext(ContextSource):
     """Reads a prompt once for all profiles and keeps the result; every run continues copies of it."""
 
     def __init__(self, ids: Sequence[int], profiles: Sequence[Profile]):
         self.ids, self.profiles = ids, profiles
         self._kept: dict[str, AnyMethod] = {}
 
+    @override
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
-        """See `ContextSource.methods`."""
         if not self._kept:
             contexts = [engine.context(len(self.ids), load.max_tokens) for _ in self.profiles]
             made = [engine.method(each, context) for each, context in zip(self.profiles, contexts, strict=True)]

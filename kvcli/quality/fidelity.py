@@ -185,7 +185,7 @@ class FidelityProbe:
         self.looking = True
 
     def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
-        """See `AttentionObserver`."""
+        """Compare a step of one layer, as `AttentionObserver` says."""
         if self.along is not None:
             self.along(method, layer, q, out, softmax)
         if self.looking and layer in method.retrieval:

@@ -14,7 +14,8 @@ class StreamingDetokenizer:
 
     A piece is released once no later token can change it: an incomplete character at the end, or a tail that may yet
     become a stop string, is held back. New tokens are decoded together with the few before them, because what a token
-    spells can depend on its left neighbour (the space that begins a word).
+    spells can depend on its left neighbour (the space that begins a word). The tokenizers library has a stream of its
+    own (`DecodeStream`); it serves only its own tokenizers, and an incomplete end never comes out of it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):

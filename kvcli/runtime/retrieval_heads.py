@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.repeat_attention import repeat_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.prefill import prefill
+from kvcli.runtime.prefill import PrefillConsumer, prefill
 
 PERIOD, REPEATS = 2500, 4  # section 3.2
 
@@ -62,7 +63,7 @@ def head_scores(model: Model, hook: Hook, probe: RepeatedTokens) -> HeadScores:
     return HeadScores(listener.echo / tokens, listener.induction / tokens)
 
 
-class _Listener:
+class _Listener(PrefillConsumer):
     """Takes a prompt's keys and queries as they come, layer by layer, and sums what goes to former occurrences."""
 
     query_rows = 0
@@ -73,8 +74,8 @@ class _Listener:
         self.echo, self.induction = (torch.full((len(layers), most), -torch.inf) for _ in range(2))
         self.sums = {layer.index: torch.zeros(2, layer.num_heads) for layer in layers if layer.window is None}
 
+    @override
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See `PrefillConsumer.observe`."""
         if layer not in self.sums:
             return
         for total, part in zip(self.sums[layer], repeat_attention(q, k, softmax, self.period, first=1), strict=True):
@@ -82,5 +83,5 @@ class _Listener:
         for scores, total in zip((self.echo, self.induction), self.sums[layer], strict=True):
             scores[layer, : k.shape[0]] = total.view(k.shape[0], -1).amax(1)
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """See `PrefillConsumer.prefill`: nothing is kept."""
+    @override
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None: ...

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it. The base class listens to nothing; the console shows it all."""
+"""What a run tells while it goes on. The base class ignores everything; the console shows it."""
 
 
 class Observer:

@@ -8,7 +8,7 @@ Three streams work on a layer that speculates, and on nothing at once, because
                            main stream and is recalled for after that (`attended`)
     the newest token's row is written by its head's attention; the page that it fills is summarised and written out
                            after both attentions (`attended`, `corrected`)
-    that page              is in the window: nobody scores or recalls it before the next step
+    that page              is in the window: it is neither scored nor recalled before the next step
     q, k, v, out           are read last in the correction stream, which the layer waits for; the recall stream reads
                            the queries' copy, which is written again at the next step
     scores and selection   are each stream's own, layer after layer
@@ -23,6 +23,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.page_scores import page_scores_device
 from kvcli.kernels.page_summary import summarise_filled_page
@@ -46,14 +47,14 @@ class SlotLayer(Protocol):
         """Append the newest token of every sequence and attend."""
 
 
-class PlainLayer:
+class PlainLayer(SlotLayer):
     """Attends to all that its slots hold."""
 
     def __init__(self, slots: BatchSlots):
         self.rows = slots.rows
 
+    @override
     def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
-        """See `SlotLayer`."""
         out = torch.empty_like(q)
         slot_attention(q, self.rows, softmax, out, new)
         return out
@@ -70,14 +71,14 @@ class Scratch:
         self.selected = torch.empty(b, num_kv_heads, k, dtype=torch.int32, device=device)
 
 
-class SpeculativeLayer:
+class SpeculativeLayer(SlotLayer):
     """FreeKV's step: most heads attend to what the step before selected, the others select and recall first.
 
     Three streams. On the main one the queries are compared, and the heads that reuse attend. Beside it, in
     `correction`, the heads that turned too far select, recall and attend; the layer waits for them. In a recall stream
     the heads that reused select and recall for the next step, once attention has read their slots; the step waits for
-    that at its end. A stream with nothing to do costs the launches of kernels that return at once: nobody asks the
-    host.
+    that at its end. A stream with nothing to do costs the launches of kernels that return at once: the host
+    is not asked.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class SpeculativeLayer:
         self.later = MissList(pages[1], into[1], found.missed_later)
         self.scratch_now, self.scratch_later = scratch
 
+    @override
     def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
-        """See `SlotLayer`."""
         out = torch.empty_like(q)
         if self.query.numel() == 0:
             self.query = torch.zeros_like(q, memory_format=torch.contiguous_format)

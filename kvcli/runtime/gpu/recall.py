@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
@@ -31,17 +32,17 @@ class Recall(Protocol):
         """Bring the pages that `misses` lists; on the current stream, when it returns, they are in their slots."""
 
 
-class Gather:
+class Gather(Recall):
     """One kernel for all misses of a layer."""
 
     waits_for_device = False
 
+    @override
     def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
-        """See `Recall`."""
         gather_pages(host, misses, rows)
 
 
-class Copy:
+class Copy(Recall):
     """One copy a page, or one a piece of it."""
 
     waits_for_device = True
@@ -53,8 +54,9 @@ class Copy:
         self.free: list[torch.cuda.Event] = []
         self.stream: torch.cuda.Stream | None = None
 
+    @override
     def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
-        """See `Recall`; waits until the device knows what is missing."""
+        # Waits until the device knows what is missing.
         counts, pages, slots = (x.tolist() for x in (misses.counts, misses.pages, misses.slots))
         self._prepare(rows)
         size, sink, turn = rows.layout.size, rows.layout.sink, 0

@@ -1,7 +1,7 @@
 """Where the phases of a step run: a main stream, others beside it, and points that they wait for.
 
 Work of one stream runs in the order in which it was given. Nothing else orders two streams but the points named in
-`after`, `wait` and `join`: whoever writes what another stream reads has to name one.
+`after`, `wait` and `join`: work that writes what another stream reads has to name one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 Point = Any
 """A place in a stream that others can wait for."""
@@ -42,20 +43,20 @@ class Streams(ABC):
 
 
 class SerialStreams(Streams):
-    """All work is done at once, by whoever gives it: for a CPU, which has nothing to overlap with."""
+    """Does all work at once, in the order in which it is given: for a CPU, which has nothing to overlap with."""
 
-    def mark(self) -> Point:
-        """See `Streams.mark`."""
+    @override
+    def mark(self) -> Point: ...
 
     def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:  # noqa: ARG002
         """See `Streams.submit`."""
         work()
 
-    def wait(self, point: Point) -> None:
-        """See `Streams.wait`."""
+    @override
+    def wait(self, point: Point) -> None: ...
 
-    def join(self) -> None:
-        """See `Streams.join`."""
+    @override
+    def join(self) -> None: ...
 
 
 class CudaStreams(Streams):
@@ -69,12 +70,13 @@ class CudaStreams(Streams):
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.forked: set[str] = set()  # since the last join; a graph must not wait for a stream that is not in it
 
+    @override
     def mark(self) -> Point:
-        """See `Streams.mark`."""
         return torch.cuda.current_stream(self.device).record_event()
 
+    @override
     def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:
-        """See `Streams.submit`; work that names no point begins with the main stream's."""
+        # Work that names no point begins with the main stream's.
         if name not in self.streams:
             self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITIES.get(name, 0))  # type: ignore[no-untyped-call]
         stream = self.streams[name]
@@ -86,12 +88,12 @@ class CudaStreams(Streams):
             work()
             return stream.record_event()
 
+    @override
     def wait(self, point: Point) -> None:
-        """See `Streams.wait`."""
         torch.cuda.current_stream(self.device).wait_event(point)
 
+    @override
     def join(self) -> None:
-        """See `Streams.join`."""
         for name in sorted(self.forked):
             torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
         self.forked.clear()
