@@ -47,10 +47,10 @@ class Point:
     @property
     def label(self) -> str:
         """The settings as text, such as "rank 24, outliers 8"."""
-        return ", ".join(f"{key} {told(value)}" for key, value in self.settings.items())
+        return ", ".join(f"{key} {value_text(value)}" for key, value in self.settings.items())
 
 
-def told(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a setting's value as text; a value by layer gives the numbers one after another."""
     return " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from kvcli.quality.calibrate.curve import told
+from kvcli.quality.calibrate.curve import value_text
 from kvcli.quality.calibrate.outcome import Calibration
 from kvcli.ui.html import PALETTE, Page, colour
 
@@ -74,8 +74,8 @@ def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequ
             "figure": max(figure, floor),
             "exact": figure,
             "setting": point.label,
-            "value": told(point.settings[keys[0]]),
-            "group": told(point.settings[keys[-1]]),
+            "value": value_text(point.settings[keys[0]]),
+            "group": value_text(point.settings[keys[-1]]),
             "chosen": point is found.choice.point,
         }
         for point, figure in zip(found.points, figures, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from kvcli.inputs.profiles import Profile
-from kvcli.quality.calibrate.curve import Choice, Cost, Point, nats, told
+from kvcli.quality.calibrate.curve import Choice, Cost, Point, nats, value_text
 from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, without_empty_columns
@@ -137,7 +137,7 @@ def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Tabl
     )
     rows = [
         (
-            *(told(point.settings[key]) for key in keys),
+            *(value_text(point.settings[key]) for key in keys),
             f"{point.loss:.3g} ≤{point.loss_bound:.3g}",
             f"{point.added:.3g} ≤{point.added_bound:.3g}" if relative else "-",
             _part(point.agreement),

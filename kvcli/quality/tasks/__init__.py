@@ -14,7 +14,7 @@ from kvcli.quality.tasks.fwe import frequent_words
 from kvcli.quality.tasks.haystacks import needles_only, noise, uuids_only
 from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, single
 from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, TaskRow
-from kvcli.quality.tasks.score import recall, string_match_all
+from kvcli.quality.tasks.score import recall
 from kvcli.quality.tasks.vt import variable_tracking
 
 TASKS: dict[str, Callable[..., Draft]] = {
@@ -114,5 +114,4 @@ __all__ = [
     "make_framed_row",
     "make_row",
     "recall",
-    "string_match_all",
 ]

@@ -80,11 +80,19 @@ def place(
 
 
 def require_depth(depth: float | None) -> None:
-    """Raise a usage error unless `depth` is None or within 0..1."""
+    """Check a depth.
+
+    Raises:
+        KvcliError: `depth` is neither None nor within 0..1 (usage).
+    """
     require(depth is None or 0.0 <= depth <= 1.0, f"depth {depth} is outside 0..1", "0 is the start, 1 the end")
 
 
 def require(condition: bool, what: str, hint: str) -> None:
-    """Raise a usage error unless `condition` holds."""
+    """Check a condition on what was asked for.
+
+    Raises:
+        KvcliError: `condition` does not hold (usage); it says `what` and `hint`.
+    """
     if not condition:
         raise KvcliError(what, hint, ExitCode.USAGE)

@@ -1,6 +1,6 @@
 """Scoring as RULER does: the share of the expected strings that the answer contains, case ignored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def recall(text: str, outputs: Sequence[str]) -> float:
@@ -13,9 +13,3 @@ def recall(text: str, outputs: Sequence[str]) -> float:
         raise ValueError("a row without outputs cannot be scored")
     lowered = text.lower()
     return sum(output.lower() in lowered for output in outputs) / len(outputs)
-
-
-def string_match_all(texts: Iterable[str], outputs: Iterable[Sequence[str]]) -> float:
-    """Return the mean recall over all rows in per cent, RULER's `string_match_all`."""
-    recalls = [recall(text, expected) for text, expected in zip(texts, outputs, strict=True)]
-    return 100.0 * sum(recalls) / len(recalls)
