@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profile_file import ProfileFile, nearest, parse_profile, parse_toml, shown
 from kvcli.sizes import parse_count
 
 if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
 
 DEFAULT_METHOD = "freekv"
-_KEYS = ("method", "description", "paper", "settings", "provenance")
-_TABLES = ("settings", "provenance")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def profiles_by_method() -> dict[str, list[str]]:
     """Names of the profiles that come with kvcli, by their method; nothing but the files is looked at."""
     found: dict[str, list[str]] = {}
     for name in profile_names():
-        found.setdefault(_read(name)[1]["method"], []).append(name)
+        found.setdefault(_read(name)[1].method, []).append(name)
     return found
 
 
@@ -81,32 +78,31 @@ def resolve_profile(
     method, or the method's own defaults where there is none; without both, `freekv`. An override that is a string
     is read as a TOML value, a bare word as a string, and 4K as a count of tokens.
 
-    Raises `KvcliError` (usage) for unknown names, keys and values, with the nearest known name, for bad TOML with
-    line and column, and for a method that is not the profile's.
+    Raises:
+        KvcliError: an unknown name, key or value, with the nearest known name; bad TOML, with line and column; a
+            method that is not the profile's (usage).
     """
     from kvcli.methods import get_method
 
     method_class = get_method(method) if method is not None else None
     name = profile or method or DEFAULT_METHOD
     if profile is None and method is not None and name not in profile_names():
-        found: dict[str, Any] = {"method": method}
+        found = ProfileFile(method=method)
     else:
         name, found = _read(name)
-    if method is not None and found["method"] != method:
-        raise _usage(
-            f"--profile {name} is a profile of {found['method']}, not of --method {method}", "leave --method out"
-        )
-    method_class = method_class or get_method(found["method"])
-    settings = dict(found.get("settings", {}))
+    if method is not None and found.method != method:
+        raise _usage(f"--profile {name} is a profile of {found.method}, not of --method {method}", "leave --method out")
+    method_class = method_class or get_method(found.method)
+    settings = dict(found.settings)
     for key, value in (overrides or {}).items():
         settings[key] = _override(method_class.Config, key, value)
     return Profile(
         name,
-        found["method"],
-        found.get("description", method_class.title),
-        found.get("paper", method_class.paper),
-        _validate(method_class.Config, found["method"], settings),
-        found.get("provenance", {}),
+        found.method,
+        method_class.title if found.description is None else found.description,
+        method_class.paper if found.paper is None else found.paper,
+        _validate(method_class.Config, found.method, settings),
+        found.provenance,
     )
 
 
@@ -115,50 +111,31 @@ def reference_profile() -> Profile:
     return resolve_profile(method="full")
 
 
-def _read(name: str) -> tuple[str, dict[str, Any]]:
-    """Parse the profile `name`, a bundled name or a path, and check its own keys; settings stay unchecked."""
+def _read(name: str) -> tuple[str, ProfileFile]:
+    """Read the profile `name`, a bundled name or a path; its settings stay unchecked."""
     if name.endswith(".toml") or "/" in name:
         path, label = Path(name), Path(name).name.removesuffix(".toml")
         try:
             data = path.read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             hint = f"profiles by name: {', '.join(profile_names())}"
-            raise _usage(f"profile {name}: {error.strerror}", hint) from None
+            raise _usage(f"profile {name}: {getattr(error, 'strerror', error)}", hint) from None
     elif name in profile_names():
         data, label = (resources.files("kvcli.profiles") / f"{name}.toml").read_bytes(), name
     else:
-        raise _usage(f"unknown profile {name!r}", _nearest(name, profile_names(), "profiles"))
-    try:
-        found = tomllib.loads(data.decode())
-    except UnicodeDecodeError as error:
-        raise _usage(f"profile {name}: not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise _usage(f"profile {name}: bad TOML: {error}", "values: 2048, 0.9, true, or text in quotes") from None
-    return label, _check(name, found)
-
-
-def _check(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    for key in found:
-        if key not in _KEYS:
-            hint = _nearest(key, _KEYS, "keys") if get_close_matches(key, _KEYS) else "settings go below [settings]"
-            raise _usage(f"profile {name}: unknown key {key!r}", hint)
-    if "method" not in found:
-        raise _usage(f"profile {name}: no method", f'add a line such as method = "{DEFAULT_METHOD}"')
-    for key in _KEYS:
-        wanted = dict if key in _TABLES else str
-        if not isinstance(found.get(key, wanted()), wanted):
-            expected = "a table" if key in _TABLES else "text in quotes"
-            raise _usage(f"profile {name}: {key} = {found[key]!r} is not {expected}", "see kvcli methods NAME")
-    return found
+        raise _usage(f"unknown profile {name!r}", nearest(name, profile_names(), "profiles"))
+    return label, parse_profile(name, data)
 
 
 def _override(config: type[MethodConfig], key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        parsed: object = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        parsed = parse_toml(f"{json.dumps(key)} = {value}").get(key)
+    except tomllib.TOMLDecodeError:
         parsed = value
+    except ValueError as error:
+        raise _usage(f"--set {error}", "see kvcli methods") from None
     if isinstance(parsed, str) and _counts_tokens(config, key):
         with suppress(ValueError):  # validation names the value and the type it should have
             return parse_count(parsed)
@@ -176,23 +153,15 @@ def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any])
 
     for key in settings:
         if key not in config.model_fields:
-            raise _usage(f"{method} has no setting {key!r}", _nearest(key, config.model_fields, "settings"))
-        if isinstance(settings[key], float) and not math.isfinite(settings[key]):
-            raise _usage(f"{method}: {key} = {settings[key]} is not a finite number", f"see kvcli methods {method}")
+            raise _usage(f"{method} has no setting {shown(key)}", nearest(key, config.model_fields, "settings"))
     try:
         return config(**settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
-            message = f"{first['loc'][0]} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+            message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
         raise _usage(f"{method}: {message}", f"see kvcli methods {method}") from None
-
-
-def _nearest(name: str, known: Mapping[str, object] | list[str] | tuple[str, ...], kind: str) -> str:
-    if close := get_close_matches(name, known, n=1):
-        return f"did you mean {close[0]!r}?"
-    return f"{kind}: {', '.join(known)}" if known else f"it takes no {kind}"
 
 
 def _usage(what: str, hint: str) -> KvcliError:
