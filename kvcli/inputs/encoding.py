@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.chat_template import render_chat_template
 from kvcli.inputs.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -57,15 +58,18 @@ def encode_all(
 def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a prompt: through the tokenizer's chat template where it has one, unless `template.raw`.
 
-    Without a template the text is encoded with the tokenizer's own special tokens. Raises `KvcliError` (usage) for
-    a system message or template variables that nothing would read, for a template that refuses the conversation,
-    and for a prompt of no tokens.
+    Without a template the text is encoded with the tokenizer's own special tokens.
+
+    Raises:
+        KvcliError: a system message or template variables that nothing would read, a template that fails, or a prompt
+            of no tokens (usage).
     """
     if template.raw or tokenizer.chat_template is None:
         _refuse_unread(template)
         ids = tokenizer(prompt.content, verbose=False)["input_ids"]
     else:
-        ids = _apply_template(prompt, template, tokenizer)
+        rendered = _render(prompt, template, tokenizer)
+        ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise _usage(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
     return list(ids)
@@ -78,23 +82,14 @@ def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
     return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _apply_template(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> Any:
-    from jinja2 import TemplateError
-
+def _render(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     reserved = sorted(_RESERVED & template.kwargs.keys())
     if reserved:
         raise _usage(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
     conversation = [{"role": "user", "content": prompt.content}]
     if template.system is not None:
         conversation.insert(0, {"role": "system", "content": template.system})
-    try:
-        encoded = tokenizer.apply_chat_template(
-            conversation, tokenize=True, add_generation_prompt=True, return_dict=True, **template.kwargs
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        hint = "leave --system out, " if template.system is not None else ""
-        raise _usage(f"the chat template refuses the prompt: {error}", f"{hint}or use --raw") from error
-    return encoded["input_ids"]  # type: ignore[index, call-overload]
+    return render_chat_template(tokenizer, conversation, template.kwargs)
 
 
 def _refuse_unread(template: Template) -> None:

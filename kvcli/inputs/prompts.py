@@ -1,19 +1,34 @@
-"""From files, standard input and -p to token ids: reading, chat template, tokenising."""
+"""Prompts from files, standard input and -p."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from kvcli.errors import ExitCode, KvcliError
 
-if TYPE_CHECKING:
-    pass
-
 STDIN = "-"
+_PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
+# How files begin that people take for text, what they are, and how they become text.
+_KINDS = (
+    (b"%PDF-", "a PDF file", "convert it: pdftotext {} out.txt"),
+    (
+        b"PK\x03\x04",
+        "a zip archive or an office document (docx, odt, epub)",
+        "convert it: pandoc -t plain {} -o out.txt",
+    ),
+    (b"\x1f\x8b", "compressed with gzip", "unpack it: zcat {} | kvcli generate -"),
+    (b"BZh", "compressed with bzip2", "unpack it: bzcat {} | kvcli generate -"),
+    (b"\xfd7zXZ\0", "compressed with xz", "unpack it: xzcat {} | kvcli generate -"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it: zstdcat {} | kvcli generate -"),
+    (b"GGUF", "a GGUF model", "documents are text; -m names the model, as safetensors in a directory"),
+    (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
+    (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,14 @@ class FailedPrompt:
 def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prompt | FailedPrompt]:
     """Read every document ("-" is standard input) and pair it with `question`; without documents the question is it.
 
-    Returns one entry a document, in order. Raises `KvcliError` (usage) for nothing to read, for an empty question,
-    for standard input named twice, and for a bad document that is the only one.
+    Returns one entry a document, in order.
+
+    Raises:
+        KvcliError: nothing to read, an empty question, standard input named twice, or a bad document that is the only
+            one (usage).
     """
+    if question is not None and not _is_unicode(question):
+        raise _usage("-p holds bytes that are not UTF-8 text", "check the encoding of the terminal or script")
     if question is not None and not question.strip():
         raise _usage(f"the prompt {question!r} is empty", "give -p some text, or leave it out")
     if not files:
@@ -64,13 +84,16 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
 
 
 def read_document(name: str) -> str:
-    """Read one text file, or standard input for "-": UTF-8, a byte-order mark dropped, line ends made plain.
+    """Read one text file, or standard input for "-": UTF-8, a byte order mark dropped, line ends made plain.
 
-    Raises `KvcliError` (usage) for what is missing, unreadable, not text, or blank.
+    Raises:
+        KvcliError: the file is missing, unreadable, no text, blank or of more than a GiB (usage); what is wrong with
+            its bytes is found out while it is read.
     """
     source = _source(name)
     try:
-        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        with nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
+            data = _read_text(source, file)
     except FileNotFoundError:
         raise _usage(f"{source}: no such file", "check the path, or use - for standard input") from None
     except IsADirectoryError:
@@ -80,8 +103,6 @@ def read_document(name: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise _usage(f"{source}: cannot be read: {reason}", "check the path") from None
-    if b"\0" in data:
-        raise _usage(f"{source}: binary file (NUL byte at {data.index(0)})", "give plain UTF-8 text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,6 +112,27 @@ def read_document(name: str) -> str:
     if not text.strip():
         raise _usage(f"{source}: {'holds only blanks' if text else 'is empty'}", "a document needs some text")
     return text
+
+
+def _read_text(source: str, file: BinaryIO) -> bytes:
+    """Read in pieces, and stop where it turns out to be no text."""
+    data = bytearray()
+    while piece := file.read(_PIECE):
+        data += piece
+        for magic, kind, advice in _KINDS:
+            if data.startswith(magic):
+                raise _usage(f"{source}: {kind}, not plain text", advice.format(source))
+        if (at := piece.find(0)) >= 0:
+            at += len(data) - len(piece)
+            raise _usage(f"{source}: binary file (NUL byte at {at})", "give plain UTF-8 text")
+        if len(data) > _LONGEST:
+            raise _usage(f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part")
+    return bytes(data)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text came from valid UTF-8: Python keeps other bytes of a command line as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _source(name: str) -> str:

@@ -38,7 +38,11 @@ def test_standard_input_is_a_document(monkeypatch):
         (b" \r\n\t", "holds only blanks"),
         (b"ab\0c", "NUL byte at 2"),
         (b"ab\xff", "byte 0xff at 2"),
-        ("grün".encode("utf-16"), "NUL byte"),
+        ("grün".encode("utf-16"), "UTF-16"),
+        (b"%PDF-1.7 words", "PDF"),
+        (b"PK\x03\x04 words", "docx"),
+        (b"\x1f\x8b words", "gzip"),
+        (b"GGUF words", "GGUF"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, content, words):
@@ -57,10 +61,10 @@ def test_what_is_no_file_is_refused(tmp_path, monkeypatch, name, words):
 
 
 def test_an_unreadable_file_is_refused(monkeypatch):
-    def deny(path):
+    def deny(path, mode):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", deny)
+    monkeypatch.setattr("pathlib.Path.open", deny)
     assert refused(read_document, "secret.txt").what == "secret.txt: permission denied"
 
 
@@ -142,3 +146,15 @@ def test_a_prompt_of_no_tokens_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ '' }}"
     assert "no tokens" in refused(encode, Prompt("doc.txt", "a"), Template(), tokenizer).what
+
+
+def test_binary_data_without_an_end_is_refused_at_once(monkeypatch):
+    assert "NUL byte at 0" in refused(read_document, "/dev/zero").what
+    monkeypatch.setattr("kvcli.inputs.prompts._LONGEST", 1 << 20)
+    endless = types.SimpleNamespace(read=lambda size: b"y\n" * (size // 2))
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=endless))
+    assert "more than" in refused(read_document, "-").what
+
+
+def test_a_prompt_that_is_no_text_is_refused():
+    assert "not UTF-8" in refused(read_prompts, [], "\udcff\udcfe").what
