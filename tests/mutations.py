@@ -41,6 +41,6 @@ def mutated_json(value, seed):
             elif isinstance(place, dict) and rng.random() < 0.1:
                 place[rng.choice(["", "x" * 300, "..", "metadata"])] = place.pop(key)
             else:
-                place[key] = rng.choice(VALUES)
+                place[key] = json.loads(json.dumps(rng.choice(VALUES)))
             break
     return value

@@ -6,16 +6,13 @@ a damaged file only after minutes of loading.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import torch
@@ -25,10 +22,18 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from safetensors import SafetensorError
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.checkpoint_files import (
+    GenerationFile,
+    JsonFile,
+    ModelConfig,
+    ShardIndex,
+    check_pointer,
+    check_safetensors,
+    read_json,
+)
 from kvcli.models.shapes import shape_names, shape_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_LFS = b"version https://git-lfs"
 _HINT = "name a directory with config.json, *.safetensors and a tokenizer, or a model on the Hugging Face hub"
 
 
@@ -72,11 +77,14 @@ def check_config(path: Path) -> None:
     if path.is_dir():
         if not any(path.iterdir()):
             raise KvcliError(f"{path} is empty", _HINT, ExitCode.USAGE)
+        if (path / "adapter_config.json").is_file():
+            what = f"{path} holds a LoRA adapter (adapter_config.json), which would be left out"
+            hint = "merge it with peft (merge_and_unload, save_pretrained) and name the directory of the merged model"
+            raise KvcliError(what, hint, ExitCode.USAGE)
         if not (path / "config.json").is_file():
             raise KvcliError(f"{path} is not a checkpoint: it has no config.json", _HINT, ExitCode.USAGE)
         path /= "config.json"
-    if not isinstance(_read_json(path), dict):
-        raise KvcliError(f"{path} is not a model config: it holds no JSON object", "get the file again")
+    read_json(path, ModelConfig)
 
 
 def check_files(path: Path) -> None:
@@ -94,59 +102,34 @@ def check_files(path: Path) -> None:
     for file in weights:
         if not file.is_file():
             raise KvcliError(f"{file} is missing (the index names {len(weights)} shards)", "get that file again")
-        _check_pointer(file)
+        check_pointer(file)
         if file.suffix == ".safetensors":
-            _check_safetensors(file)
+            check_safetensors(file)
     for file in path.glob("*token*"):
         if file.suffix == ".json":
-            _read_json(file)
+            read_json(file, JsonFile)
         elif file.is_file():
-            _check_pointer(file)
+            check_pointer(file)
+    if (file := path / "generation_config.json").is_file():
+        read_json(file, GenerationFile)
+
+
+def notices(path: Path | None) -> list[str]:
+    """What a user should know of a checkpoint's directory although it can be used."""
+    config = None if path is None else path / "config.json" if path.is_dir() else path
+    named = read_json(config, ModelConfig).attn_implementation if config is not None else None
+    if named is None or named == "eager":
+        return []
+    return [f"config.json asks for the attention implementation {named!r}; kvcli attends by its own"]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust failed: its panics are no `Exception`, and their class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _shards(index: Path) -> list[Path]:
-    names = _read_json(index)
-    names = names.get("weight_map") if isinstance(names, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise KvcliError(f"{index} names no weights", "get that file again")
-    return [index.parent / name for name in sorted(set(names.values()))]
-
-
-def _read_json(path: Path) -> Any:
-    _check_pointer(path)
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise KvcliError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise KvcliError(f"{path} is not valid JSON: {error}", "get that file again") from error
-
-
-def _check_pointer(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            head = file.read(len(_LFS))
-    except OSError as error:
-        raise KvcliError(f"cannot read {path}: {error.strerror}") from error
-    if head == _LFS:
-        raise KvcliError(f"{path} is a Git LFS pointer, not the file itself", f"run `git lfs pull` in {path.parent}")
-
-
-def _check_safetensors(path: Path) -> None:
-    """Compare the size with what the header announces: 8 bytes of header length, JSON header, tensor data."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise KvcliError(f"{path} is damaged ({error})", "get that file again") from error
-    expected = 8 + length + max(ends, default=0)
-    if size < expected:
-        raise KvcliError(f"{path} is truncated: {size} bytes of {expected}", "get that file again")
+    return [index.parent / name for name in sorted(set(read_json(index, ShardIndex).weight_map.values()))]
 
 
 def explain(error: Exception, name: str, offline: bool) -> KvcliError:
@@ -169,8 +152,9 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         what = f"no directory and no model on the hub called {name}"
         return KvcliError(what, f"{_HINT}; private models need `hf auth login`", ExitCode.USAGE)
     if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
-        if offline or caused_by(hub.OfflineModeIsEnabled):
-            hint = "go online once to download it, or name a directory"
+        if offline or huggingface_hub.constants.HF_HUB_OFFLINE or caused_by(hub.OfflineModeIsEnabled):
+            said = "--offline" if offline else "HF_HUB_OFFLINE=1 (an environment variable)"
+            hint = f"leave {said} out once to download it, or name a directory"
             return KvcliError(f"{name} is not a directory and not in the local hub cache", hint)
         return KvcliError(f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + _HINT)
     if caused_by(hub.EntryNotFoundError):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.checkpoint import bundled_model, check_config, check_files, explain, find, quiet
+from kvcli.models.checkpoint import bundled_model, check_config, check_files, explain, find, is_panic, quiet
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 
@@ -92,6 +92,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
             )
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
+    config._attn_implementation = "eager"  # kvcli brings its own; another's package may not even be installed
     return config
 
 
@@ -238,7 +239,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
 
 def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; a dummy model that has none gets one that fits its vocabulary."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     if path is None or path.is_dir():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -247,7 +248,9 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
             # Without its files a tokenizer is made all the same, of its special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
                 return tokenizer
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             failure = error
     if spec.dummy:
         return fallback_tokenizer(geometry.vocab_size)

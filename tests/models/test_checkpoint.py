@@ -1,6 +1,7 @@
 import json
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import huggingface_hub
@@ -9,10 +10,11 @@ import transformers
 from families import REFUSED, tiny_checkpoint
 from huggingface_hub import errors as hub
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from mutations import mutated_bytes, mutated_json
 from safetensors.torch import load_file, save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.checkpoint import check_config, check_files, explain, find, quiet
+from kvcli.models.checkpoint import check_config, check_files, explain, find, notices, quiet
 from kvcli.models.loading import ModelSpec, load_model, read_config
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -294,3 +296,78 @@ def test_whole_checkpoints_pass(whole, sharded):
         check_config(path)
         check_files(path)
         assert read_config(ModelSpec(str(path))).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0"),
+        ({"num_attention_heads": 10**30}, "num_attention_heads"),
+        ({"hidden_act": "swoosh"}, "hidden_act 'swoosh': is no activation"),
+        ({"dtype": "float99"}, "dtype 'float99': is no dtype"),
+        ({"rope_parameters": "linear"}, "rope_parameters 'linear'"),
+        ({"text_config": {"hidden_size": "wide"}}, "text_config.hidden_size 'wide'"),
+    ],
+)
+def test_a_bad_value_in_the_config_is_named(whole, change, words):
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | change))
+    error = failure(whole)
+    assert str(whole / "config.json") in error.what
+    assert words in error.what
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "nonsense"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_an_attention_implementation_in_the_config_is_ignored_with_a_notice(whole, key, name):
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {key: name}))
+    load_model(ModelSpec(str(whole), device="cpu"))
+    (notice,) = notices(whole)
+    assert name in notice
+
+
+def test_an_ordinary_checkpoint_has_no_notices(whole):
+    assert notices(whole) == notices(None) == []
+
+
+def test_an_adapter_is_never_left_out_in_silence(whole):
+    (whole / "adapter_config.json").write_text("{}")
+    error = failure(whole)
+    assert error.exit_code == ExitCode.USAGE
+    assert "LoRA adapter" in error.what
+    assert "merge" in error.hint
+
+
+def test_a_panic_of_the_tokenizer_library_is_one_line(whole, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})
+
+    def fail(*_, **__):
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    assert "no usable tokenizer (index out of bounds)" in failure(whole).what
+
+
+def test_the_variable_that_keeps_the_hub_away_is_named(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE=1" in failure("no-such-org/no-such-model", offline=False).hint
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_mutated_files_load_or_are_refused(pristine, tmp_path, file):
+    source = pristine / ("sharded" if "index" in file else "whole")
+    data = (source / file).read_bytes()
+    for seed in range(20):
+        path = Path(shutil.copytree(source, tmp_path / f"{seed}"))
+        if file.endswith(".json") and seed % 4:
+            (path / file).write_text(json.dumps(mutated_json(json.loads(data), seed)))
+        else:
+            (path / file).write_bytes(mutated_bytes(data[:2000], seed) + data[2000:])
+        with suppress(KvcliError):
+            load_model(ModelSpec(str(path), device="cpu", offline=True))
+        shutil.rmtree(path)
