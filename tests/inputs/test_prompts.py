@@ -145,7 +145,7 @@ def test_template_variables_cannot_replace_what_kvcli_sets():
 def test_a_prompt_of_no_tokens_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ '' }}"
-    assert "no tokens" in refused(encode, Prompt("doc.txt", "a"), Template(), tokenizer).what
+    assert "gives no text" in refused(encode, Prompt("doc.txt", "a"), Template(), tokenizer).what
 
 
 def test_binary_data_without_an_end_is_refused_at_once(monkeypatch):
