@@ -19,6 +19,7 @@ from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
+from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
 from kvcli.runtime.compiled import cpp_compiler
@@ -192,6 +193,8 @@ def check(
     """
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
     memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None, loaded=loaded)
+    for notice in notices(checkpoint.path):
+        observer.notice(notice)
     if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
         observer.notice(mismatch)
     beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)

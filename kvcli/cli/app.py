@@ -7,6 +7,7 @@ import typer
 from kvcli import __version__
 from kvcli.cli.calibrate import calibrate
 from kvcli.cli.doctor import doctor
+from kvcli.cli.environment import warn_of_unknown_variables
 from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.methods import methods
@@ -16,7 +17,6 @@ from kvcli.cli.profile import profile
 app = typer.Typer(
     name="kvcli",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,8 +38,10 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback ends the process
         bool, typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Long-context generation with the KV cache in host memory and retrieval on the device."""
+    warn_of_unknown_variables(context)

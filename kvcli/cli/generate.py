@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, by_precedence, flag, given, number, option, positive_count, whole
+from kvcli.cli.options import (
+    assignments,
+    by_precedence,
+    flag,
+    given,
+    natural,
+    number,
+    option,
+    positive_count,
+    require_text,
+    whole,
+)
 from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import files_read
@@ -28,8 +39,8 @@ def generate(
         list[str] | None,
         typer.Argument(metavar="FILE", help="Text documents, a prompt each; - is standard input.", show_default=False),
     ] = None,
-    prompt: Annotated[
-        str | None,
+    prompts: Annotated[
+        list[str] | None,
         option("--prompt", "-p", panel=_INPUT, env=False, metavar="TEXT", help="Question put after each document."),
     ] = None,
     system: Annotated[
@@ -49,7 +60,14 @@ def generate(
     offline: options.Offline = False,
     method: Annotated[
         str | None,
-        option("--method", panel=options.METHOD, metavar="NAME", help="KV-cache method, see kvcli methods."),
+        option(
+            "--method",
+            panel=options.METHOD,
+            metavar="NAME",
+            help="KV-cache method, see kvcli methods.",
+            show_default="freekv",
+            autocompletion=options.complete_methods,
+        ),
     ] = None,
     profile: Annotated[
         str | None,
@@ -58,6 +76,8 @@ def generate(
             panel=options.METHOD,
             metavar="NAME|FILE.toml",
             help="Settings of a method by name or file; a notice if calibrated on another model.",
+            show_default="named like the method",
+            autocompletion=options.complete_profiles,
         ),
     ] = None,
     settings: Annotated[
@@ -69,7 +89,11 @@ def generate(
     budget: Annotated[
         str | None,
         option(
-            "--budget", panel=options.METHOD, metavar="TOKENS", help="Tokens attended per layer and KV head, as in 2K."
+            "--budget",
+            panel=options.METHOD,
+            metavar="TOKENS",
+            help="Tokens attended per layer and KV head, as in 2K.",
+            show_default="the profile's; freekv: 2K",
         ),
     ] = None,
     sink: Annotated[
@@ -149,7 +173,7 @@ def generate(
             "--audit",
             panel=options.OUTPUT,
             metavar="N",
-            parser=positive_count,
+            parser=natural,
             help="Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
         ),
     ] = None,
@@ -174,16 +198,25 @@ def generate(
     set options: KVCLI_MODEL, KVCLI_MAX_TOKENS, and so on.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
-    failed, 130 interrupted, 141 stdout was closed.
+    failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP), 141 stdout was closed.
     """
     from kvcli.inputs.encoding import Template
     from kvcli.inputs.prompts import read_prompts
+    from kvcli.inputs.sampling import Sampling
 
     check_outputs(
         {"-o": output, "--trace": trace},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
-    entries = read_prompts(files or [], prompt)
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
+    require_text(
+        {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}
+    )
+    if len(prompts or ()) > 1:
+        raise KvcliError(
+            "-p is given twice, and a document has one question", "run kvcli once for each", ExitCode.USAGE
+        )
+    entries = read_prompts(files or [], prompts[0] if prompts else None)
     _hush_libraries(verbose)
     template = Template(system, raw, _json_object(chat_template_kwargs))
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
@@ -192,33 +225,30 @@ def generate(
     from kvcli.generate import GenerationRequest
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
-    from kvcli.runtime.sampling import Sampling
-    from kvcli.telemetry.timeline import Timeline
+    from kvcli.telemetry.timeline import Timeline, chrome_trace
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
     if model is None:
-        show.observer.notice("no -m: using the small demo model that comes with kvcli")
+        show.observer.notice(
+            "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
+        )
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     request = GenerationRequest(
         profile=chosen,
         prompts=tuple(show.prompts),
-        sampling=Sampling(
-            max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples
-        ),
+        sampling=sampling,
         template=template,
         audit=audit,
         pipeline=pipeline,
     )
     try:
-        spec, timeline_of_run = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
-        report = run(spec, request, show.observer, timeline_of_run)
-        if trace is not None:
-            timeline_of_run.save(trace)
+        spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
+        report = run(spec, request, show.observer, spans)
     except BaseException:
         show.abandon()
         raise
-    raise typer.Exit(show.conclude(report))
+    raise typer.Exit(show.conclude(report, lambda: chrome_trace({"kvcli": spans.spans})))
 
 
 def _profile(
@@ -249,8 +279,8 @@ def _json_object(text: str | None) -> dict[str, Any]:
     hint = """for example --chat-template-kwargs '{"enable_thinking": false}'"""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise KvcliError(f"--chat-template-kwargs {text!r}: bad JSON: {error}", hint, ExitCode.USAGE) from None
+    except (ValueError, RecursionError) as error:
+        raise KvcliError(f"--chat-template-kwargs {text[:60]!r}: bad JSON: {error}", hint, ExitCode.USAGE) from None
     if not isinstance(value, dict):
         raise KvcliError(f"--chat-template-kwargs {text!r} is not a JSON object", hint, ExitCode.USAGE)
     return value

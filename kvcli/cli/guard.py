@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from kvcli.cli.environment import with_variable
 from kvcli.cli.signals import caught_signals, exit_code
 from kvcli.cli.streams import give_up_stdout, open_missing_streams
 from kvcli.errors import ExitCode, KvcliError
@@ -54,7 +55,7 @@ def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequ
             return _show(as_kvcli_error(KeyboardInterrupt()))
         if debug and not _is_usage_error(error):
             sys.stderr.write(visible(traceback.format_exc()))
-        return _show(as_kvcli_error(error))
+        return _show(with_variable(as_kvcli_error(error), arguments))
     if code == ExitCode.INTERRUPTED and not isinstance(code, ExitCode):
         # Ctrl-C that typer made an exit of: no command has said what became of it.
         return _show(as_kvcli_error(KeyboardInterrupt()))
@@ -133,4 +134,4 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), "")

@@ -6,6 +6,8 @@ stands in the command.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -49,17 +51,75 @@ def whole(text: object) -> int:
         raise ValueError(f"{text!r} is not a whole number") from None
 
 
+def natural(text: object) -> int:
+    """Read a whole number of at least one."""
+    if (value := whole(text)) < 1:
+        raise ValueError(f"{text} is not at least 1")
+    return value
+
+
 def number(text: object) -> float:
-    """Read a number."""
+    """Read a finite number."""
     try:
-        return float(str(text))
+        value = float(str(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return value
+
+
+def device_name(text: object) -> str:
+    """Read where to run; whether there is such a device is found out later."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(text)) is None:
+        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N")
+    return str(text)
+
+
+def dtype_name(text: object) -> str:
+    """Read a dtype of weights and KV."""
+    if text not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"{text!r} is not auto, bfloat16, float16 or float32")
+    return str(text)
+
+
+def output_file(text: object) -> Path | None:
+    """Read what -o names: - is stdout, as if the option were not given."""
+    return None if str(text) == "-" else Path(str(text))
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """Names of methods for a shell's completion."""
+    from kvcli.methods import method_names
+
+    return [name for name in method_names() if name.startswith(incomplete)]
+
+
+def complete_profiles(incomplete: str) -> list[str]:
+    """Names of profiles for a shell's completion."""
+    from kvcli.inputs.profiles import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+def require_text(values: Mapping[str, Iterable[str | None] | None]) -> None:
+    """Refuse what is no UTF-8 text: Python keeps other bytes of a command line as lone surrogates.
+
+    Raises:
+        KvcliError: names the option of such a value (usage).
+    """
+    for option_name, given_values in values.items():
+        for value in given_values or ():
+            if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
+                hint = "check the encoding of the terminal or script"
+                raise KvcliError(f"{option_name} holds bytes that are not UTF-8 text", hint, ExitCode.USAGE)
 
 
 def device(panel: str) -> Any:
     """Declare --device."""
-    return option("--device", panel=panel, metavar="NAME", help="Where to run: auto, cpu, cuda, cuda:1.")
+    return option(
+        "--device", panel=panel, metavar="NAME", parser=device_name, help="Where to run: auto, cpu, cuda, cuda:1."
+    )
 
 
 Model = Annotated[
@@ -74,7 +134,14 @@ Model = Annotated[
 ]
 Device = Annotated[str, device(MODEL)]
 DType = Annotated[
-    str, option("--dtype", panel=MODEL, metavar="NAME", help="Weights and KV: auto, bfloat16, float16, float32.")
+    str,
+    option(
+        "--dtype",
+        panel=MODEL,
+        metavar="NAME",
+        parser=dtype_name,
+        help="Weights and KV: auto, bfloat16, float16, float32.",
+    ),
 ]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],
@@ -129,7 +196,15 @@ NumSamples = Annotated[
 AsJson = Annotated[bool, flag("--json", panel=OUTPUT, env=False, help="One JSON object instead of text.")]
 Output = Annotated[
     Path | None,
-    option("--output", "-o", panel=OUTPUT, env=False, metavar="FILE", help="Write to FILE instead of stdout."),
+    option(
+        "--output",
+        "-o",
+        panel=OUTPUT,
+        env=False,
+        metavar="FILE",
+        parser=output_file,
+        help="Write to FILE instead of stdout.",
+    ),
 ]
 Html = Annotated[
     Path | None,

@@ -62,8 +62,6 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
         KvcliError: nothing to read, an empty question, standard input named twice, or a bad document that is the only
             one (usage).
     """
-    if question is not None and not _is_unicode(question):
-        raise _usage("-p holds bytes that are not UTF-8 text", "check the encoding of the terminal or script")
     if question is not None and not question.strip():
         raise _usage(f"the prompt {question!r} is empty", "give -p some text, or leave it out")
     if not files:
@@ -128,11 +126,6 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
         if len(data) > _LONGEST:
             raise _usage(f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part")
     return bytes(data)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text came from valid UTF-8: Python keeps other bytes of a command line as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _source(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,45 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.sampling import Sampling as Sampling
 
 NOT_FINITE = -1
 """Stands for a token that a device could not choose, because of NaN or infinity in its logits."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose tokens and when to stop. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
-
-    Raises:
-        KvcliError: a value is outside its range.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    num_samples: int = 1
-
-    def __post_init__(self) -> None:
-        bounds = [
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
-            ("num_samples", self.num_samples >= 1, "at least 1"),
-            ("stop", all(self.stop), "no empty string"),
-        ]
-        for name, holds, wanted in bounds:
-            if not holds:
-                option = "--" + name.replace("_", "-")
-                raise KvcliError(f"{option} {getattr(self, name)!r} is out of range", f"give {wanted}", ExitCode.USAGE)
 
 
 def all_finite(logits: Tensor) -> bool:

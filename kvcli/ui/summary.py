@@ -89,7 +89,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         ("prompt", f"{sequence.prompt_tokens:,} tokens"),
         ("prefill", f"{duration(timing.prefill_ms)} · {per_second(sequence.prompt_tokens, timing.prefill_ms)}"),
         ("first token", f"{duration(timing.ttft_ms)}"),
-        ("output", f"{sequence.output_tokens:,} tokens, ended by {ending(sequence)}"),
+        ("output", f"{sequence.output_tokens:,} tokens, {ending(sequence)}"),
     ]
     if steps:
         percentiles = " · ".join(f"p{q} {duration(getattr(timing, f'p{q}_ms'))}" for q in (50, 90, 99))
@@ -97,9 +97,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     if correction.layer_steps_checked:
         heads = rate(correction.heads_corrected, correction.heads_checked)
         layers = rate(correction.layer_steps_corrected, correction.layer_steps_checked)
-        rows.append(("corrected", f"KV heads {heads} · layer-steps {layers}"))
+        rows.append(("corrected", f"KV heads {heads} · layers with a correction {layers}"))
     if correction.first_retrievals:
-        rows.append(("first recalls", f"{correction.first_retrievals:,} KV heads, not counted as corrections"))
+        rows.append(("first retrieval", f"{correction.first_retrievals:,} KV heads, not counted as corrections"))
     if cache.pages_requested:
         recalls = cache.misses or cache.bytes_to_device
         value = rate(cache.hits, cache.pages_requested) if recalls else f"{cache.pages_requested:,}, all on the device"
@@ -209,8 +209,9 @@ def timeline_rows(steps: Many[Step], most: int) -> list[TimelineRow]:
 
 def ending(sequence: Sequence) -> str:
     """Why a sequence ended, in words."""
-    words = {"eos": "the end-of-text token", "stop": "--stop", "length": "--max-tokens", "interrupted": "Ctrl-C"}
-    return words.get(sequence.finish_reason, sequence.finish_reason)
+    words = {"eos": "the end-of-text token", "stop": "--stop", "length": "--max-tokens"}
+    word = words.get(sequence.finish_reason)
+    return sequence.finish_reason if word is None else f"ended by {word}"
 
 
 def settings_line(profile: dict[str, Any]) -> str:

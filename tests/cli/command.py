@@ -25,7 +25,7 @@ def environment(**variables):
 def kvcli(*arguments, command=COMMAND, text=None, cwd=None, **variables):
     """Run it to its end; `text` is its standard input."""
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        [*command, *(each if isinstance(each, bytes) else str(each) for each in arguments)],
         input=text,
         stdin=subprocess.DEVNULL if text is None else None,
         capture_output=True,

@@ -71,11 +71,60 @@ def test_no_command_shows_the_help():
         (["generate", "-p", "x", "--temperature", "warm"], ["--temperature", "warm"]),
         (["generate", "-p", "x", "--top-k", "1.5"], ["--top-k", "1.5"]),
         (["generate", "-p", "x", "--load-format", "fast"], ["--load-format", "fast"]),
+        (["generate", "-p", "x", "--temperature", "inf"], ["--temperature", "'inf' is not a finite number"]),
+        (["generate", "-p", "x", "--temperature", "-1"], ["--temperature -1.0"]),
+        (["generate", "-p", "x", "--audit", "-1"], ["--audit", "-1 is not at least 1"]),
+        (["generate", "-p", "x", "--stop", ""], ["--stop '' is out of range"]),
+        (["generate", "-p", "x", "--device", "tpu"], ["--device", "'tpu'"]),
+        (["generate", "-p", "x", "--dtype", "int3"], ["--dtype", "'int3'"]),
+        (["generate", "-p", "x", "-p", "y"], ["-p is given"]),
+        (["generate", "-p", b"\xff\xfe"], ["-p holds bytes that are not UTF-8 text"]),
+        (["generate", "-p", "x", "--chat-template-kwargs", "[" * 99_999], ["--chat-template-kwargs", "bad JSON"]),
         (["methods", "freekv", "quest"], ["quest"]),
     ],
 )
 def test_usage_errors_have_one_style(arguments, words):
     assert_refused(kvcli(*arguments), ExitCode.USAGE, *words)
+
+
+def test_a_bad_value_is_refused_before_the_heavy_libraries_are_loaded():
+    code = (
+        "import sys; sys.argv = ['kvcli', 'generate', '-p', 'x', '--temperature', '-1']\n"
+        "import kvcli.cli\n"
+        "try: kvcli.cli.main()\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert result.stdout == "2 []\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("KVCLI_MAX_TOKENS", "lots"), ("KVCLI_TEMPERATURE", "-1")])
+def test_the_variable_that_a_bad_value_came_from_is_named(name, value):
+    result = kvcli("generate", "-p", "x", **{name: value})
+    assert_refused(result, ExitCode.USAGE, value)
+    assert f"{name}={value} is set in the environment" in result.stderr
+    option = "--" + name.removeprefix("KVCLI_").lower().replace("_", "-")
+    assert name not in kvcli("generate", "-p", " ", option, 1, **{name: value}).stderr
+
+
+def test_a_variable_that_sets_nothing_is_told():
+    told = "kvcli: the environment variable KVCLI_MODLE sets nothing; did you mean KVCLI_MODEL?\n"
+    assert kvcli("methods", KVCLI_MODLE="x").stderr == told
+    assert kvcli("doctor", "-q", "-o", "none/out", KVCLI_MODLE="x").stderr.startswith("kvcli: error: -o none/out")
+
+
+def test_shell_completion():
+    assert (
+        "_KVCLI_COMPLETE" in kvcli("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    )
+    completed = kvcli(_KVCLI_COMPLETE="complete_bash", COMP_WORDS="kvcli generate --method fr", COMP_CWORD="3")
+    assert completed.stdout.split() == ["freekv"]
+
+
+def test_help_tells_the_defaults_that_a_profile_decides():
+    text = " ".join(kvcli("generate", "--help").stdout.split())
+    assert "[default: (freekv)]" in text
+    assert "freekv: 2K" in text
 
 
 def test_a_mistyped_option_comes_with_the_nearest():

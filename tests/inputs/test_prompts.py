@@ -154,7 +154,3 @@ def test_binary_data_without_an_end_is_refused_at_once(monkeypatch):
     endless = types.SimpleNamespace(read=lambda size: b"y\n" * (size // 2))
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=endless))
     assert "more than" in refused(read_document, "-").what
-
-
-def test_a_prompt_that_is_no_text_is_refused():
-    assert "not UTF-8" in refused(read_prompts, [], "\udcff\udcfe").what

@@ -58,7 +58,7 @@ def test_a_rate_comes_with_its_denominator():
 def test_statistics_of_a_sequence_that_retrieved():
     text = "\n".join(statistics(retrieving_sequence()))
     assert "KV heads 12 / 340 (3.5 %)" in text
-    assert "layer-steps 9 / 170 (5.3 %)" in text
+    assert "layers with a correction 9 / 170 (5.3 %)" in text
     assert "10,201 / 11,000 (92.7 %)" in text
     assert "12.0 MiB · 1.33 MiB a step" in text
     assert "prefill 2.96 MiB · decode 36.0 KiB · 4.00 KiB a step" in text

@@ -1,0 +1,46 @@
+"""Environment variables that set options: those that are unknown, and those that a bad value came from."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from kvcli.errors import ExitCode, KvcliError
+
+_PREFIX = "KVCLI_"
+
+
+def warn_of_unknown_variables(context: typer.Context) -> None:
+    """Say on stderr which variables set nothing, unless -q is given: a mistyped name would be silent otherwise."""
+    names = sorted(name for name in os.environ if name.startswith(_PREFIX))
+    if not names or {"-q", "--quiet"} & set(sys.argv):
+        return
+    group: Any = context.command
+    parameters = [parameter for command in group.commands.values() for parameter in command.params]
+    known = [parameter.envvar for parameter in parameters if parameter.envvar]
+    for name in (name for name in names if name not in known):
+        from kvcli.ui.console import print_note
+
+        near = get_close_matches(name, known, n=1)
+        print_note(f"the environment variable {name} sets nothing" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def with_variable(error: KvcliError, arguments: Sequence[str]) -> KvcliError:
+    """Name the variable that a refused value came from, where the command line does not give that option itself."""
+    if error.exit_code != ExitCode.USAGE:
+        return error
+    for name, value in os.environ.items():
+        option = "--" + name.removeprefix(_PREFIX).lower().replace("_", "-")
+        setting = re.escape(option[2:].replace("-", "_"))
+        if not name.startswith(_PREFIX) or any(given.partition("=")[0] == option for given in arguments):
+            continue
+        if re.search(rf"(?<![\w-])({re.escape(option)}|{setting} =)(?![\w-])", error.what) or repr(value) in error.what:
+            hint = f"{name}={value} is set in the environment; {error.hint}"
+            return KvcliError(error.what, hint, error.exit_code)
+    return error
