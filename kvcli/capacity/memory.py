@@ -115,7 +115,7 @@ def check(
     audited: bool = False,
     *,
     loaded: bool = False,
-    way_out: str = "take a smaller --dtype, --max-tokens or --num-samples, or fewer files at once",
+    way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
     """Refuse a run that will not fit; `way_out` is what the user can change.
 

@@ -59,7 +59,7 @@ class Presentation:
             print_error(error)
         self._writer = None if as_json or output is not None else self._stdout_writer()
         on_screen = self._writer is not None and sys.stdout.isatty()
-        self.observer: RunConsole = RunConsole(self._writer, quiet, on_screen)
+        self.observer: RunConsole = RunConsole(self._writer, quiet, on_screen, prompts=len(self.prompts))
 
     def conclude(self, report: Report, trace: Callable[[], str] | None = None) -> ExitCode:
         """Write what is left to write, show statistics, and choose the exit code; `trace` gives what --trace takes.
@@ -86,6 +86,8 @@ class Presentation:
             BrokenPipeError: the reader of stdout has gone.
         """
         self.observer.stage_done()
+        with suppress(StdoutLost):
+            self.observer.release()
         if self._writer is None:
             return
         with suppress(StdoutLost):
@@ -100,6 +102,7 @@ class Presentation:
             writer.result(self._output, whole)
             return
         with suppress(StdoutLost):
+            self.observer.release()
             self._writer.close()
         if (failure := self._stdout_failure()) is not None:
             writer.failures.append(failure)

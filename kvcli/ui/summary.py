@@ -97,7 +97,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     if correction.layer_steps_checked:
         heads = rate(correction.heads_corrected, correction.heads_checked)
         layers = rate(correction.layer_steps_corrected, correction.layer_steps_checked)
-        rows.append(("corrected", f"KV heads {heads} · layers with a correction {layers}"))
+        rows.append(("corrected", f"KV heads {heads} · layers {layers}"))
     if correction.first_retrievals:
         rows.append(("first retrieval", f"{correction.first_retrievals:,} KV heads, not counted as corrections"))
     if cache.pages_requested:

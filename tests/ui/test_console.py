@@ -1,5 +1,6 @@
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from reports import dense_sequence, report_of, retrieving_sequence
@@ -8,7 +9,10 @@ from rich.console import Console
 from kvcli.errors import KvcliError
 from kvcli.telemetry.report import Sequence
 from kvcli.ui import console as shown
-from kvcli.ui.summary import duration, per_second, rate, timeline_rows
+from kvcli.ui.console.progress import _TimeLeft
+from kvcli.ui.console.tables import table_of
+from kvcli.ui.console.terminal import EscapingConsole
+from kvcli.ui.summary import Table, duration, per_second, rate, timeline_rows
 
 
 def screen(width=80, terminal=False, **options):
@@ -58,7 +62,7 @@ def test_a_rate_comes_with_its_denominator():
 def test_statistics_of_a_sequence_that_retrieved():
     text = "\n".join(statistics(retrieving_sequence()))
     assert "KV heads 12 / 340 (3.5 %)" in text
-    assert "layers with a correction 9 / 170 (5.3 %)" in text
+    assert "layers 9 / 170 (5.3 %)" in text
     assert "10,201 / 11,000 (92.7 %)" in text
     assert "12.0 MiB · 1.33 MiB a step" in text
     assert "prefill 2.96 MiB · decode 36.0 KiB · 4.00 KiB a step" in text
@@ -106,7 +110,7 @@ def test_several_sequences_have_a_row_each_within_the_width(width):
     assert "chapter-one.txt" in text or width == 80
     assert any("bad.txt" in row and "error" in row for row in rows)
     assert "24 / 680 (3.5 %)" in text
-    assert sum("dense.txt" in row for row in rows) == 1
+    assert sum("dense.txt" in row for row in rows) == (2 if width == 80 else 1)
 
 
 def test_a_short_timeline_has_a_line_a_step():
@@ -208,3 +212,52 @@ def test_progress_is_for_terminals():
 def test_decode_shows_a_bar_only_where_no_text_grows():
     assert "decode" in watch(terminal=True, text_on_screen=False)
     assert "decode" not in watch(terminal=True, text_on_screen=True)
+
+
+def test_first_tokens_wait_until_all_prompts_are_read():
+    sink, console = Sink(), screen(terminal=True)
+    watcher = shown.RunConsole(sink, False, True, console, prompts=2)
+    for sequence in (0, 1):
+        watcher.stage("prefill", 640)
+        watcher.stage_done()
+        watcher.text(sequence, f"first {sequence}")
+        watcher.step(1, 5)
+    assert sink.pieces == []
+    watcher.text(0, "second")
+    watcher.finished(0)
+    watcher.step(2, 5)
+    assert sink.pieces == [(0, "first 0"), (1, "first 1"), (0, "second"), (0, None)]
+    watcher.text(1, "more")
+    assert sink.pieces[-1] == (1, "more")
+
+
+def test_names_of_documents_are_whole_at_80_columns():
+    names = ["chapter-one.txt", "chapter-two.txt"]
+    text = "\n".join(statistics(*map(retrieving_sequence, names), width=80))
+    assert all(text.count(name) >= 2 for name in names)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_of_others_are_escaped_on_a_terminal_alone(terminal):
+    console = EscapingConsole(file=io.StringIO(), force_terminal=terminal, color_system=None, markup=False)
+    table = table_of(Table(("task", "score"), [("a\x1b]0;t\x07[red]\x9b", "1")]))
+    console.print(table)
+    text = console.file.getvalue()
+    assert "[red]" in text or terminal  # cut: an escape is longer than what it stands for
+    assert ("\x1b" in text, "\\x1b]0;t" in text) == (not terminal, terminal)
+
+
+def test_the_name_of_a_stage_is_no_markup():
+    console = screen(terminal=True)
+    watcher = shown.RunConsole(None, False, False, console)
+    watcher.stage("[bold]x[/bold]", 10)
+    watcher.stage_done()
+    assert "[bold]x[/bold]" in console.file.getvalue()
+
+
+def test_the_time_left_follows_the_mean_speed():
+    def told(completed, elapsed):
+        return _TimeLeft().render(SimpleNamespace(completed=completed, total=1000, elapsed=elapsed)).plain
+
+    assert told(10, 1.0) == "-:--:--"
+    assert told(250, 10.0) == "0:00:30"

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from kvcli.telemetry.observer import Observer
 from kvcli.ui.console.messages import print_note
 from kvcli.ui.console.terminal import stderr_console
 
 _BAR = 24
+_TOLD_FROM = 1 / 16  # of the work
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left by the mean speed since the stage began.
+
+    A prompt is read layer by layer, and within a layer ever slower: the speed of the last moments tells nothing of the
+    layers to come. So does that of the first layer, which is why there is no figure before a part of the work is done.
+    """
+
+    def render(self, task: Task) -> Text:
+        """Lay it out as rich's own column does."""
+        if task.elapsed is None or task.total is None or task.completed < task.total * _TOLD_FROM:
+            return Text("-:--:--", style="progress.remaining")
+        left = timedelta(seconds=round(task.elapsed * (task.total / task.completed - 1)))
+        return Text(str(left), style="progress.remaining")
 
 
 class TextSink(Protocol):
@@ -36,15 +55,24 @@ class TextSink(Protocol):
 class RunConsole(Observer):
     """Shows a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
 
-    With `text_on_screen` the growing text is the progress and no bar runs beside it.
+    With `text_on_screen` the growing text is the progress and no bar runs beside it. Of several prompts the first
+    tokens wait until all are read: the bar of the next prompt would take the line away that they stand on.
     """
 
-    def __init__(self, sink: TextSink | None, quiet: bool, text_on_screen: bool, console: Console | None = None):
+    def __init__(
+        self,
+        sink: TextSink | None,
+        quiet: bool,
+        text_on_screen: bool,
+        console: Console | None = None,
+        prompts: int = 1,
+    ):
         self._console = console or stderr_console()
         self._sink = sink
         self._quiet = quiet
         self._text_on_screen = text_on_screen
         self._progress: Progress | None = None
+        self._waiting: list[tuple[int, str | None]] | None = [] if text_on_screen and prompts > 1 else None
 
     def stage(self, name: str, total: int | None = None) -> None:
         """Show a bar, or a spinner where the end is not known."""
@@ -52,7 +80,7 @@ class RunConsole(Observer):
         if self._quiet or not self._console.is_terminal:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-        bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left,"))
+        bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), _TimeLeft(), TextColumn("left,"))
         counted = bar if total is not None else ()
         self._progress = Progress(
             *columns,
@@ -82,6 +110,9 @@ class RunConsole(Observer):
 
     def text(self, sequence: int, piece: str) -> None:
         """Hand the piece on; a bar must not share the screen with it."""
+        if self._waiting is not None:
+            self._waiting.append((sequence, piece))
+            return
         if self._text_on_screen:
             self.stage_done()
         if self._sink is not None:
@@ -89,8 +120,20 @@ class RunConsole(Observer):
 
     def finished(self, sequence: int) -> None:
         """Hand on that the sequence is complete."""
+        if self._waiting is not None:
+            self._waiting.append((sequence, None))
+            return
         if self._sink is not None:
             self._sink.finished(sequence)
+
+    def release(self) -> None:
+        """Hand on what waits: all prompts are read, or the run is over."""
+        waiting, self._waiting = self._waiting, None
+        for sequence, piece in waiting or ():
+            if piece is None:
+                self.finished(sequence)
+            else:
+                self.text(sequence, piece)
 
     def notice(self, message: str) -> None:
         """Show a note above the bar."""
@@ -99,6 +142,8 @@ class RunConsole(Observer):
 
     def step(self, done: int, total: int) -> None:
         """Show the decode steps as a bar where no text shows them."""
+        if done > 1:
+            self.release()
         if self._text_on_screen or self._quiet or not self._console.is_terminal:
             return
         if self._progress is None:

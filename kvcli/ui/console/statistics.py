@@ -27,8 +27,9 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
     rows = summary.sequence_rows(report, report.sequences[0]) if single else []
     if not single:
         for table in summary.batch_tables(report, titles):
-            console.print(table_of(table))
-            console.print()
+            for part in summary.folded(table, console.width):
+                console.print(table_of(part))
+                console.print()
     rows += summary.memory_rows(report)
     if verbose:
         rows.append(("settings", summary.settings_line(report.profile)))
