@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
 from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.pages import slices
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -54,17 +55,17 @@ class LowRankKeys:
     def fit(self, k: Tensor, num_chunks: int) -> None:
         """Factorise the keys k [Hk, s, d] of the first s tokens, and store their first `num_chunks` chunks."""
         gram = torch.zeros(k.shape[0] * k.shape[2], k.shape[0] * k.shape[2], device=k.device)
-        for start in range(0, k.shape[1], PIECE * self.chunk):
-            gram += gram_matrix(self._unrotated(k[:, start : start + PIECE * self.chunk], start))
+        for part in slices(k.shape[1], PIECE * self.chunk):
+            gram += gram_matrix(self._unrotated(k[:, part], part.start))
         self._set_factor(right_factor(gram, self.rank))
         if len(self.gram):
             self.gram.copy_(gram)
         self.in_gram = k.shape[1]
-        for first in range(0, num_chunks, PIECE):
-            last = min(first + PIECE, num_chunks)
-            exact = self._unrotated(k[:, first * self.chunk : last * self.chunk], first * self.chunk)
-            self._project(first, exact)
-            error = self.a[first:last].flatten(0, 1).float() @ self._factor() - exact
+        for part in slices(num_chunks, PIECE):
+            start = part.start * self.chunk
+            exact = self._unrotated(k[:, start : part.stop * self.chunk], start)
+            self._project(part.start, exact)
+            error = self.a[part].flatten(0, 1).float() @ self._factor() - exact
             self.squares += torch.stack((error.square().sum(), exact.square().sum()))
 
     def put(self, chunk: int, k: Tensor) -> None:
@@ -77,15 +78,14 @@ class LowRankKeys:
             self.in_gram = max(self.in_gram, start + self.chunk)
 
     def refresh(self, num_chunks: int) -> None:
-        """Factorise anew by the Gram matrix of the exact keys seen, and carry what is stored over to the new factor.
+        """Factorise again by the Gram matrix of the exact keys seen, and convert the stored chunks to the new factor.
 
-        What the old factor left out of the tokens stored so far stays lost; later ones profit in full.
+        What the old factor left out of these chunks stays lost; later chunks have the new factor's full accuracy.
         """
         old = self._factor().clone()  # it may share memory with what is overwritten next
         self._set_factor(right_factor(self.gram, self.rank))
         change = old @ self._factor().T  # [r, r]
-        for first in range(0, num_chunks, PIECE):
-            part = slice(first, min(first + PIECE, num_chunks))
+        for part in slices(num_chunks, PIECE):
             self.a[part] = (self.a[part].float() @ change).to(self.a.dtype)
 
     def rebuild(self, heads: Tensor, chunks: Tensor) -> Tensor:
