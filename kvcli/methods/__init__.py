@@ -1,4 +1,8 @@
-"""KV-cache methods: one file each, and the file's name is the method's name."""
+"""KV-cache methods: one file each, and the file's name is the method's name; and those of other packages.
+
+Another package offers a method by an entry point of the group `kvcli.methods`, whose name is the method's and whose
+object is the class, or by `register` in a running program.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,112 @@ import importlib
 import inspect
 import pkgutil
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
     from kvcli.methods.base import AnyMethod
 
+    MethodT = TypeVar("MethodT", bound=type[AnyMethod])
+
+ENTRY_POINTS = "kvcli.methods"
 _SHARED = {"base", "card", "config"}
+_registered: dict[str, type[AnyMethod]] = {}
+
+
+def register(method_class: MethodT, name: str | None = None) -> MethodT:
+    """Make a method usable by `name`, else by the name of its class in lower case; also as a decorator.
+
+    A class of the same module and name replaces the one registered before, as when a notebook's cell is run again.
+
+    Raises:
+        KvcliError: another method has this name, or the class is no `Method`.
+    """
+    name = name or method_class.__name__.lower()
+    before = _registered.get(name)
+    again = before and (before.__module__, before.__qualname__) == (method_class.__module__, method_class.__qualname__)
+    if not again and name in method_names():
+        raise KvcliError(f"there is a method {name!r} already", "register it with another name=", ExitCode.USAGE)
+    _registered[name] = _checked(name, method_class)
+    return method_class
 
 
 def method_names() -> list[str]:
-    """List the methods by their files, importing none of them."""
-    return sorted(
-        module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED and module.name[0] != "_"
-    )
+    """List all methods, importing none of them.
+
+    Raises:
+        KvcliError: two packages offer a method of one name.
+    """
+    return sorted({*own_method_names(), *_registered, *_offered()})
+
+
+def own_method_names() -> list[str]:
+    """List the methods of this package by their files; a file whose name starts with an underscore is none."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in modules if name not in _SHARED and not name.startswith("_"))
 
 
 def get_method(name: str) -> type[AnyMethod]:
     """Import the method called `name`.
 
     Raises:
-        KvcliError: there is no such method; names the nearest one.
+        KvcliError: there is no such method, or it cannot be imported from the package that offers it.
     """
     from kvcli.methods.base import Method
 
-    if name not in method_names():
-        near = get_close_matches(name, method_names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise KvcliError(f"unknown method {name!r}", f"{hint}methods: {', '.join(method_names())}", ExitCode.USAGE)
-    module = importlib.import_module(f"{__name__}.{name}")
-    return next(
-        cls
-        for _, cls in inspect.getmembers(module, inspect.isclass)
-        if issubclass(cls, Method) and cls.__module__ == module.__name__
-    )
+    if name in own_method_names():
+        module = importlib.import_module(f"{__name__}.{name}")
+        return next(
+            cls
+            for _, cls in inspect.getmembers(module, inspect.isclass)
+            if issubclass(cls, Method) and cls.__module__ == module.__name__
+        )
+    if name in _registered:
+        return _registered[name]
+    if name in (offered := _offered()):
+        return _load(offered[name])
+    near = get_close_matches(name, method_names(), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise KvcliError(f"unknown method {name!r}", f"{hint}methods: {', '.join(method_names())}", ExitCode.USAGE)
+
+
+def _offered() -> dict[str, EntryPoint]:
+    """Entry points of other packages by the names of their methods."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name in own_method_names() or found.setdefault(point.name, point).value != point.value:
+            what = f"there is a method {point.name!r} already: {_source(point)} offers another of this name"
+            raise KvcliError(what, "rename its entry point, or uninstall the package", ExitCode.USAGE)
+    return found
+
+
+def _load(point: EntryPoint) -> type[AnyMethod]:
+    try:
+        loaded = point.load()
+    except Exception as error:  # whatever another package's import may raise
+        what = f"method {point.name!r} of {_source(point)} cannot be imported: {type(error).__name__}: {error}"
+        raise KvcliError(what, "mend or uninstall the package", ExitCode.USAGE) from error
+    return _checked(point.name, loaded)
+
+
+def _checked(name: str, method_class: type[AnyMethod]) -> type[AnyMethod]:
+    """Let a class pass that is a method and states what a listing shows.
+
+    Raises:
+        KvcliError: it is not, or does not.
+    """
+    from kvcli.methods.base import Method
+    from kvcli.methods.card import Card
+
+    if not (isinstance(method_class, type) and issubclass(method_class, Method)):
+        raise KvcliError(f"method {name!r} is no subclass of Method", "see CONTRIBUTING.md", ExitCode.USAGE)
+    missing = [each for each in ("Config", *Card.__dataclass_fields__) if not hasattr(method_class, each)]
+    if missing:
+        raise KvcliError(f"method {name!r} does not state {', '.join(missing)}", "see CONTRIBUTING.md", ExitCode.USAGE)
+    return method_class
+
+
+def _source(point: EntryPoint) -> str:
+    return f"package {point.dist.name}" if point.dist else point.value

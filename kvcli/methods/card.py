@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from kvcli.methods import get_method, own_method_names
+
 MEMORY_SYMBOLS = {
     "L": "tokens so far",
     "g": "generated ones of them",
@@ -51,8 +53,17 @@ class Card:
 
 
 def read_card(name: str) -> Card:
-    """Find what the method called `name` states; what it leaves out is that of the method that it derives from."""
-    return Card(**_stated(name))
+    """Find what the method called `name` states; what it leaves out is that of the method that it derives from.
+
+    A method of another package is imported for it.
+
+    Raises:
+        KvcliError: it cannot be imported.
+    """
+    if name in own_method_names():
+        return Card(**_stated(name))
+    method = get_method(name)
+    return Card(**{field: getattr(method, field) for field in Card.__dataclass_fields__})
 
 
 def _stated(module: str) -> dict[str, Any]:
