@@ -7,7 +7,7 @@ from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
@@ -121,3 +121,17 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     with pytest.raises(KvcliError, match="10,000,000,000,000,000,000 tokens") as caught:
         memory.need(profile("full"), geometry, torch.float32, [10**19], 0, 1)
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
+
+
+def test_which_shipped_profiles_a_pipeline_over_slots_serves():
+    """What docs/troubleshooting.md says of `--pipeline overlapped`; StreamingLLM's sinks move by default."""
+
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+
+    def served(profile):
+        return memory.planned_method(profile, geometry, 4096, torch.float32).slot_rule is not None
+
+    profiles = [resolve_profile(profile=name) for name in profile_names()]
+    assert {each.method for each in profiles if served(each)} == {"freekv", "full"}
+    assert all(served(each) for each in profiles if each.method in ("freekv", "full"))
+    assert served(resolve_profile("streaming", overrides={"positions": "original"}))
