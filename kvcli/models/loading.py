@@ -92,7 +92,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
             )
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
-    config._attn_implementation = "eager"  # kvcli brings its own; another's package may not even be installed
+    if config._attn_implementation is not None:
+        config._attn_implementation = None  # kvcli brings its own; the package of this one may not be installed
     return config
 
 
