@@ -2,9 +2,7 @@
 
 import re
 from pathlib import Path
-from textwrap import dedent
 
-from kvcli.methods import quest
 from kvcli.methods.base import Method
 from kvcli.methods.card import Card
 
@@ -26,13 +24,12 @@ def test_the_two_commands_stand_as_continuous_integration_runs_them():
         assert command in script
 
 
-def test_the_method_to_fill_in_has_all_that_a_method_states():
+def test_the_method_of_the_guide_states_all_that_a_method_states():
     _, _, guide = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a method")
-    code, *_ = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    names = dict(vars(quest))  # the guide's advice is to copy that file
-    exec(dedent("   " + code.lstrip()), names)
-    method = names["Name"]
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], names)
+    method = names["Centre"]
     assert issubclass(method, Method)
     assert not method.__abstractmethods__
     assert vars(method).keys() >= Card.__dataclass_fields__.keys()
-    assert method.Config().threshold == 0.1
+    assert method.Config().sharpness == 1.0
