@@ -36,6 +36,7 @@ from kvcli.kernels.block_attention import attention_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.not_finite import check_finite
 from kvcli.runtime.sampling import Sampling, TeacherForcing
 
 TOP = 64
@@ -230,12 +231,16 @@ def measure(
     The continuation's tokens go in one by one, each a step, and are compared at all of them. `along` gives the method
     of some profiles an attention observer of their own. `advance` is called with the tokens that a layer has just done,
     those of the prompt once for all methods that read it exactly.
+
+    Raises:
+        KvcliError: NaN or infinity in the reference's logits.
     """
     prompt, continuation = passage.prompt, passage.continuation
     contexts = [engine.context(len(prompt), len(continuation), passage.question) for _ in (*profiles, "reference")]
     *methods, reference = map(engine.method, [*profiles, reference_profile()], contexts)
     engine.prefill(prompt, [*methods, reference], advance)
     expected = engine.extend(continuation, reference, keep=len(continuation))  # [n, vocab]
+    check_finite(engine, expected, prompt)
     probes = [FidelityProbe(reference, (along or {}).get(index)) for index in range(len(methods))]
     for method, probe in zip(methods, probes, strict=True):
         method.context.attention_observer = probe

@@ -7,10 +7,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import reference_profile
 from kvcli.runtime.engine import Engine
 
 _TOKENS = 256  # of the prompt's end, that are read again
+
+
+def check_finite(engine: Engine, logits: Tensor, ids: Sequence[int]) -> None:
+    """Check the logits [..., vocab] that follow the tokens of a prompt.
+
+    Raises:
+        KvcliError: a row holds NaN or nothing but infinity; the weight or layer it comes from is named.
+    """
+    if not bool(logits.max(-1).values.isfinite().all()):
+        what = f"NaN or infinity in the model's logits: {describe_origin(engine, ids)}"
+        raise KvcliError(what, "check the weights, or try --dtype float32")
 
 
 def describe_origin(engine: Engine, ids: Sequence[int]) -> str:

@@ -1,8 +1,11 @@
 import json
+import math
+import shutil
 
 import pytest
 from command import assert_refused
 from families import tiny_checkpoint
+from safetensors.torch import load_file, save_file
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 8
 SMALL = [f"--set={key}={value}" for key, value in (("budget", 48), ("sink", 8), ("window", 8), ("page_size", 8))]
@@ -106,3 +109,18 @@ def test_tensors_of_an_earlier_calibration_are_replaced(warm, folder):
         result = warm("calibrate", "pca", "fox.txt", *small, "-o", "axes.toml", cwd=folder)
         assert result.returncode == 0, result.stderr
         assert "axes.safetensors" in result.stderr
+
+
+@pytest.mark.parametrize("target", ["tau", "pca", "heads"])
+def test_weights_that_are_no_numbers_are_named(warm, folder, target):
+    shutil.copytree(folder / "model", folder / f"broken-{target}")
+    file = folder / f"broken-{target}" / "model.safetensors"
+    weights = load_file(file)
+    broken = next(name for name in weights if "layers.1" in name)
+    weights[broken][0] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    text = () if target == "heads" else ("fox.txt",)
+    options = (*text, "-q", "-m", f"broken-{target}", "--length", 60, "--steps", 5, "--samples", 1)
+    settings = SMALL if target == "tau" else ()
+    refused = warm("calibrate", target, *options, *settings, cwd=folder)
+    assert_refused(refused, 1, "NaN or infinity", broken)

@@ -18,6 +18,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.not_finite import check_finite
 from kvcli.runtime.retrieval_heads import HeadScores
 from kvcli.ui.summary import Table
 
@@ -31,7 +32,11 @@ class Heads(TensorFinder):
         self.scores: HeadScores | None = None
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """Let the method find its heads, once for all passages."""
+        """Let the method find its heads, once for all passages.
+
+        Raises:
+            KvcliError: NaN or infinity in the scores.
+        """
         if self.scores is None:
             overrides = self.profile.settings.model_dump() | {"heads": ""}
             method = engine.method(resolve_profile("razor", overrides=overrides), engine.context(passage.capacity, 0))
@@ -39,6 +44,7 @@ class Heads(TensorFinder):
             for layer, keep in method.keep.items():
                 self.kept[layer, : len(keep)] = keep
             self.scores = engine.prepared("head_scores")
+            check_finite(engine, self.scores.echo[[layer.index for layer in self.layers]], passage.prompt)
         advance(len(engine.layers) * passage.capacity)
 
     @override

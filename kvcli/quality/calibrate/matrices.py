@@ -22,6 +22,7 @@ from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import LayerGeometry
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.not_finite import check_finite
 from kvcli.runtime.prefill import PrefillConsumer
 from kvcli.store.calibration_file import tensor_name
 from kvcli.ui.summary import Table
@@ -39,8 +40,13 @@ class TensorFinder(PrefillConsumer, ABC):
         self.layers = [layer for layer in layers if layer.window is None]
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """Read a passage, all of it as one prompt."""
-        engine.prefill_into([*passage.prompt, *passage.continuation], self, advance)
+        """Read a passage, all of it as one prompt.
+
+        Raises:
+            KvcliError: NaN or infinity in the model's logits.
+        """
+        ids = [*passage.prompt, *passage.continuation]
+        check_finite(engine, engine.prefill_into(ids, self, advance), ids)
 
     @override
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
