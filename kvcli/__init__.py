@@ -14,11 +14,12 @@ from kvcli.errors import KvcliError
 
 if TYPE_CHECKING:
     from kvcli.api import Answer, LanguageModel, load
+    from kvcli.methods import register
 
-__all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load"]
+__all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "register"]
 __version__ = "0.1.0"
 
-_LAZY = {"Answer": "kvcli.api", "LanguageModel": "kvcli.api", "load": "kvcli.api"}
+_LAZY = {"Answer": "kvcli.api", "LanguageModel": "kvcli.api", "load": "kvcli.api", "register": "kvcli.methods"}
 
 
 def __getattr__(name: str) -> Any:

@@ -112,3 +112,15 @@ def test_importing_it_imports_neither_torch_nor_transformers():
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout.startswith("[] load")
+
+
+def test_a_method_made_here_can_be_used_by_its_name(model):
+    from kvcli.methods.quest import Quest
+
+    class QuestAgain(Quest):
+        """The same, by another name."""
+
+    assert kvcli.register(QuestAgain, "quest-again") is QuestAgain
+    answers = [model.generate(TEXT, **{**OPTIONS, "method": name}) for name in ("quest", "quest-again")]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].report.profile["method"] == "quest-again"
