@@ -1,0 +1,59 @@
+"""Runs of a method on a model in memory, without files and console."""
+
+from transformers import PreTrainedModel
+
+from kvcli.methods import get_method
+from kvcli.models.geometry import geometry_of
+from kvcli.models.loading import Model
+from kvcli.runtime.decode import BlockingStepper, decode
+from kvcli.runtime.engine import engine
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.timeline import Timeline
+
+SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
+
+
+class NoText:
+    """A tokenizer that spells nothing."""
+
+    eos_token_id = None
+
+    def decode(self, ids, **_):
+        return ""
+
+
+def in_memory(module: PreTrainedModel) -> Model:
+    """A transformers model as a loaded checkpoint."""
+    geometry = geometry_of(module.config, module.dtype)
+    return Model(module, NoText(), geometry, module.device, module.dtype, "tiny", "dummy")
+
+
+def run(
+    model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, eos=(), streams=None, step=None
+):
+    """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
+
+    With `streams` the steps run over slots, in these streams; `step` makes a stepper of another kind of the hook, the
+    rotary tables and the sequences.
+    """
+    sampling = sampling or Sampling(max_tokens=max_tokens)
+    sequences = []
+    with engine(in_memory(model), [len(ids) + max_tokens + SPARE for ids in prompts]) as ready:
+        for index, ids in enumerate(prompts):
+            context = ready.context(len(ids), max_tokens + SPARE)
+            method = get_method(name)(get_method(name).Config(**settings), ready.layers, context)
+            (logits,) = ready.prefill(ids, [method], chunk=chunk)
+            sequence = ready.sequence(method, sampling, index=index, source=str(index))
+            sequence.eos = eos
+            sequence.accept(logits)
+            sequences.append(sequence)
+        if step is not None:
+            stepper = step(ready.hook, ready.rope, sequences)
+        elif streams is not None:
+            stepper = SlotStepper(ready.hook, sequences, ready.rope, streams=streams)
+        else:
+            stepper = BlockingStepper(ready.hook, ready.rope)
+        for _ in decode(stepper, sequences, Timeline()):
+            pass
+    return sequences

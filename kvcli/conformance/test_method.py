@@ -1,0 +1,215 @@
+"""What every method must hold to, driven by the listing: a method is tested by being there."""
+
+import sys
+
+import pytest
+import torch
+
+import kvcli.kernels.block_attention as kernels
+from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, tiny_model
+from kvcli.conformance.runs import run
+from kvcli.inputs.profiles import profile_names, resolve_profile
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods import get_method, method_names, own_method_names
+from kvcli.methods.base import Method
+
+PROMPT, STEPS = 75, 40
+# Small enough that a context of 75 tokens outgrows it; each method takes the settings that it knows.
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "prefill_window": 20}
+SMALL |= {"chunk": 4, "rank": 12, "outliers": 2, "local": 1}
+AMPLE = {**SMALL, "budget": 4096}
+BUDGETED = [name for name in method_names() if "budget" in get_method(name).Config.model_fields]
+
+
+def settings(name, wanted):
+    fields = get_method(name).Config.model_fields
+    return {key: value for key, value in wanted.items() if key in fields}
+
+
+def prompt(seed, length=PROMPT):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens(model, name, wanted, prompts, steps=STEPS):
+    return [sequence.token_ids for sequence in run(model, name, settings(name, wanted), prompts, steps)]
+
+
+@pytest.fixture(scope="module", params=["llama", "llama_one_kv_head"])
+def llama(request):
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """A family's model, a prompt, and transformers' greedy continuation of it."""
+    model = tiny_model(request.param)
+    assert (model.config._attn_implementation == "eager") == (request.param in EAGER)
+    ids = prompt(1)
+    reference = model.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
+    return model, ids, reference[0, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_ample_budget_is_token_for_token_what_transformers_generates(family, name):
+    model, ids, reference = family
+    assert len(set(reference)) > STEPS / 3, "a reference that repeats itself tests little"
+    assert tokens(model, name, {**AMPLE, **get_method(name).exact}, [ids]) == [reference]
+
+
+def on_block_attention(monkeypatch, note):
+    """Show `note` which keys every call of the kernel that all attention goes through reads: bool [Hk, n]."""
+    block_attention = kernels.block_attention
+
+    def watched(q, k, v, softmax, mask=None, causal=False):
+        by_head = mask is not None and mask.dim() == 3
+        note(mask.any(1) if by_head else torch.ones(k.shape[:2], dtype=torch.bool))
+        return block_attention(q, k, v, softmax, mask, causal)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "block_attention", None) is block_attention:
+            monkeypatch.setattr(module, "block_attention", watched)
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_what_heads_did_adds_up_to_what_their_layer_did(llama, name):
+    (sequence,) = run(llama, name, settings(name, SMALL), [prompt(2)], STEPS)
+    for layer in sequence.counters.cache().layers:
+        for count in ("pages_requested", "misses", "heads_checked", "heads_corrected"):
+            by_head = [] if layer.by_head is None else getattr(layer.by_head, count)
+            assert sum(by_head) == getattr(layer, count)
+            assert len(by_head) in (0, llama.config.num_key_value_heads)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_small_budget_is_respected_and_used(llama, name, monkeypatch):
+    seen, attend = [], Method.attend  # keys attended to by each call of `attend`
+
+    def note(keys):
+        if seen:
+            seen[-1] += int(keys.sum(1).max())
+
+    def begun(*arguments):
+        seen.append(0)
+        return attend(*arguments)
+
+    on_block_attention(monkeypatch, note)
+    monkeypatch.setattr(Method, "attend", begun)
+    (sequence,) = run(llama, name, settings(name, SMALL), [prompt(2)], STEPS)
+    dense = sequence.method.config.leading_dense_layers
+    assert dense < LAYERS
+    by_layer = [seen[layer::LAYERS] for layer in range(LAYERS)]
+    assert [attended[-1] for attended in by_layer[:dense]] == [PROMPT + STEPS - 1] * dense
+    if sequence.method.budget_is_mean:
+        by_layer[dense:] = [[sum(step) / len(step) for step in zip(*by_layer[dense:], strict=True)]]
+    for attended in by_layer[dense:]:
+        for step, count in enumerate(attended):
+            assert count <= SMALL["budget"] + sequence.method.config.beside_budget(PROMPT, step + 1)
+        least = 0 if sequence.method.budget_is_bound else SMALL["budget"] - SMALL["page_size"]
+        assert min(attended) > least
+
+
+class Watch:
+    """Stands in for the methods' way in: keeps a layer's true KV, and holds every output against the mask told."""
+
+    def __init__(self, monkeypatch, with_true_kv):
+        self.kv, self.with_true_kv = {}, with_true_kv
+        self.pairs = self.left_out = 0  # of a KV head and a token: attended to in this call, left out in any
+        on_block_attention(monkeypatch, self.note_pairs)
+        self.prefill, self.attend, self.attend_window = Method.prefill, Method.attend, Method.attend_window
+        monkeypatch.setattr(Method, "prefill", lambda *given: self.prefilled(*given))
+        monkeypatch.setattr(Method, "attend", lambda *given: self.attended(*given))
+        monkeypatch.setattr(Method, "attend_window", lambda *given: self.windowed(*given))
+
+    def note_pairs(self, keys):
+        self.pairs += int(keys.sum())
+
+    def note(self, layer, k, v):
+        kv = torch.stack((k, v)).double()
+        self.kv[layer] = torch.cat((self.kv[layer], kv), 2) if layer in self.kv else kv  # [2, Hk, n, d]
+
+    def prefilled(self, method, layer, k, v, q, softmax):
+        self.note(layer, k, v)
+        return self.prefill(method, layer, k, v, q, softmax)
+
+    def windowed(self, method, layer, q, k, v, softmax):
+        self.note(layer, k, v)
+        return self.attend_window(method, layer, q, k, v, softmax)
+
+    def attended(self, method, layer, q, k, v, softmax):
+        self.note(layer, k[:, None], v[:, None])
+        self.pairs = 0
+        out = self.attend(method, layer, q, k, v, softmax)
+        mask, (k, v) = method.attended(layer), self.kv[layer]
+        assert mask.shape == k.shape[:2]
+        assert mask.dtype == torch.bool
+        assert mask[:, -1].all(), "the current token sees itself"
+        if self.with_true_kv:
+            assert mask.sum() == self.pairs
+            scores = torch.einsum("hgd,hnd->hgn", q.double().view(len(k), -1, HEAD_DIM), k) * softmax.scale
+            weights = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+            expected = torch.einsum("hgn,hnd->hgd", weights, v).view_as(out)
+            assert torch.allclose(out.double(), expected, rtol=1e-3, atol=1e-4)
+        self.left_out += int((~mask).sum())
+        return out
+
+
+def variants():
+    """Every method as it is, and with each of its switches turned."""
+    for name in method_names():
+        yield pytest.param(name, {}, id=name)
+        for key, field in get_method(name).Config.model_fields.items():
+            if isinstance(field.default, bool):
+                yield pytest.param(name, {key: not field.default}, id=f"{name}-{key}")
+
+
+@pytest.mark.parametrize(("name", "switch"), list(variants()))
+def test_attention_is_that_over_the_tokens_it_says_it_attended(llama, name, switch, monkeypatch):
+    true_kv = get_method(name).true_kv
+    watch = Watch(monkeypatch, true_kv is not None)
+    run(llama, name, {**settings(name, SMALL), **(true_kv or {}), **switch}, [prompt(8)], STEPS)
+    assert watch.left_out > 0 or name not in BUDGETED
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_same_input_same_tokens(llama, name):
+    assert tokens(llama, name, SMALL, [prompt(3)]) == tokens(llama, name, SMALL, [prompt(3)])
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_batch_of_different_lengths_is_the_runs_of_one(llama, name):
+    prompts = [prompt(4), prompt(5, 31), prompt(6, 90)]
+    assert tokens(llama, name, SMALL, prompts) == [tokens(llama, name, SMALL, [ids])[0] for ids in prompts]
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_prompt_of_one_token_and_growth_past_the_budget(llama, name):
+    (out,) = tokens(llama, name, SMALL, [[7]], steps=120)
+    assert len(out) == 120
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_fork_continues_like_the_original(llama, name):
+    sequences = run(llama, name, settings(name, SMALL), [prompt(7)], 2)
+    method = sequences[0].method
+    fork = method.fork(method.context.counters, "fork")
+    assert fork.footprint() == method.footprint()
+    last = LAYERS - 1
+    q = torch.randn(HEADS, HEAD_DIM)
+    k, v = torch.randn(2, llama.config.num_key_value_heads, HEAD_DIM)
+    softmax = Softmax(0.25)
+    first = method.attend(last, q, k, v, softmax)
+    assert torch.equal(first, fork.attend(last, q, k, v, softmax))
+    method.attend(last, q, 2 * k, v, softmax)
+    assert fork.caches[last].length == method.caches[last].length - 1
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_says_what_it_is_and_has_a_profile_of_its_name(name):
+    method = get_method(name)
+    assert method.title
+    assert method.paper
+    assert method.__doc__
+    assert name in profile_names() or name not in own_method_names()
+    assert resolve_profile(method=name).method == name
+    for key, field in method.Config.model_fields.items():
+        assert field.description, f"{name}.{key} has no description"
