@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def provenance(commit: str | None = None) -> dict[str, Any]:
-    """Hardware, versions and commit; `commit` is said where git cannot tell, and None where nobody knows."""
+    """Hardware, versions and commit; `commit` is said where git cannot tell, and None where it is not known."""
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:

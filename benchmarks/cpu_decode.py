@@ -16,34 +16,20 @@ ratio is taken within each repeat.
 
 import argparse
 import statistics
-import time
-from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from common import add_output, save, spread
+from random_weights import model_of
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
 
+from kvcli.bench.peers import TokenClock
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods import get_method
-from kvcli.methods.base import SequenceContext
-from kvcli.methods.config import MethodConfig
-from kvcli.methods.freekv import FreeKVConfig
-from kvcli.methods.full import FullConfig
-from kvcli.models.geometry import geometry_of
-from kvcli.models.rope import installed
-from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.compiled import CompiledStepper
-from kvcli.runtime.decode import BlockingStepper
-from kvcli.runtime.detokenizer import StreamingDetokenizer
-from kvcli.runtime.linear import onednn_linears
-from kvcli.runtime.sampling import Sampler, Sampling
-from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Tiers
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
 
 CONFIG = LlamaConfig(
     vocab_size=32_000,
@@ -54,46 +40,26 @@ CONFIG = LlamaConfig(
     num_key_value_heads=4,
     max_position_embeddings=131_072,
 )
-SETTINGS = FreeKVConfig(budget=1024, sink=128, window=128)
+FREEKV = resolve_profile("freekv", overrides={"budget": 1024, "sink": 128, "window": 128})
 
 
 class Run(NamedTuple):
     """What is timed beside transformers."""
 
-    method: str
-    settings: MethodConfig
+    profile: Profile
     steady: bool = False
     compiled: bool = False
 
 
 RUNS = {
-    "full": Run("full", FullConfig()),
-    "turning": Run("freekv", SETTINGS),
-    "turning, compiled": Run("freekv", SETTINGS, compiled=True),
-    "steady": Run("freekv", SETTINGS, steady=True),
-    "steady, compiled": Run("freekv", SETTINGS, steady=True, compiled=True),
+    "full": Run(resolve_profile("full")),
+    "turning": Run(FREEKV),
+    "turning, compiled": Run(FREEKV, compiled=True),
+    "steady": Run(FREEKV, steady=True),
+    "steady, compiled": Run(FREEKV, steady=True, compiled=True),
 }
 WARMUP = 2
 SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
-
-
-class Clock(BaseStreamer):
-    """Notes when each token of `generate` arrives."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002
-        """Take a token."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing more comes."""
-
-    def steps_ms(self) -> list[float]:
-        """Time between tokens; the first put is the prompt, the step after it fills caches."""
-        times = self.times[1 + WARMUP :]
-        return [1000 * (b - a) for a, b in pairwise(times)]
 
 
 def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -106,7 +72,7 @@ def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @torch.inference_mode()
 def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: int) -> list[float]:
     """Step times of `generate`, in milliseconds."""
-    cache, clock = DynamicCache(config=CONFIG), Clock()
+    cache, clock = DynamicCache(config=CONFIG), TokenClock()
     for layer, (k, v) in enumerate(kv):
         cache.update(k[None], v[None], layer)
     ids = torch.ones(1, context + 1, dtype=torch.long)
@@ -120,37 +86,23 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
         pad_token_id=0,
         streamer=clock,
     )
-    return clock.steps_ms()
+    # The first time is that of the prompt, the steps after it fill caches.
+    return [1000 * (later - earlier) for earlier, later in pairwise(clock.times[1 + WARMUP :])]
 
 
 @torch.inference_mode()
 def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
     """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
-    layers, total = geometry_of(CONFIG, torch.float32).layers, steps + WARMUP
-    with ExitStack() as ready:
-        hook, rope = ready.enter_context(attached(model)), ready.enter_context(installed(model, [context + total + 1]))
-        ready.enter_context(onednn_linears(model))
-        counters = Counters(len(layers))
-        tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
-        context_of = SequenceContext(context + total + 1, tiers, counters, Timeline(), rope.rotary(context + total + 1))
-        method = get_method(run.method)(run.settings, layers, context_of)
+    sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
+    with engine(model_of(model), [context + sampling.max_tokens]) as ready:
+        method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
         for layer, (k, v) in enumerate(kv):
             method.prefill(layer, k, v, k[:, :0], SOFTMAX)
-        sampler = Sampler(Sampling(), 0, torch.device("cpu"))
-        sequence = RunningSequence(
-            0, "made up", 0, context, method, counters, sampler, StreamingDetokenizer(None), (), total + 1, 0.0
-        )
-        sequence.token_ids.append(1)
-        stepper = (CompiledStepper if run.compiled else BlockingStepper)(model, hook, None)
-        ready.callback(stepper.finish)
-        times = []
-        for _ in range(total):
-            started = time.perf_counter()
-            counters.next_step()
-            token = sampler(stepper.step([sequence])[0][0])
-            sequence.token_ids.append(1 if run.steady else token)
-            times.append(1000 * (time.perf_counter() - started))
-    return times[WARMUP:], counters
+        sampler = (lambda _: 1) if run.steady else None
+        sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
+        for _ in ready.decode([sequence], pipeline="compiled" if run.compiled else "blocking"):
+            pass
+    return sequence.decode_ms[WARMUP:], sequence.counters
 
 
 def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> dict:
@@ -195,7 +147,7 @@ def main() -> None:
     growth = {name: last[f"{name}_ms"]["median"] / first[f"{name}_ms"]["median"] for name in RUNS if name != "full"}
     found = ", ".join(f"{ratio:.2f}x ({name})" for name, ratio in growth.items())
     print(f"freekv's step at {last['context']:,} tokens takes of that at {first['context']:,}: {found}")
-    settings = SETTINGS.model_dump()
+    settings = FREEKV.settings.model_dump()
     save(args.output, {"model": CONFIG.to_diff_dict(), "settings": settings, "rows": rows, "growth": growth})
 
 

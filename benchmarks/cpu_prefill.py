@@ -16,19 +16,11 @@ import time
 
 import torch
 from common import add_output, save, spread
-from cpu_decode import CONFIG, SETTINGS
+from cpu_decode import CONFIG, FREEKV
+from random_weights import model_of
 from transformers import LlamaForCausalLM
 
-from kvcli.methods.base import SequenceContext
-from kvcli.methods.freekv import FreeKV
-from kvcli.models.geometry import geometry_of
-from kvcli.models.rope import installed
-from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.linear import onednn_linears
-from kvcli.runtime.prefill import prefill
-from kvcli.store.cache import Tiers
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
+from kvcli.runtime.engine import engine
 
 WHO = ("transformers", "kvcli")
 
@@ -50,14 +42,8 @@ def measure(who: str, context: int) -> dict[str, float]:
     if who == "transformers":
         model(input_ids=ids[None], logits_to_keep=1, use_cache=True)
     else:
-        layers = geometry_of(CONFIG, torch.float32).layers
-        with attached(model) as hook, onednn_linears(model), installed(model, [context]) as rope:
-            tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
-            counters = Counters(len(layers))
-            method = FreeKV(
-                SETTINGS, layers, SequenceContext(context, tiers, counters, Timeline(), rope.rotary(context))
-            )
-            prefill(model, hook, ids.tolist(), method, layers, lambda _: None)
+        with engine(model_of(model), [context]) as ready:
+            ready.prefill(ids.tolist(), [ready.method(FREEKV, ready.context(context, 0))])
     return {"seconds": time.perf_counter() - started, "bytes": peak_bytes() - before}
 
 
@@ -93,7 +79,7 @@ def main() -> None:
             f"{seconds['max']:.2f}) and {memory['median']:.2f}x the memory of transformers",
             flush=True,
         )
-    save(args.output, {"model": CONFIG.to_diff_dict(), "settings": SETTINGS.model_dump(), "rows": rows})
+    save(args.output, {"model": CONFIG.to_diff_dict(), "settings": FREEKV.settings.model_dump(), "rows": rows})
 
 
 if __name__ == "__main__":

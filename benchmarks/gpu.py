@@ -39,7 +39,7 @@ from gpu_parts.tables import show
 from gpu_parts.targets import judged
 
 
-class Part(NamedTuple):
+class BenchmarkPart(NamedTuple):
     """A module of `gpu_parts` by its name, the seconds it may take, and what it finds out; what counts comes first."""
 
     name: str
@@ -48,20 +48,20 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("machine", 30, "the device"),
-    Part("kernels", 150, "every kernel against its reference"),
-    Part("rates", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
-    Part("agreement", 90, "the pipeline over slots against the blocking one"),
-    Part("speed", 60, "a decode step at a short context"),
-    Part("length", 75, "a decode step at a context 32 times as long"),
-    Part("batch", 90, "batches, and recall that is blocking and page by page"),
-    Part("peers", 75, "transformers' caches"),
-    Part("reading", 120, "prefill"),
-    Part("compiled", 90, "steps with the layers compiled"),
-    Part("phases", 45, "where the time of a step goes"),
-    Part("other", 45, "another architecture"),
-    Part("ablation", 60, "recall with its parts switched off"),
-    Part("static", 110, "transformers' static cache, compiled"),
+    BenchmarkPart("machine", 30, "the device"),
+    BenchmarkPart("kernels", 150, "every kernel against its reference"),
+    BenchmarkPart("rates", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
+    BenchmarkPart("agreement", 90, "the pipeline over slots against the blocking one"),
+    BenchmarkPart("speed", 60, "a decode step at a short context"),
+    BenchmarkPart("length", 75, "a decode step at a context 32 times as long"),
+    BenchmarkPart("batch", 90, "batches, and recall that is blocking and page by page"),
+    BenchmarkPart("peers", 75, "transformers' caches"),
+    BenchmarkPart("reading", 120, "prefill"),
+    BenchmarkPart("compiled", 90, "steps with the layers compiled"),
+    BenchmarkPart("phases", 45, "where the time of a step goes"),
+    BenchmarkPart("other", 45, "another architecture"),
+    BenchmarkPart("ablation", 60, "recall with its parts switched off"),
+    BenchmarkPart("static", 110, "transformers' static cache, compiled"),
 )
 SECONDS = 510.0  # for everything but imports
 ROUNDS_END = 0.8  # of a part's limit: rounds that are still to come then are left out
@@ -110,7 +110,7 @@ def measured(output: Path | None, setting: Setting, origin: dict[str, Any]) -> d
     return before["parts"] if same else {}
 
 
-def run(part: Part, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:
+def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:
     """Run one part in its own process: its rows, how it ended, and how long it took."""
     if limit <= 0:
         return {"state": "not run", "error": "no time was left", "rows": []}

@@ -32,11 +32,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import add_output, save, spread
+from random_weights import model_of
 from transformers import LlamaConfig
 
 from kvcli.capacity import memory
@@ -45,10 +47,9 @@ from kvcli.capacity.planning.plan import plan
 from kvcli.capacity.roofline import measure_rates
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import random_model
-from kvcli.models.geometry import geometry_of
-from kvcli.models.loading import Model
-from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sequence import RunningSequence
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
 HALF, WARMUP = 36, 4  # steps on either side of the plan, and how many of each do not count
@@ -98,7 +99,7 @@ def planned(shape: str, method: str, context: int, batch: int) -> dict[str, floa
         "kv": found.need.kv.device + found.need.kv.host,
         "workspace": found.need.workspace,
         "step_ms": 1000 * found.times.step,
-        "floor_ms": 1000 * found.times.floor,
+        "floor_ms": 1000 * found.times.roofline,
         "prefill_ms": 1000 * found.times.prefill,
     }
 
@@ -117,28 +118,31 @@ def run(shape: str, method: str, context: int, batch: int, fill: bool) -> dict[s
 def _run(
     config: LlamaConfig, method: str, context: int, batch: int, fill: bool, between: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
-    profile, geometry = resolve_profile(method), geometry_of(config, DTYPE)
+    profile = resolve_profile(method)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is not taken for free
     before = _status("VmRSS")
-    module = random_model(config, DTYPE, CPU).requires_grad_(False).train(False)
-    model = Model(module, None, geometry, CPU, DTYPE, "made up", "dummy")  # type: ignore[arg-type]
+    model = model_of(random_model(config, DTYPE, CPU).requires_grad_(False).train(False))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     generator = torch.Generator().manual_seed(0)
-    with engine(model, [context + STEPS]) as ready, torch.inference_mode():
-        started, rows = time.perf_counter(), []
-        for _ in range(batch):
+    # Tokens are drawn: the likeliest ones of random weights soon repeat themselves, and then nothing is recalled.
+    sampling = Sampling(max_tokens=STEPS, temperature=1.0, ignore_eos=True)
+    with engine(model, [context + STEPS]) as ready:
+        started, sequences = time.perf_counter(), []
+        for index in range(batch):
             ids = torch.randint(config.vocab_size, (context,), generator=generator).tolist()
             with _filled() if fill else nullcontext():
                 made = ready.method(profile, ready.context(context, STEPS))
-            (logits,) = ready.read(ids, [made])
-            rows.append(_Row(made, context, int(logits.argmax())))
+            (logits,) = ready.prefill(ids, [made])
+            sequences.append(ready.sequence(made, sampling, index=index, sample=index))
+            sequences[-1].accept(logits)
         prefill = time.perf_counter() - started
-        times = _decode(ready, rows)
+        steps = ready.decode(sequences)
+        times = _steps(steps, sequences[0])
         taken = _status("VmHWM") - before
         said = between()
-        times += _decode(ready, rows)
-    was = {"bytes": taken, "step_ms": 1000 * statistics.median(times), "prefill_ms": 1000 * prefill}
+        times += _steps(steps, sequences[0])
+    was = {"bytes": taken, "step_ms": statistics.median(times), "prefill_ms": 1000 * prefill}
     return {"planned": said, "taken": was}
 
 
@@ -152,32 +156,12 @@ def _filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _decode(ready: Engine, rows: list[_Row]) -> list[float]:
-    """Decode half of the steps: seconds of those that count.
-
-    Tokens are drawn: the best ones of random weights soon repeat themselves, and what a step wants is then there.
-    """
-    sampler, times = Sampler(Sampling(temperature=1.0), 0, CPU), []
-    for _ in range(HALF):
-        started = time.perf_counter()
-        for row in rows:
-            row.method.context.counters.next_step()
-        for row, logits in zip(rows, ready.step(rows), strict=True):
-            row.token_ids.append(sampler(logits))
-        times.append(time.perf_counter() - started)
-    return times[WARMUP:]
-
-
-class _Row:
-    """What a step reads of a sequence."""
-
-    def __init__(self, method: Any, prompt: int, token: int):
-        self.method, self.prompt, self.token_ids = method, prompt, [token]
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache."""
-        return self.prompt + len(self.token_ids) - 1
+def _steps(steps: Iterator[object], sequence: RunningSequence) -> list[float]:
+    """Run half of the steps of a decode loop: milliseconds of those that count."""
+    done = len(sequence.decode_ms)
+    for _ in islice(steps, HALF):
+        pass
+    return sequence.decode_ms[done + WARMUP :]
 
 
 def _status(field: str) -> int:

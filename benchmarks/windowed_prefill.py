@@ -18,19 +18,11 @@ from typing import Any
 import torch
 from common import add_output, save, spread
 from cpu_decode import CONFIG as DECODE_CONFIG
+from random_weights import model_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcli.inputs.profiles import Profile, resolve_profile
-from kvcli.methods import get_method
-from kvcli.methods.base import SequenceContext
-from kvcli.models.geometry import geometry_of
-from kvcli.models.rope import installed
-from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.linear import onednn_linears
-from kvcli.runtime.windowed import read_prompt
-from kvcli.store.cache import Tiers
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
+from kvcli.runtime.engine import engine
 
 CONFIG = LlamaConfig(**DECODE_CONFIG.to_diff_dict() | {"num_hidden_layers": 2})
 
@@ -38,14 +30,11 @@ CONFIG = LlamaConfig(**DECODE_CONFIG.to_diff_dict() | {"num_hidden_layers": 2})
 @torch.inference_mode()
 def seconds(model: LlamaForCausalLM, profile: Profile, context: int) -> float:
     """Read a prompt of `context` tokens once."""
-    layers = geometry_of(CONFIG, torch.float32).layers
     ids = torch.randint(0, CONFIG.vocab_size, (context,), generator=torch.Generator().manual_seed(context)).tolist()
-    with attached(model) as hook, onednn_linears(model), installed(model, [context]) as rope:
-        tiers, counters = Tiers.for_device(torch.device("cpu"), torch.float32), Counters(len(layers))
-        of_sequence = SequenceContext(context, tiers, counters, Timeline(), rope.rotary(context))
-        method = get_method(profile.method)(profile.settings, layers, of_sequence)
+    with engine(model_of(model), [context]) as ready:
+        method = ready.method(profile, ready.context(context, 0))
         started = time.perf_counter()
-        read_prompt(model, hook, ids, [method], layers, lambda _: None)
+        ready.prefill(ids, [method])
         return time.perf_counter() - started
 
 

@@ -42,7 +42,7 @@ class Seen:
     tokens_to_mean: float
 
 
-class Watched(ActQKV):
+class WatchedActQKV(ActQKV):
     """ActQKV that correlates both probes with the oracle, window after window."""
 
     def __init__(self, config: Any, layers: Any, context: SequenceContext, least: int):
@@ -52,12 +52,12 @@ class Watched(ActQKV):
         self.seen: list[tuple[str, int, Seen]] = []
 
     def take_preview(self, layer: int, q: Tensor) -> None:
-        """See `Method.take_preview`."""
+        """Keep the question's queries, too."""
         super().take_preview(layer, q)
         self.asked[layer] = self.retrieval[layer].unrotate(q, 1)
 
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
-        """See `InfLLM.window_scores`."""
+        """Compare the probes of a window before its scores are used."""
         scores = super().window_scores(layer, cache, queries)
         self._compare("window", layer, queries, self.moments[layer], cache.block_keys)
         return scores
@@ -111,8 +111,8 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     profile = resolve_profile(method="actqkv", overrides={"page_size": args.block, "window": args.local})
     layers, found = subject.model.geometry.layers, defaultdict(list)
     for document in subject.documents(args.tasks, args.rows):
-        method = Watched(profile.settings, layers, subject.context(document), args.least_blocks)
-        subject.engine.read(document.ids, [method])
+        method = WatchedActQKV(profile.settings, layers, subject.context(document), args.least_blocks)
+        subject.engine.prefill(document.ids, [method])
         method.compare_questions()
         for what, layer, one in method.seen:
             for where in (str(layer), "all"):

@@ -37,7 +37,7 @@ POOLING = "max_s"
 See = Callable[[int, Tensor, Tensor, Softmax], None]
 
 
-class Watched(Full):
+class WatchedFull(Full):
     """Full attention that shows the query [H, d] and the keys [Hk, n, d] of every decode step."""
 
     see: See
@@ -109,7 +109,7 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     recalls = Recalls(args.group, args.pages, args.top, args.budgets)
     answered = []
     for document in subject.documents(args.tasks, args.rows):
-        method = Watched(Full.Config(), subject.model.geometry.layers, subject.context(document))
+        method = WatchedFull(Full.Config(), subject.model.geometry.layers, subject.context(document))
         method.see = recalls.see
         answered.append(subject.answer(document, method, subject.read(document, [method])))
     loads = {f"fier g={args.group}": (1 + 32 / args.group) / 16} | {f"quest L={page}": 2 / page for page in args.pages}

@@ -27,6 +27,7 @@ from claims.subject import MAX_TOKENS, Document, Subject, table
 from kvcli.inputs.variants import Variant, variants
 from kvcli.methods.base import AnyMethod
 from kvcli.quality.tasks import phrases, recall
+from kvcli.runtime.sampling import Sampling
 
 TASK = "niah_multikey"
 FACT = re.compile(r"access code of (\w+) is (\d{9})")
@@ -160,12 +161,17 @@ def answers(
         )
         for each in compared
     ]
-    logits = subject.engine.read(document.ids, methods)
+    logits = subject.engine.prefill(document.ids, methods)
     for each in compared:
         method = methods.pop(0)
         answered = subject.first_answer(document, method, logits.pop(0))
         # An answer that was cut off ends here; one that ended did so with the same token, which has no KV yet.
-        asked = subject.running(method, answered.length, SecondTurn(turn), 1 + len(turn) + MAX_TOKENS)
-        asked.token_ids.append(subject.model.tokenizer.eos_token_id)
+        sampling = Sampling(max_tokens=1 + len(turn) + MAX_TOKENS)
+        end = subject.model.tokenizer.eos_token_id
+        asked = subject.engine.sequence(method, sampling, sampler=SecondTurn(turn), first_token=end)
+        asked.prompt_tokens = answered.length  # of the conversation so far
         subject.run(asked)
-        yield each.label, (recall(answered.stream.text, document.row.outputs), recall(asked.stream.text, [value]))
+        yield (
+            each.label,
+            (recall(answered.detokenizer.text, document.row.outputs), recall(asked.detokenizer.text, [value])),
+        )

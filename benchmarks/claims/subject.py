@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,10 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.quality.tasks import TASKS, Row, make_row, recall
-from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.prefill import PrefillConsumer, prefill
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.prefill import PrefillConsumer, PrefillFanout
+from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.runtime.windowed import PrefillFanout
 
 NEEDLES = ["niah_single", "niah_multikey", "niah_multiquery"]
 MAX_TOKENS = 80
@@ -87,39 +85,18 @@ class Subject:
 
     def read(self, document: Document, methods: Sequence[PrefillConsumer]) -> Tensor:
         """Read a document once, by exact prefill, into all methods; returns the logits [vocab] of the first token."""
-        ready = self.engine
-        return prefill(
-            ready.model.module, ready.hook, document.ids, PrefillFanout(methods), ready.layers, lambda _: None
-        )
+        return self.engine.prefill_into(document.ids, PrefillFanout(methods))
 
     def answer(self, document: Document, method: AnyMethod, logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""
-        return recall(self.first_answer(document, method, logits).stream.text, document.row.outputs)
+        return recall(self.first_answer(document, method, logits).detokenizer.text, document.row.outputs)
 
     def first_answer(self, document: Document, method: AnyMethod, logits: Tensor) -> RunningSequence:
         """Let a method that has read the document answer greedily, as long as there is room."""
-        prompt, sampler = len(document.ids), Sampler(Sampling(), 0, self.model.device)
-        sequence = self.running(method, prompt, sampler, min(MAX_TOKENS, method.context.capacity - prompt))
+        room = method.context.capacity - len(document.ids)
+        sequence = self.engine.sequence(method, Sampling(max_tokens=min(MAX_TOKENS, room)))
         sequence.accept(logits)
         return self.run(sequence)
-
-    def running(
-        self, method: AnyMethod, tokens: int, sampler: Callable[[Tensor], int], max_tokens: int
-    ) -> RunningSequence:
-        """A sequence of which the method has read so many tokens."""
-        return RunningSequence(
-            index=0,
-            source="row",
-            sample=0,
-            prompt_tokens=tokens,
-            method=method,
-            counters=method.context.counters,
-            sampler=sampler,
-            stream=StreamingDetokenizer(self.model.tokenizer),
-            eos=self.engine.eos,
-            max_tokens=max_tokens,
-            prefill_ms=0.0,
-        )
 
     def run(self, sequence: RunningSequence) -> RunningSequence:
         """Decode a sequence to its end."""

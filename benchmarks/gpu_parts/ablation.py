@@ -11,17 +11,17 @@ from typing import Any
 from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import USUAL, Case, compared
+from gpu_parts.steps import USUAL, StepCase, compared
 from kvcli.methods.freekv import FreeKV
 
 OTHERS: dict[str, dict[str, Any]] = {"copies, all else on": {"recall": "copy"}, "nhd pages": {"host_layout": "nhd"}}
 
 
-def cases(context: int) -> list[Case]:
+def cases(context: int) -> list[StepCase]:
     """Name the method with all its parts, and without some of them."""
     switched = {"all parts": {}, **FreeKV.ablation, **OTHERS}
     return [
-        Case.freekv(name, context, corrected=1.0 if settings.get("tau") == 1.0 else USUAL, **settings)
+        StepCase.freekv(name, context, corrected=1.0 if settings.get("tau") == 1.0 else USUAL, **settings)
         for name, settings in switched.items()
     ]
 

@@ -2,14 +2,16 @@
 
 First attention alone, layer by layer, with the same made-up queries, keys and values for both, so that nothing but the
 pipeline can differ: captured in a CUDA graph, launched kernel by kernel, and with every stream made late at random.
-Then whole texts, in fp32, whose tokens and counts have to be the same.
+The two sum the scores of pages in different orders, so a selection may differ where two scores are equal but for
+rounding; such near-ties are counted, and left out of the comparison of outputs and transfers. Then whole texts, in
+fp32, whose tokens and counts have to be the same.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +21,23 @@ from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
 from kvcli.bench.sources import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels.page_scores import page_scores_ref
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import ModelSpec, load_model
-from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine, Pipeline, engine
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams, Streams
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Tiers
-from kvcli.telemetry.counters import Counters
-from kvcli.telemetry.timeline import Timeline
+from kvcli.telemetry.counters import Count, Counters
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS
 KEPT = 0.9  # of a query from one step to the next: the cosines of the heads then lie on both sides of tau
+NEAR = 1e-5  # difference of two scores, relative to the best one, that rounding can cause
+MOVED = (Count.MISSES, Count.BYTES_TO_DEVICE, Count.BYTES_EXPOSED)  # counts that a near-tie changes
 LATE = 200_000  # clock cycles that a stream is late at most
 Variant = tuple[str, torch.dtype, dict[str, Any]]
 ABLATED: list[Variant] = [
@@ -77,10 +79,8 @@ class Bench:
         """Make the method objects, with the same prompts every time."""
         draw, made = self.drawing(1), []
         for length in self.lengths:
-            tiers = Tiers.for_device(self.device, self.dtype)
-            known = SequenceContext(
-                length + self.steps + 1, tiers, Counters(4), Timeline(), [None] * 4, prompt_tokens=length
-            )
+            room, layers = length + self.steps + 1, len(self.layers)
+            known = SequenceContext.of(layers, self.device, self.dtype, room, prompt_tokens=length)
             method = FreeKV(self.config, self.layers, known)
             for layer in self.layers:
                 k, v = draw(2, layer.num_kv_heads, length, layer.head_dim)
@@ -110,8 +110,9 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
     """Run both pipelines over the same steps."""
     bench = Bench(setting, dtype, settings)
     blocking, over_slots = bench.methods(), bench.methods()
-    slots = Slots(bench, over_slots, how)
-    differing, error = 0, 0.0
+    slots = SlotRun(bench, over_slots, how)
+    differing, ties, error = 0, 0, 0.0
+    before: set[Head] = set()  # heads whose pages differed after the last step
     for step in bench.tokens():
         for method in (*blocking, *over_slots):
             method.context.counters.next_step()
@@ -120,15 +121,18 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
                          for row, method in enumerate(blocking)])
             for layer, (q, k, v) in enumerate(step)
         ]  # fmt: skip
-        for found, reference in zip(slots.step(step), expected, strict=True):
-            far = (found[:, 0].double() - reference.double()).norm() / reference.double().norm()
-            error = max(error, float(far))
-        differing += sum(_differing(*pair) for pair in zip(blocking, over_slots, strict=True))
+        outs = slots.step(step)
+        apart = {head: pages for row in range(len(blocking)) for head, pages in _apart(row, blocking, over_slots)}
+        for head, pages in apart.items():
+            near = near_tie(blocking[head.row], head, step[head.layer][0][head.row, :, 0], pages, bench.softmax)
+            ties, differing = ties + near * len(pages), differing + (not near) * len(pages)
+        for layer, (found, reference) in enumerate(zip(outs, expected, strict=True)):
+            excused = [head for head in before | set(apart) if head.layer == layer]
+            error = max(error, _relative_rms(found[:, 0], reference, excused, bench.layers[layer]))
+        before = set(apart)
     slots.pipeline.count()
-    counted = all(
-        one.context.counters.counts == other.context.counters.counts
-        for one, other in zip(blocking, over_slots, strict=True)
-    )
+    pairs = zip(blocking, over_slots, strict=True)
+    counted = all(same_counts(one.context.counters, other.context.counters, ties) for one, other in pairs)
     correction = blocking[0].context.counters.correction()
     return {
         "variant": "attention",
@@ -139,13 +143,14 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
         "steps": bench.steps,
         "corrected": correction.heads_corrected / max(1, correction.heads_checked),
         "differing_pages": differing,
+        "near_ties": ties,
         "same_counts": counted,
         "error": error,
         "agrees": differing == 0 and counted and error <= TOLERANCE[dtype],
     }
 
 
-class Slots:
+class SlotRun:
     """The pipeline over slots, with tensors that stay where they are, so that its step can be captured."""
 
     def __init__(self, bench: Bench, methods: Sequence[FreeKV], how: str):
@@ -185,14 +190,54 @@ def lanes_for(device: torch.device, how: str) -> Streams:
     )
 
 
-def _differing(blocking: FreeKV, over_slots: FreeKV) -> int:
-    """Count pages of KV heads that one holds and the other does not."""
-    count = 0
-    for layer, cache in blocking.retrieval.items():
+class Head(NamedTuple):
+    """A KV head of a layer of a sequence."""
+
+    row: int
+    layer: int
+    head: int
+
+
+def _apart(row: int, blocking: Sequence[FreeKV], over_slots: Sequence[FreeKV]) -> Iterator[tuple[Head, set[int]]]:
+    """Yield the KV heads of a sequence that hold other pages in one pipeline than in the other, with those pages."""
+    for layer, cache in blocking[row].retrieval.items():
         if cache.active:
-            pairs = zip(cache.resident.tolist(), over_slots.retrieval[layer].resident.tolist(), strict=True)
-            count += sum(len(set(one) ^ set(other)) for one, other in pairs)
-    return count
+            pairs = zip(cache.resident.tolist(), over_slots[row].retrieval[layer].resident.tolist(), strict=True)
+            for index, (one, other) in enumerate(pairs):
+                if pages := set(one) ^ set(other):
+                    yield Head(row, layer, index), pages
+
+
+def near_tie(method: FreeKV, head: Head, q: Tensor, pages: set[int], softmax: Softmax) -> bool:
+    """Tell whether all `pages` have the score of the last selected page but for rounding; q [H, d] of the step."""
+    cache, config = method.retrieval[head.layer], method.config
+    summary = cache.summaries.of(cache.candidates).double()
+    scale = softmax.scale if config.score_scale else 1.0
+    scores = page_scores_ref(q.double(), summary, scale, config.pooling)[head.head]  # [n]
+    last = scores.topk(cache.budget.selected).values[-1]
+    found = scores[[page - cache.candidates.start for page in sorted(pages)]]
+    return bool(((found - last).abs() <= NEAR * scores.abs().max()).all())
+
+
+def same_counts(one: Counters, other: Counters, ties: int) -> bool:
+    """Compare all counts; after near-ties the misses may differ by two for each of their pages, and bytes at all."""
+    if not ties:
+        return bool(one.counts == other.counts)
+    kept = [count for count in Count if count not in MOVED]
+    pairs = [
+        (a, b) for x, y in zip(one.counts, other.counts, strict=True) for a, b in zip(x, y, strict=True)
+    ]  # of a layer at a step
+    misses = sum(abs(a[Count.MISSES] - b[Count.MISSES]) for a, b in pairs)
+    return misses <= 2 * ties and all(a[count] == b[count] for a, b in pairs for count in kept)
+
+
+def _relative_rms(found: Tensor, reference: Tensor, excused: Sequence[Head], layer: LayerGeometry) -> float:
+    """Give the error of outputs [b, H, d] without those of the KV heads that are excused."""
+    found, reference, group = found.double(), reference.double(), layer.num_heads // layer.num_kv_heads
+    for head in excused:
+        queries = slice(head.head * group, (head.head + 1) * group)
+        found[head.row, queries] = reference[head.row, queries]
+    return float((found - reference).norm() / reference.norm())
 
 
 def texts(setting: Setting) -> Row:
@@ -222,12 +267,10 @@ def _decoded(
     same = {"budget": setting.budget, "sink": setting.sink, "window": setting.sink, "page_size": setting.page}
     profile, sequences = resolve_profile("freekv", None, same), []
     for row, length in enumerate(lengths):
-        known = ready.context(length, steps)
-        method = ready.method(profile, known)
+        method = ready.method(profile, ready.context(length, steps))
         ids = seeded_tokens(length, ready.model.geometry.vocab_size, row)
-        (logits,) = ready.read(ids, [method])
-        stream, sampler = StreamingDetokenizer(ready.model.tokenizer), Sampler(Sampling(), row, setting.device)
-        sequence = RunningSequence(row, "seeded", 0, length, method, known.counters, sampler, stream, (), steps, 0.0)
+        (logits,) = ready.prefill(ids, [method])
+        sequence = ready.sequence(method, Sampling(max_tokens=steps, ignore_eos=True), index=row, sample=row)
         sequence.accept(logits)
         sequences.append(sequence)
     for _ in ready.decode(sequences, pipeline=pipeline):

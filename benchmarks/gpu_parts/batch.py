@@ -9,7 +9,7 @@ from typing import Any
 from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, compared
+from gpu_parts.steps import StepCase, compared
 
 FEW = 2
 """Rounds of what takes seconds a step, and hundreds of times as long as what it is held against."""
@@ -20,11 +20,11 @@ PAGE_BY_PAGE: dict[str, Any] = {"recall": "copy", "double_buffer": False}
 def run(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row for each case; `corrected` 1 is retrieval of all heads before attention: blocking."""
     context, few = setting.short, setting.few
-    several = [Case.freekv("batch 1", context), Case.freekv("batch many", context, setting.many)]
+    several = [StepCase.freekv("batch 1", context), StepCase.freekv("batch many", context, setting.many)]
     blocking = [
-        Case.freekv("overlapped", context, few),
-        Case.freekv("page by page, hnd", context, few, 1.0, **PAGE_BY_PAGE),
-        Case.freekv("page by page, nhd", context, few, 1.0, **PAGE_BY_PAGE, host_layout="nhd"),
+        StepCase.freekv("overlapped", context, few),
+        StepCase.freekv("page by page, hnd", context, few, 1.0, **PAGE_BY_PAGE),
+        StepCase.freekv("page by page, nhd", context, few, 1.0, **PAGE_BY_PAGE, host_layout="nhd"),
     ]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, several, found)

@@ -9,7 +9,7 @@ from typing import Any
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, compared
+from gpu_parts.steps import StepCase, compared
 
 
 def run(setting: Setting, found: Any) -> Iterator[Row]:
@@ -17,7 +17,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:
     if setting.device.type != "cuda":
         raise NotHere("what a compiler makes for a CPU says nothing of a GPU")
     context = setting.short
-    plain = [Case("streaming", "streaming", context), Case.freekv("freekv", context)]
+    plain = [StepCase("streaming", "streaming", context), StepCase.freekv("freekv", context)]
     fused = [replace(case, name=f"{case.name}, compiled", compiled=True) for case in plain]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, plain + fused, found)

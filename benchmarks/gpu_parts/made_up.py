@@ -17,11 +17,9 @@ from gpu_parts.setting import Setting
 from kvcli.bench.sources import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model, ModelSpec, load_model
-from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Tiers
 
@@ -36,7 +34,7 @@ class SharedHost(Tiers):
     asked: list[int] = field(default_factory=list)
 
     def on_host_async(self, *shape: int) -> Future[Tensor]:
-        """See `Tiers.on_host_async`; more than there is at once is memory of its own."""
+        """Give a view of the pool; what is larger than the pool gets memory of its own."""
         assert self.pool is not None
         size = math.prod(shape)
         if size > len(self.pool):
@@ -63,7 +61,7 @@ class Workshop:
         self.noise = RandomKV(0, setting.device, setting.dtype)
         tiers = Tiers.for_device(setting.device, setting.dtype)
         pool = pinned(setting, setting.pool // setting.dtype.itemsize)
-        self.tiers = SharedHost(tiers.device, tiers.host, tiers.dtype, tiers.pinned, tiers.staging, pool)
+        self.tiers = SharedHost(**vars(tiers), pool=pool)
 
     def profile(self, method: str, **changed: Any) -> Profile:
         """Give a method's profile with the budget of the targets, and `changed`."""
@@ -81,7 +79,7 @@ class Workshop:
     def sequences(self, profile: Profile, context: int, batch: int = 1) -> list[RunningSequence]:
         """Make a batch whose caches hold `context` made-up tokens each."""
         self.engine.rope.cover(context + self.setting.spare)
-        made = []
+        made, sampling = [], Sampling(max_tokens=self.setting.spare, ignore_eos=True)
         for row in range(batch):
             known = self.engine.context(context, self.setting.spare)
             known.tiers = self.tiers
@@ -89,24 +87,8 @@ class Workshop:
             for layer in self.engine.layers:
                 k, v = self.noise.kv(layer, context)
                 method.prefill(layer.index, k, v, k[:, :0], Softmax(layer.head_dim**-0.5))
-            made.append(self._sequence(row, method, context))
+            made.append(self.engine.sequence(method, sampling, index=row, sample=row, first_token=1))
         return made
-
-    def _sequence(self, row: int, method: AnyMethod, context: int) -> RunningSequence:
-        return RunningSequence(
-            index=row,
-            source="made up",
-            sample=0,
-            prompt_tokens=context,
-            method=method,
-            counters=method.context.counters,
-            sampler=Sampler(Sampling(), row, self.setting.device),
-            stream=StreamingDetokenizer(self.engine.model.tokenizer),
-            eos=(),
-            max_tokens=self.setting.spare,
-            prefill_ms=0.0,
-            token_ids=[1],
-        )
 
 
 @contextmanager

@@ -8,16 +8,16 @@ from typing import Any
 from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, compared
+from gpu_parts.steps import StepCase, compared
 
 
 def run(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row for each case, timed in turn."""
     context = setting.short
     cases = [
-        Case("streaming", "streaming", context),
-        *(Case.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
-        Case.freekv("freekv 30%, middle", setting.middle, corrected=0.3),
+        StepCase("streaming", "streaming", context),
+        *(StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
+        StepCase.freekv("freekv 30%, middle", setting.middle, corrected=0.3),
     ]
     with workshop(setting, setting.other_shape, [context, setting.middle]) as place:
         for row in compared(place, setting, cases, found):

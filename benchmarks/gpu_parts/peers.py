@@ -18,9 +18,9 @@ from gpu_parts.clock import milliseconds
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, compared
+from gpu_parts.steps import StepCase, compared
 from kvcli.bench.peers import Transformers
-from kvcli.bench.sources import Load, Noise
+from kvcli.bench.sources import Load, RandomKV
 from kvcli.telemetry.timeline import Timeline
 
 
@@ -28,9 +28,9 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield kvcli's rows, then the peers'."""
     context = setting.middle
     cases = [
-        Case("streaming", "streaming", context),
-        Case("full", "full", context),
-        *(Case.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
+        StepCase("streaming", "streaming", context),
+        StepCase("full", "full", context),
+        *(StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
     ]
     with workshop(setting, setting.shape, [context]) as place:
         model, noise = place.engine.model, place.noise
@@ -51,7 +51,7 @@ def static(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
         raise NotHere("generate compiles nothing on a CPU")
     model = dummy_model(setting, setting.shape)
     load = Load(setting.middle, batch=1, warmup=8, steps=16)
-    yield _timed(Static(model, Noise(0, setting.device, setting.dtype)), load)
+    yield _timed(Static(model, RandomKV(0, setting.device, setting.dtype)), load)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, Running
+from gpu_parts.steps import Running, StepCase
 from kvcli.bench.graph_trace import parts_of, products_of, traced
 from kvcli.capacity.roofline import PHASES
 
@@ -25,8 +25,8 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     if setting.device.type != "cuda":
         raise NotHere("there are no kernels to trace on a CPU")
     context = setting.short
-    cases = [Case("streaming", "streaming", context)]
-    cases += [Case.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.3, 1.0)]
+    cases = [StepCase("streaming", "streaming", context)]
+    cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.3, 1.0)]
     with workshop(setting, setting.shape, [context]) as place:
         for case in cases:
             one = Running(case, place)

@@ -31,7 +31,7 @@ DRAWN = 1 << 26  # numbers drawn at once
 PIECES = 8  # of host pools
 
 
-class Recall(NamedTuple):
+class GatherLoad(NamedTuple):
     """Lists of misses, one a layer, of pages that lie anywhere in the pool."""
 
     host: HostPages
@@ -139,7 +139,7 @@ def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> 
         )
 
 
-def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Recall:
+def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> GatherLoad:
     """Lay pages over the pool, and draw which of them each of several layers misses."""
     slots = SlotLayout(
         setting.page, setting.sink // setting.page, (setting.budget - 2 * setting.sink) // setting.page, 1
@@ -162,7 +162,7 @@ def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -
     kv = torch.empty(1, 2, HEADS, slots.total * setting.page, D, dtype=setting.dtype, device=setting.device)
     lengths = torch.tensor([slots.total * setting.page], dtype=torch.int32, device=setting.device)
     resident = torch.full((1, HEADS, slots.selected), -1, dtype=torch.int32, device=setting.device)
-    return Recall(host, PagedKV(kv[:, 0], kv[:, 1], lengths, slots, resident), misses)
+    return GatherLoad(host, PagedKV(kv[:, 0], kv[:, 1], lengths, slots, resident), misses)
 
 
 def shown(row: Row) -> Row:

@@ -42,7 +42,7 @@ def by_kvcli(model: Model, ids: list[int]) -> object:
     """Read as `generate` does, into freekv."""
     with engine(model, [len(ids) + 1]) as ready:
         method = ready.method(resolve_profile("freekv"), ready.context(len(ids), 1))
-        return method, ready.read(ids, [method])
+        return method, ready.prefill(ids, [method])
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from typing import Any
 from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
-from gpu_parts.steps import Case, compared
+from gpu_parts.steps import StepCase, compared
 
 CORRECTED = (0.0, 0.1, 0.3, 1.0)
 
@@ -16,7 +16,7 @@ CORRECTED = (0.0, 0.1, 0.3, 1.0)
 def run(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row for each case, timed in turn."""
     context = setting.short
-    cases = [Case("streaming", "streaming", context), Case("full", "full", context)]
-    cases += [Case.freekv(f"freekv {part:.0%}", context, corrected=part) for part in CORRECTED]
+    cases = [StepCase("streaming", "streaming", context), StepCase("full", "full", context)]
+    cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in CORRECTED]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, cases, found)

@@ -28,7 +28,7 @@ MOVED_AT_BEST = ("projections", "attention", "mlp", "score")
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """What decodes: a method, its settings where they are not the usual ones, and what is forced on it."""
 
     name: str
@@ -40,7 +40,7 @@ class Case:
     compiled: bool = False
 
     @classmethod
-    def freekv(cls, name: str, context: int, batch: int = 1, corrected: float = USUAL, **settings: Any) -> Case:
+    def freekv(cls, name: str, context: int, batch: int = 1, corrected: float = USUAL, **settings: Any) -> StepCase:
         """Speculative retrieval with forced rates."""
         return cls(name, "freekv", context, batch, corrected, settings)
 
@@ -48,13 +48,13 @@ class Case:
 class Running:
     """A case while it is measured."""
 
-    def __init__(self, case: Case, place: Workshop):
+    def __init__(self, case: StepCase, place: Workshop):
         self.case = case
         self.sequences = place.sequences(place.profile(case.method, **case.settings), case.context, case.batch)
         self.bytes_at_best = bytes_at_best(place, self.sequences)
         self.notices: list[str] = []
         rates = None if case.corrected is None else DecisionRates(case.corrected, TURNOVER)
-        parts = place.engine.model.module, place.engine.hook, self.sequences, place.engine.rope
+        parts = place.engine.hook, self.sequences, place.engine.rope
         self.stepper = SlotStepper(*parts, self.notices.append, compiled=case.compiled, rates=rates)
 
     @property
@@ -93,7 +93,7 @@ def bytes_at_best(place: Workshop, sequences: Sequence[RunningSequence]) -> int:
 
 
 def compared(
-    place: Workshop, setting: Setting, cases: Sequence[Case], found: Any, repeats: int | None = None
+    place: Workshop, setting: Setting, cases: Sequence[StepCase], found: Any, repeats: int | None = None
 ) -> Iterator[Row]:
     """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
 

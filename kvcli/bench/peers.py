@@ -1,7 +1,7 @@
-"""transformers' own caches under its own `generate`, on the weights that kvcli runs on.
+"""transformers' own caches under its own `generate`, on the same weights.
 
-Their KV is made up in every case: full attention takes as long whatever the values are. kvpress is no peer here: its
-releases (0.5.5) need transformers below 5.3, and one environment has one transformers.
+Their KV is always random, because the time of full attention does not depend on its values. kvpress is not among the
+peers: its releases (0.5.5) need transformers below 5.3, which cannot be installed beside the version that kvcli needs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
 
 from kvcli.bench.candidates import TimedRun
 from kvcli.bench.sources import Load, RandomKV
@@ -26,18 +27,18 @@ from kvcli.telemetry.timeline import Timeline
 _RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"
 
 
-class Clock(BaseStreamer):
-    """Notes when the tokens of a step arrive; they are on the host by then."""
+class TokenClock(BaseStreamer):
+    """Records when the tokens of each step arrive on the host: `times` in seconds, the first one that of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002
-        """Take the tokens of a step, or the prompt at the beginning."""
+    @override
+    def put(self, value: torch.Tensor) -> None:
         self.times.append(perf_counter())
 
-    def end(self) -> None:
-        """Nothing more comes."""
+    @override
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Transformers:
 
     @property
     def label(self) -> str:
-        """See `Candidate.label`."""
+        """The name of the cache."""
         return _OFFLOADED if self.offloading else _RESIDENT
 
     @torch.inference_mode()
     def run(self, load: Load, timeline: Timeline) -> TimedRun:  # noqa: ARG002
-        """See `Candidate.run`; its step is not taken apart."""
-        clock, cache = Clock(), self.cache(load)
+        """Decode once; the phases of the step are not timed."""
+        clock, cache = TokenClock(), self.cache(load)
         for layer in self.model.geometry.layers:
             k, v = self.noise.kv(layer, load.context)
             cache.update(*(x[None].expand(load.batch, -1, -1, -1) for x in (k, v)), layer.index)
@@ -79,24 +80,27 @@ class Transformers:
         return TimedRun(steps[len(steps) - load.steps :])
 
     def cache(self, load: Load) -> Cache:  # noqa: ARG002
-        """Make the empty cache."""
+        """Make an empty cache."""
         return DynamicCache(config=self.model.module.config, offloading=self.offloading)
 
     def attention(self) -> AbstractContextManager[None]:
-        """Choose the kernels of attention.
+        """Choose the kernels of attention: all but cuDNN, which torch prefers on some GPUs.
 
-        Without cuDNN, which torch prefers on some GPUs: it plans every length anew, tens of milliseconds a step.
+        cuDNN plans every length anew, which takes tens of milliseconds a step.
         """
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def peer_profiles(device: torch.device) -> dict[str, Profile]:
-    """Those that run on a device, by label: a profile that needs as much memory. The offloaded cache needs CUDA."""
+    """List the caches that run on a device: by label a profile that needs as much memory.
+
+    The offloaded cache needs CUDA.
+    """
     resident = {_RESIDENT: resolve_profile("full")}
     return resident | {_OFFLOADED: resolve_profile("offload")} if device.type == "cuda" else resident
 
 
 def left_out(device: torch.device) -> list[str]:
-    """Peers that cannot run here, with the reason."""
+    """List the peers that cannot run here, each with the reason."""
     offloaded = [] if device.type == "cuda" else [f"{_OFFLOADED}: it needs CUDA"]
     return [*offloaded, "kvpress: its releases need transformers below 5.3"]

@@ -14,10 +14,13 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from gpu_parts import ablation, clock, targets  # noqa: E402
+from gpu_parts import ablation, agreement, clock, targets  # noqa: E402
 from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
+from gpu_parts.setting import smoke  # noqa: E402
 from gpu_parts.tables import target_line  # noqa: E402
+
+from kvcli.telemetry.counters import Count, Counters  # noqa: E402
 
 
 def rows(*found, then=lambda: None):
@@ -177,7 +180,7 @@ def test_turns_are_taken_in_every_round():
 def test_shared_host_memory_begins_elsewhere_every_time():
     pool = torch.arange(5 * 4096.0)
     cpu = torch.device("cpu")
-    tiers = SharedHost(cpu, cpu, torch.float32, None, pool)
+    tiers = SharedHost(cpu, cpu, torch.float32, pool=pool)
     starts = [int(tiers.on_host(3, 1000).flatten()[0]) for _ in range(4)]
     assert starts == [0, 4096, 8192, 12288]
     assert tiers.on_host(2, 5 * 4096).shape == (2, 5 * 4096)  # more than there is: its own
@@ -204,3 +207,37 @@ def test_smoke(tmp_path):
     more = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine", "-o", output]
     subprocess.run(more, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert json.loads(output.read_text())["parts"]["rates"] == found["parts"]["rates"]
+
+
+def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
+    bench = agreement.Bench(smoke(), torch.float32, {"tau": 1.0})
+    bench.lengths = [400]
+    method, layer = bench.methods()[0], 1
+    cache = method.retrieval[layer]
+    q = next(bench.tokens())[layer][0][0, :, 0]
+    start, selected = cache.candidates.start, cache.budget.selected
+    scale = bench.softmax.scale if method.config.score_scale else 1.0
+    scores = agreement.page_scores_ref(q, cache.summaries.of(cache.candidates), scale, method.config.pooling)[0]
+    order = scores.argsort(descending=True).tolist()
+    last, next_one = (order[selected - 1] + start, order[selected] + start)
+    head = agreement.Head(0, layer, 0)
+    assert not agreement.near_tie(method, head, q, {last, next_one}, bench.softmax)
+    bounds = cache.summaries.bounds
+    bounds[0, next_one] = bounds[0, last] * (1 + 1e-7)
+    assert agreement.near_tie(method, head, q, {last, next_one}, bench.softmax)
+    assert not agreement.near_tie(method, head, q, {last, order[0] + start}, bench.softmax)
+
+
+def test_after_near_ties_only_transfers_may_differ():
+    def counters(misses, corrected):
+        made = Counters(1)
+        made.next_step()
+        made.add(0, Count.MISSES, misses)
+        made.add(0, Count.HEADS_CORRECTED, corrected)
+        return made
+
+    assert agreement.same_counts(counters(3, 1), counters(3, 1), 0)
+    assert not agreement.same_counts(counters(3, 1), counters(4, 1), 0)
+    assert agreement.same_counts(counters(3, 1), counters(5, 1), 1)
+    assert not agreement.same_counts(counters(3, 1), counters(6, 1), 1)
+    assert not agreement.same_counts(counters(3, 1), counters(3, 2), 1)
