@@ -1,0 +1,56 @@
+"""Print the tables of `benchmarks/README.md` from the files in `benchmarks/results/`.
+
+python benchmarks/tables.py
+"""
+
+import json
+from typing import Any
+
+from common import RESULTS
+
+
+def ratio(spread: dict[str, float]) -> str:
+    """Write a ratio with its spread."""
+    return f"{spread['median']:.2f}x ({spread['min']:.2f} to {spread['max']:.2f})"
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Read the rows of a results file."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table in Markdown."""
+    print(f"\n{title}\n")
+    for cells in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Print all tables."""
+    runs = ["full", "turning", "turning, compiled", "steady", "steady, compiled"]
+    decode = [[f"{row['context']:,}", *(ratio(row[f"{run}_speedup"]) for run in runs)] for row in rows_of("cpu_decode")]
+    table("Decode step (`cpu_decode.json`): times faster than transformers", ["context", *runs], decode)
+    prefill = [
+        [f"{row['context']:,}", ratio(row["seconds_ratio"]), ratio(row["bytes_ratio"])]
+        for row in rows_of("cpu_prefill")
+    ]
+    table("Exact prefill (`cpu_prefill.json`): kvcli over transformers", ["context", "time", "memory"], prefill)
+    windowed = [
+        [row["method"], f"{row['from']:,} to {row['to']:,}", ratio(row["growth"])]
+        for row in rows_of("windowed_prefill")
+    ]
+    table("Growth of prefill (`windowed_prefill.json`)", ["method", "tokens", "time"], windowed)
+    linear = [[str(row["rows"]), ratio(row["speedup"])] for row in rows_of("cpu_linear")]
+    table("Linear layer through oneDNN (`cpu_linear.json`)", ["rows", "speedup over torch"], linear)
+    plan = [
+        [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
+        + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
+        for row in rows_of("plan_check")
+    ]
+    table("Plan over reality (`plan_check.json`)", ["run", "memory", "step"], plan)
+
+
+if __name__ == "__main__":
+    main()
