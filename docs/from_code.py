@@ -25,7 +25,7 @@ import typer.main
 from kvcli import __version__
 from kvcli.cli.app import app
 from kvcli.cli.methods import describe, markdown_table
-from kvcli.methods import method_names
+from kvcli.methods import own_method_names
 from kvcli.methods.card import Card, read_card
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def main() -> None:
 def generated() -> dict[Path, str]:
     """Every file that holds generated text, with all that it should hold."""
     commands = list(read_commands())
-    cards = {name: read_card(name) for name in method_names()}
+    cards = {name: read_card(name) for name in own_method_names()}
     readme, methods, results = ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "results.md"
     speed = speed_table()
     return {

@@ -1,9 +1,15 @@
 """What the README and CONTRIBUTING say of the code, held against the code."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
-from kvcli.methods.base import Method
+import pytest
+
 from kvcli.methods.card import Card
 
 ROOT = Path(__file__).parents[1]
@@ -24,12 +30,43 @@ def test_the_two_commands_stand_as_continuous_integration_runs_them():
         assert command in script
 
 
+@pytest.fixture
+def guide(tmp_path):
+    """The method of CONTRIBUTING in a package of its own, installed beside kvcli as the guide says; its directory."""
+    _, _, text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a method")
+    package, metadata = tmp_path / "your_package", tmp_path / "your_package-1.0.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").touch()
+    (package / "centre.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    points = tomllib.loads(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])["project"]["entry-points"]
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in points["kvcli.methods"].items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[kvcli.methods]", *lines]))
+    return tmp_path
+
+
+def test_a_method_of_another_package_is_added_by_the_guide_alone(guide):
+    def kvcli(*arguments):
+        command = [sys.executable, "-m", "kvcli", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(guide)}
+        return subprocess.run(
+            command, cwd=guide, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+
+    assert "pages by the centre of their keys" in kvcli("methods").stdout
+    assert "sharpness" in kvcli("methods", "centre").stdout
+    document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
+    (guide / "document.txt").write_text(document)
+    budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
+    (sequence,) = json.loads(kvcli("generate", "document.txt", "--method", "centre", *budget).stdout)["sequences"]
+    assert sequence["cache"]["pages_requested"] > 0
+
+
 def test_the_method_of_the_guide_states_all_that_a_method_states():
     _, _, guide = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a method")
     names = {}
     exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], names)
     method = names["Centre"]
-    assert issubclass(method, Method)
     assert not method.__abstractmethods__
     assert vars(method).keys() >= Card.__dataclass_fields__.keys()
-    assert method.Config().sharpness == 1.0
