@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.block_scores import cosine_scores, density
 from kvcli.methods._activation import Moments, activation_probe, merge_moments, moments_of
@@ -98,18 +99,21 @@ class ActQKV(InfLLM):
         self.cutoff = CutOff(list(self.retrieval), config.pages.selected, config.least, config.slots)
 
     @property
+    @override
     def preview(self) -> Sequence[int]:
-        """See `Method.preview`: the question, if there is one and it matters."""
+        """The question, if there is one and it matters."""
         return self.context.question if self.config.question_weight else ()
 
+    @override
     def take_preview(self, layer: int, q: Tensor) -> None:
-        """See `Method.take_preview`: make the question's probe."""
+        """Make the question's probe."""
         if layer in self.retrieval:
             queries = self.retrieval[layer].unrotate(q, 1)
             self.question[layer] = _probe(queries, moments_of(_by_token(queries)))
 
+    @override
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
-        """See `InfLLM.window_scores`; the window joins the moments before it is judged by them."""
+        """The window joins the moments before it is judged by them."""
         moments = moments_of(_by_token(queries))
         if layer in self.moments:
             moments = merge_moments(self.moments[layer], moments)
@@ -119,12 +123,12 @@ class ActQKV(InfLLM):
             scores = scores + self.config.question_weight * cosine_scores(self.question[layer], cache.block_keys)
         return scores
 
-    def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:  # noqa: ARG002
-        """See `InfLLM.step_scores`."""
+    @override
+    def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:
         return cosine_scores(query, cache.block_keys)
 
+    @override
     def allot(self, layer: int, scores: Tensor) -> int:
-        """See `InfLLM.allot`."""
         entropy = float(density(scores))
         self.usage[layer].decode.add_entropy(entropy)
         return self.cutoff.allot(layer, entropy, len(scores))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.store.pages import PageBudget
@@ -70,8 +71,8 @@ class PagedConfig(MethodConfig):
     dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
 
     @property
+    @override
     def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
         return self.dense_layers
 
     @property
@@ -100,8 +101,8 @@ class TokenConfig(MethodConfig):
     dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
 
     @property
+    @override
     def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
         return self.dense_layers
 
     @property

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.softmax import Softmax
@@ -37,8 +38,8 @@ class FIERConfig(TokenConfig):
     offload: bool = setting(False, "keep the KV in host memory and recall the selected tokens")
 
     @property
+    @override
     def indexed_together(self) -> int:
-        """See `TokenConfig.indexed_together`."""
         return self.group
 
 

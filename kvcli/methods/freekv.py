@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
@@ -88,8 +89,8 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
         return OffloadedPageCache(*shape, pages, self.context.tiers, layout=self.config.host_layout)
 
     @property
+    @override
     def slot_rule(self) -> SlotRule:
-        """See `Method.slot_rule`."""
         c = self.config
         pooling = (c.pooling, c.correction_pooling, c.score_scale)
         return SlotRule(self.correct_below, *pooling, c.recall, c.double_buffer)
@@ -116,8 +117,9 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
         self.previous_query[layer] = q.clone()
         return out
 
+    @override
     def attended(self, layer: int) -> Tensor:
-        """See `Method.attended`: heads that were not corrected read what the step before had selected."""
+        """Heads that were not corrected read what the step before had selected."""
         if layer not in self.reads:
             return super().attended(layer)
         corrected, selected, before = self.reads[layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
@@ -32,18 +33,19 @@ class Full(Method[FullConfig, DenseCache]):
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
 
     @property
+    @override
     def slot_rule(self) -> SlotRule:
-        """See `Method.slot_rule`."""
         return SlotRule()
 
+    @override
     def retrieve_window(
         self,
-        layer: int,  # noqa: ARG002
+        layer: int,
         cache: DenseCache,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         softmax: Softmax,
     ) -> Tensor:
-        """See `Method.retrieve_window`: attend to everything."""
+        """Attend to everything."""
         return cache.attend_window(q, k, v, softmax)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.skew import prompt_skew, strongest_columns
@@ -76,8 +77,8 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         return OffloadedTokenCache(heads, d, capacity, self.config.tokens, index, tiers)
 
     @property
+    @override
     def query_rows(self) -> int:
-        """See `Method.query_rows`."""
         return self.config.rows
 
     def take_prompt(self, layer: int, cache: Cache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:

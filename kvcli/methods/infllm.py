@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.softmax import Softmax
@@ -80,8 +81,8 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         return BlockCache(layer, context.capacity, layout, context.rotary[layer.index], context.tiers)
 
     @property
+    @override
     def prefill_window(self) -> int:
-        """See `Method.prefill_window`."""
         return self.config.prefill_window
 
     def retrieve_window(
@@ -120,8 +121,9 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         """Say how many blocks a generated token may have in this layer."""
         return self.config.pages.selected
 
+    @override
     def statistics(self) -> dict[str, Any]:
-        """See `Method.statistics`: what was retrieved."""
+        """What was retrieved."""
         return summarise(self.usage)
 
     def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: BlockStats) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
@@ -61,6 +62,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
 
+    @override
     def footprint(self) -> Footprint:
-        """See `Method.footprint`: host memory, and room for two layers."""
+        """Host memory, and room for two layers."""
         return super().footprint() + self.prefetcher.footprint()

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.snapkv import SnapKV, SnapKVConfig
@@ -43,8 +45,9 @@ class PyramidKV(SnapKV):
         self.steps = {index: step for step, index in enumerate(cut)}  # layer -> steps down from the first
         super().__init__(config, layers, context)
 
+    @override
     def layer_budget(self, layer: int, prompt: int) -> int:
-        """See `SnapKV.layer_budget`: a linear fall, rounded down."""
+        """A linear fall, rounded down."""
         budget, window = self.config.budget, self.config.window
         last, step = len(self.steps) - 1, self.steps[layer]
         if prompt <= budget or last == 0:

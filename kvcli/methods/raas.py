@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
@@ -37,8 +38,9 @@ class RaaSConfig(PagedConfig):
     threshold: float = setting(1e-4, "a page is used where its score is larger than this part of all", ge=0, le=1)
     pooling: Literal["mean_s", "max_s"] = setting("max_s", "how page scores are pooled over the group of a KV head")
 
-    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
-        """See `MethodConfig.beside_budget`: what of a long prompt and the newest pages the budget does not hold."""
+    @override
+    def beside_budget(self, prompt: int, generated: int) -> int:
+        """What of a long prompt and the newest pages the budget does not hold."""
         pages = self.pages
         return max(0, (pages.count(prompt) + pages.window) * pages.size - self.budget)
 

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
@@ -48,8 +49,8 @@ class RazorConfig(MethodConfig):
     dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
 
     @property
+    @override
     def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
         return self.dense_layers
 
     @model_validator(mode="after")
@@ -78,8 +79,9 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
         super().__init__(config, layers, context)
 
     @classmethod
+    @override
     def needs(cls, config: RazorConfig) -> Sequence[str]:
-        """See `Method.needs`: without a file, how well every head retrieves."""
+        """Without a file, how well every head retrieves."""
         return () if config.heads else ("head_scores",)
 
     def new_cache(self, layer: LayerGeometry) -> HeadSplitCache:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
@@ -66,8 +67,8 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         return PrunedCache(heads, d, capacity, capacity, context.tiers, offload=self.config.offload)
 
     @property
+    @override
     def query_rows(self) -> int:
-        """See `Method.query_rows`."""
         return self.config.rows
 
     def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
@@ -53,12 +54,13 @@ class ShadowKVConfig(MethodConfig):
     svd_refresh: int = setting(0, "factorise anew after so many generated tokens, with plus; 0: never", "tokens", ge=0)
 
     @property
+    @override
     def leading_dense_layers(self) -> int:
-        """See `MethodConfig.leading_dense_layers`."""
         return self.dense_layers
 
-    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
-        """See `MethodConfig.beside_budget`: outliers, local chunks, the partly filled one, and what is generated."""
+    @override
+    def beside_budget(self, prompt: int, generated: int) -> int:
+        """Outliers, local chunks, the partly filled one, and what is generated."""
         return (self.outliers + self.local + 1) * self.chunk - 1 + (0 if self.plus else generated)
 
     @property

@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, model_validator
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.last_rows import last_rows_by_kv_head
@@ -43,8 +44,9 @@ class SnapKVConfig(MethodConfig):
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
     kernel: Odd = setting(7, "neighbours that share the highest vote, odd", "tokens")
 
-    def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
-        """See `MethodConfig.beside_budget`: what is generated."""
+    @override
+    def beside_budget(self, prompt: int, generated: int) -> int:
+        """What is generated."""
         return generated
 
     @model_validator(mode="after")
@@ -80,8 +82,8 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
         return PrunedCache(layer.num_kv_heads, layer.head_dim, rows, capacity, self.context.tiers)
 
     @property
+    @override
     def query_rows(self) -> int:
-        """See `Method.query_rows`."""
         return self.config.window
 
     def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
@@ -57,8 +58,9 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         return SlidingCache(layer.num_kv_heads, layer.head_dim, window, self.context.tiers, self.config.sink)
 
     @property
+    @override
     def slot_rule(self) -> SlotRule | None:
-        """See `Method.slot_rule`; sinks that move are not in it."""
+        """Sinks that move are not in it."""
         return SlotRule() if self.config.positions == "original" else None
 
     def retrieve(self, layer: int, cache: SlidingCache, q: Tensor, softmax: Softmax) -> Tensor:

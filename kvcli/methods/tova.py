@@ -11,6 +11,7 @@ heads hold the same tokens. The budget includes the current token, at whose arri
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
@@ -43,8 +44,8 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
         return EvictingCache(layer.num_kv_heads, layer.head_dim, rows, 0, self.context.tiers)
 
     @property
+    @override
     def query_rows(self) -> int:
-        """See `Method.query_rows`."""
         return 1
 
     def take_prompt(self, layer: int, cache: EvictingCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
