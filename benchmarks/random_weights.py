@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from kvcli.capacity.planning.probe import NoText
+from kvcli.capacity.planning.probe import WordlessTokenizer
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import Model
 
@@ -10,4 +10,4 @@ from kvcli.models.loading import Model
 def model_of(module: PreTrainedModel) -> Model:
     """Give kvcli a model without a tokenizer; its tokens have no text."""
     geometry = geometry_of(module.config, module.dtype)
-    return Model(module, NoText(), geometry, module.device, module.dtype, "made up", "dummy")  # type: ignore[arg-type]
+    return Model(module, WordlessTokenizer(), geometry, module.device, module.dtype, "made up", "dummy")  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def probe(
     sampling = Sampling(max_tokens=WARMUP + STEPS + 1, ignore_eos=True)
     capacity = length + sampling.max_tokens
     module = random_model(config, dtype, device).requires_grad_(False).train(False)
-    model = Model(module, NoText(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
+    model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
     with engine(model, [capacity, PROMPT]) as ready:
         clock = _Clock(device)
         clock.begin()
@@ -206,7 +206,7 @@ def _clocked(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
             hook.remove()
 
 
-class NoText:
+class WordlessTokenizer:
     """A tokenizer that spells nothing."""
 
     eos_token_id = None
