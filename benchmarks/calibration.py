@@ -18,7 +18,7 @@ from common import add_output, save
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.calibrate.outcome import Calibration
-from kvcli.quality.calibrate.plan import Plan
+from kvcli.quality.calibrate.plan import CalibrationPlan
 from kvcli.quality.calibrate.run import calibrate
 from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.quality.calibrate.targets import SWEEPS
@@ -31,7 +31,7 @@ PROFILES = {
 HELD_OUT_SEED = 1000
 
 
-def held_out(sweep: Sweep, plan: Plan, found: Calibration, length: int) -> dict[str, Any]:
+def held_out(sweep: Sweep, plan: CalibrationPlan, found: Calibration, length: int) -> dict[str, Any]:
     """The chosen value and the one that its promise counts from, on other passages of `length` tokens."""
     assert found.choice.point is not None
     chosen, last = found.choice.point.settings, found.points[-1].settings
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
     for target in options.targets.split(","):
-        plan = Plan(
+        plan = CalibrationPlan(
             ModelSpec(),
             PROFILES[target],
             length=options.length,

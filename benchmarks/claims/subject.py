@@ -14,7 +14,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model, ModelSpec, load_model
-from kvcli.quality.tasks import TASKS, Row, make_row, recall
+from kvcli.quality.tasks import TASKS, TaskRow, make_row, recall
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import PrefillConsumer, PrefillFanout
 from kvcli.runtime.sampling import Sampling
@@ -29,7 +29,7 @@ FRAME = 8  # tokens that the chat template may add
 class Document:
     """A held-out row and the tokens of its prompt."""
 
-    row: Row
+    row: TaskRow
     ids: list[int]
     question: list[int]
 
@@ -85,7 +85,7 @@ class Subject:
 
     def read(self, document: Document, methods: Sequence[PrefillConsumer]) -> Tensor:
         """Read a document once, by exact prefill, into all methods; returns the logits [vocab] of the first token."""
-        return self.engine.prefill_into(document.ids, PrefillFanout(methods))
+        return self.engine.prefill_into(document.ids, PrefillFanout(methods), capacity=self.length + MAX_TOKENS)
 
     def answer(self, document: Document, method: AnyMethod, logits: Tensor) -> float:
         """Let a method that has read the document answer greedily; returns RULER's recall, 0..1."""

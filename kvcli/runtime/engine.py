@@ -152,10 +152,17 @@ class Engine:
         ]
 
     def prefill_into(
-        self, ids: Sequence[int], consumer: PrefillConsumer, advance: Callable[[int], None] = lambda _: None
+        self,
+        ids: Sequence[int],
+        consumer: PrefillConsumer,
+        advance: Callable[[int], None] = lambda _: None,
+        capacity: int | None = None,
     ) -> Tensor:
-        """Read a prompt exactly for a consumer that is no method; its length must be a capacity of the engine."""
-        self.rope.use([len(ids)])
+        """Read a prompt exactly for a consumer that is no method -> logits [vocab] of the next token.
+
+        `capacity`, by default the prompt's length, must be one of the engine's.
+        """
+        self.rope.use([capacity or len(ids)])
         return prefill(self.hook, ids, consumer, self.layers, advance)
 
     def extend(self, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> Tensor:
