@@ -227,7 +227,7 @@ def _obstacle(request: GenerationRequest, checkpoint: Checkpoint, traced: bool) 
             return f"method {request.profile.method!r} listens between the layers"
         return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
     if method.slot_rule is None:
-        return f"profile {request.profile.name!r} with these settings is served by the blocking pipeline alone"
+        return f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
     return None
 
 

@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 SCHEMA_VERSION = 1
 
 
@@ -175,6 +173,8 @@ class Report:
 
 def percentile(values: list[float], q: float) -> float | None:
     """Percentile `q` in [0, 100] with linear interpolation between ranks; None for no values."""
+    import numpy as np
+
     return float(np.percentile(values, q)) if values else None
 
 

@@ -89,7 +89,7 @@ def test_a_config_file_that_is_none(tmp_path):
     with pytest.raises(KvcliError, match="not valid JSON"):
         load_model(dummy(file))
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": -8}))
-    with pytest.raises(KvcliError, match="hidden size") as caught:
+    with pytest.raises(KvcliError, match="hidden_size -8: should be greater") as caught:
         load_model(dummy(file))
     assert caught.value.exit_code == ExitCode.RUNTIME
 
