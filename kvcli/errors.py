@@ -25,3 +25,8 @@ class KvcliError(Exception):
         self.what = what
         self.hint = hint
         self.exit_code = exit_code
+
+
+def usage_error(what: str, hint: str = "") -> KvcliError:
+    """Make the error of a bad input, exit code 2."""
+    return KvcliError(what, hint, ExitCode.USAGE)

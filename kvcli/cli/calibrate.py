@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, each, flag, number, option, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.options import Panel, assignments, each, number, positive_count, whole
+from kvcli.cli.output import OutputWriter, check_outputs, progress
 from kvcli.cli.reads import files_read
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
-    from kvcli.quality.calibrate.matrices import TensorCalibration, TensorTarget
+    from kvcli.quality.calibrate.matrices import TensorCalibration
     from kvcli.quality.calibrate.outcome import Calibration
-    from kvcli.quality.calibrate.sweep import Sweep
 
-_TEXT = "Text"
+_TEXT, _METHOD = Panel("Text"), Panel("Method")
 
 
 def calibrate(
@@ -36,80 +35,39 @@ def calibrate(
         list[str] | None,
         typer.Argument(metavar="[FILE]...", help="Text to find it on; built-in text without.", show_default=False),
     ] = None,
-    length: Annotated[
-        int, option("--length", panel=_TEXT, env=False, parser=positive_count, metavar="TOKENS", help="Of a prompt.")
-    ] = 4096,
+    length: Annotated[int, _TEXT.option("--length", "TOKENS", "Of a prompt.", positive_count)] = 4096,
     steps: Annotated[
-        int,
-        option(
-            "--steps",
-            panel=_TEXT,
-            env=False,
-            parser=positive_count,
-            metavar="N",
-            help="Tokens that follow a prompt and are compared one by one.",
-        ),
+        int, _TEXT.option("--steps", "N", "Tokens that follow a prompt and are compared one by one.", positive_count)
     ] = 64,
-    samples: Annotated[
-        int,
-        option("--samples", panel=_TEXT, env=False, parser=positive_count, metavar="N", help="Passages, at most."),
-    ] = 16,
-    seed: Annotated[
-        int, option("--seed", panel=_TEXT, parser=whole, metavar="N", help="Same seed, same built-in text.")
-    ] = 0,
+    samples: Annotated[int, _TEXT.option("--samples", "N", "Passages, at most.", positive_count)] = 16,
+    seed: Annotated[int, _TEXT.option("--seed", "N", "Same seed, same built-in text.", whole, env=True)] = 0,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
-    method: Annotated[
-        str | None,
-        option(
-            "--method", panel=options.METHOD, env=False, metavar="NAME", help="Method; by default the target's own."
-        ),
-    ] = None,
+    method: Annotated[str | None, _METHOD.option("--method", "NAME", "Method; by default the target's own.")] = None,
     profile: Annotated[
-        str | None,
-        option(
-            "--profile",
-            panel=options.METHOD,
-            env=False,
-            metavar="NAME|FILE.toml",
-            help="Settings that are not calibrated.",
-        ),
+        str | None, _METHOD.option("--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option("--set", panel=options.METHOD, env=False, metavar="KEY=VALUE", help="One of them; repeatable."),
-    ] = None,
+    settings: Annotated[list[str] | None, _METHOD.option("--set", "KEY=VALUE", "One of them; repeatable.")] = None,
     values: Annotated[
         list[str] | None,
-        option(
+        _METHOD.option(
             "--values",
-            panel=options.METHOD,
-            env=False,
-            metavar="KEY=A,B,...",
-            help="Values to try for a setting instead of the target's own; repeatable, all combinations.",
+            "KEY=A,B,...",
+            "Values to try for a setting instead of the target's own; repeatable, all combinations.",
         ),
     ] = None,
     max_loss: Annotated[
         float,
-        option(
-            "--max-loss",
-            panel=options.METHOD,
-            env=False,
-            parser=number,
-            metavar="NATS",
-            help="KL divergence that a setting may add, two standard errors included.",
+        _METHOD.option(
+            "--max-loss", "NATS", "KL divergence that a setting may add, two standard errors included.", number
         ),
     ] = 0.01,
-    per_layer: Annotated[
-        bool,
-        flag("--per-layer", panel=options.METHOD, env=False, help="Try a value of its own for each layer, too: tau."),
-    ] = False,
+    per_layer: Annotated[bool, _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")] = False,
     output: Annotated[
-        Path | None,
-        option("--output", "-o", panel=options.OUTPUT, env=False, metavar="FILE.toml", help="Write the profile found."),
+        Path | None, options.OUTPUT.option("--output -o", "FILE.toml", "Write the profile found.")
     ] = None,
     as_json: options.AsJson = False,
     html: options.Html = None,
@@ -130,18 +88,13 @@ def calibrate(
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
     """
     if output is not None and output.suffix != ".toml":
-        raise KvcliError(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml", ExitCode.USAGE)
+        raise usage_error(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml")
     check_outputs(
         {"-o": output, "its file beside it": output and _companion(output), "--html": html},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
-    if html is not None:
-        from kvcli.ui.html import check_installed
-
-        check_installed()
     if not (math.isfinite(max_loss) and max_loss >= 0):
-        what = f"--max-loss {max_loss:g} is no number of nats from 0 on"
-        raise KvcliError(what, "0 allows no loss at all", ExitCode.USAGE)
+        raise usage_error(f"--max-loss {max_loss:g} is no number of nats from 0 on", "0 allows no loss at all")
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec
@@ -154,10 +107,11 @@ def calibrate(
     from kvcli.ui import console
 
     asked = target_of(target)
+    tensors = isinstance(asked, TensorTarget)
     for name, wanted in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", per_layer)):
-        if wanted:
-            _only_for_values(asked, name)
-    if output is not None and isinstance(asked, TensorTarget):
+        if wanted and tensors:
+            raise usage_error(f"{name} has no effect on {asked.name}: no values are tried", "leave it out")
+    if output is not None and tensors:
         _check_companion(_companion(output))
     named = method if method is not None or profile is not None else asked.method
     plan = CalibrationPlan(
@@ -172,13 +126,8 @@ def calibrate(
         values={key: each(text, f"--values {key}", str) for key, text in assignments(values or [], "--values").items()},
         per_layer=per_layer,
     )
-    observer = console.RunConsole(None, quiet, text_on_screen=False)
-    if model is None:
-        observer.notice("no -m: using the small demo model that comes with kvcli")
-    try:
+    with progress(quiet, demo=model is None) as observer:
         found = run(asked, plan, observer) if isinstance(asked, Sweep) else find(asked, plan, observer)
-    finally:
-        observer.stage_done()
     writer = OutputWriter()
     writer.result(
         None, found.to_json() + "\n" if as_json else console.render_tables(found.tables(), notes=found.summary())
@@ -208,19 +157,8 @@ def _check_companion(path: Path) -> None:
     from kvcli.quality.calibrate.matrices import is_ours
 
     if path.exists() and not is_ours(path):
-        raise KvcliError(
-            f"the tensors would replace {path}, which no calibration wrote",
-            "give -o another name or directory",
-            ExitCode.USAGE,
-        )
-
-
-def _only_for_values(asked: Sweep | TensorTarget, name: str) -> None:
-    """Refuse an option that has no effect on a target that ends in tensors."""
-    from kvcli.quality.calibrate.matrices import TensorTarget
-
-    if isinstance(asked, TensorTarget):
-        raise KvcliError(f"{name} has no effect on {asked.name}: no values are tried", "leave it out", ExitCode.USAGE)
+        what = f"the tensors would replace {path}, which no calibration wrote"
+        raise usage_error(what, "give -o another name or directory")
 
 
 def _save(found: TensorCalibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.output import check_outputs, write_result
+from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
 
 
@@ -28,12 +28,9 @@ def doctor(
     from kvcli.bench.doctor import examine, usable
     from kvcli.ui import console
 
-    observer = console.RunConsole(None, quiet, text_on_screen=False)
-    observer.stage("examine")
-    try:
+    with progress(quiet) as observer:
+        observer.stage("examine")
         checks = list(examine(debug))
-    finally:
-        observer.stage_done()
     ready = usable(checks)
     if as_json:
         body = {"schema_version": 1, "usable": ready, "checks": [asdict(check) for check in checks]}

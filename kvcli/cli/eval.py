@@ -8,53 +8,37 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, each, names, option, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, whole
+from kvcli.cli.output import OutputWriter, check_outputs, progress
 from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
     from kvcli.quality.eval.table import EvaluationTable
 
-_TASKS = "Tasks"
+_TASKS = Panel("Tasks")
 
 
 def evaluate(
     tasks: Annotated[
         str,
-        option(
-            "--tasks",
-            panel=_TASKS,
-            env=False,
-            metavar="A,B",
-            help="Synthetic tasks, needle_grid, ppl, ppl:FILE, or .jsonl files of benchmarks.",
-        ),
+        _TASKS.option("--tasks", "A,B", "Synthetic tasks, needle_grid, ppl, ppl:FILE, or .jsonl files of benchmarks."),
     ],
     length: Annotated[
-        str | None,
-        option("--length", panel=_TASKS, env=False, metavar="TOKENS,...", help="Lengths of the prompts, as in 4K,8K."),
+        str | None, _TASKS.option("--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")
     ] = None,
-    depths: Annotated[
-        int,
-        option(
-            "--depths", panel=_TASKS, env=False, parser=positive_count, metavar="N", help="Depths of the needle grid."
-        ),
-    ] = 5,
+    depths: Annotated[int, _TASKS.option("--depths", "N", "Depths of the needle grid.", positive_count)] = 5,
     max_length: Annotated[
         int | None,
-        option(
+        _TASKS.option(
             "--max-length",
-            panel=_TASKS,
-            env=False,
-            parser=positive_count,
-            metavar="TOKENS",
-            help="Cut longer prompts in the middle; by default to what the model was made for.",
+            "TOKENS",
+            "Cut longer prompts in the middle; by default to what the model was made for.",
+            positive_count,
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[
-        int, option("--limit", panel=_TASKS, env=False, parser=positive_count, metavar="N", help="Documents of each.")
-    ] = 20,
+    limit: Annotated[int, _TASKS.option("--limit", "N", "Documents of each.", positive_count)] = 20,
     method: options.Methods = None,
     profile: options.Profiles = None,
     budget: options.Budgets = None,
@@ -66,32 +50,22 @@ def evaluate(
     offline: options.Offline = False,
     max_tokens: Annotated[
         int | None,
-        option(
+        SAMPLING.option(
             "--max-tokens",
-            panel=options.SAMPLING,
-            metavar="TOKENS",
-            parser=positive_count,
-            help="Longest answer; the task's own by default.",
+            "TOKENS",
+            "Longest answer; the task's own by default.",
+            positive_count,
             show_default=False,
         ),
     ] = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
-    seed: Annotated[
-        int,
-        option(
-            "--seed", panel=options.SAMPLING, parser=whole, metavar="N", help="Same seed, same documents and answers."
-        ),
-    ] = 0,
+    seed: Annotated[int, SAMPLING.option("--seed", "N", "Same seed, same documents and answers.", whole)] = 0,
     num_samples: options.NumSamples = 1,
     predictions: Annotated[
         Path | None,
-        option(
-            "--predictions",
-            panel=options.OUTPUT,
-            env=False,
-            metavar="FILE",
-            help="Keep every answer in FILE as it comes, and go on from it when run again.",
+        options.OUTPUT.option(
+            "--predictions", "FILE", "Keep every answer in FILE as it comes, and go on from it when run again."
         ),
     ] = None,
     as_json: options.AsJson = False,
@@ -111,43 +85,25 @@ def evaluate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
-    from kvcli.inputs.variants import variants
-
-    methods, profiles = names(method, "--method"), names(profile, "--profile")
     check_outputs(
         {"-o": output, "--html": html, "--predictions": predictions},
         files_read(
             documents=[task.removeprefix("ppl:") for task in tasks.split(",")],
-            profiles=profiles,
+            profiles=names(profile, "--profile"),
             settings=settings or (),
             model=model,
         ),
     )
-    if html is not None:
-        from kvcli.ui.html import check_installed
-
-        check_installed()
-    compared = variants(
-        methods or ([] if profiles else ["full", "freekv"]),
-        profiles,
-        each(budget, "--budget", positive_count),
-        assignments(settings or []),
-    )
+    variants = compared(method, profile, settings, budget)
 
     from kvcli.models.loading import ModelSpec
     from kvcli.quality.eval.evaluate import EvaluationPlan
     from kvcli.quality.eval.evaluate import evaluate as run
     from kvcli.runtime.sampling import Sampling
-    from kvcli.ui import console
 
-    observer = console.RunConsole(None, quiet, text_on_screen=False)
-    if model is None:
-        observer.notice("no -m: using the small demo model that comes with kvcli")
-    if num_samples > 1 and temperature == 0:
-        observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     plan = EvaluationPlan(
         model=ModelSpec(model, device, dtype, load_format, offline),
-        variants=compared,
+        variants=variants,
         tasks=names(tasks, "--tasks"),
         lengths=each(length, "--length", positive_count),
         depths=depths,
@@ -157,10 +113,10 @@ def evaluate(
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed, num_samples=num_samples),
         predictions=predictions,
     )
-    try:
+    with progress(quiet, demo=model is None) as observer:
+        if num_samples > 1 and temperature == 0:
+            observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
         table = run(plan, observer)
-    finally:
-        observer.stage_done()
     text = table.to_json() + "\n" if as_json else _text(table, to_file=output is not None)
     writer = OutputWriter()
     writer.result(output, text)

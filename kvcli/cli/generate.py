@@ -11,13 +11,15 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import (
+    METHOD,
+    OUTPUT,
+    SAMPLING,
+    Panel,
     assignments,
     by_precedence,
-    flag,
     given,
     natural,
     number,
-    option,
     positive_count,
     require_text,
     whole,
@@ -25,12 +27,12 @@ from kvcli.cli.options import (
 from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import files_read
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 
 if TYPE_CHECKING:
     from kvcli.inputs.profiles import Profile
 
-_INPUT = "Input"
+_INPUT = Panel("Input", env=True)
 
 
 def generate(
@@ -40,18 +42,14 @@ def generate(
         typer.Argument(metavar="FILE", help="Text documents, a prompt each; - is standard input.", show_default=False),
     ] = None,
     prompts: Annotated[
-        list[str] | None,
-        option("--prompt", "-p", panel=_INPUT, env=False, metavar="TEXT", help="Question put after each document."),
+        list[str] | None, _INPUT.option("--prompt -p", "TEXT", "Question put after each document.", env=False)
     ] = None,
-    system: Annotated[
-        str | None, option("--system", "-s", panel=_INPUT, metavar="TEXT", help="System message of the conversation.")
-    ] = None,
+    system: Annotated[str | None, _INPUT.option("--system -s", "TEXT", "System message of the conversation.")] = None,
     raw: Annotated[
-        bool, flag("--raw", panel=_INPUT, help="Leave the chat template out: the model continues the plain text.")
+        bool, _INPUT.flag("--raw", "Leave the chat template out: the model continues the plain text.")
     ] = False,
     chat_template_kwargs: Annotated[
-        str | None,
-        option("--chat-template-kwargs", panel=_INPUT, metavar="JSON", help="Variables for the chat template."),
+        str | None, _INPUT.option("--chat-template-kwargs", "JSON", "Variables for the chat template.")
     ] = None,
     model: options.Model = None,
     device: options.Device = "auto",
@@ -60,133 +58,94 @@ def generate(
     offline: options.Offline = False,
     method: Annotated[
         str | None,
-        option(
+        METHOD.option(
             "--method",
-            panel=options.METHOD,
-            metavar="NAME",
-            help="KV-cache method, see kvcli methods.",
+            "NAME",
+            "KV-cache method, see kvcli methods.",
             show_default="freekv",
             autocompletion=options.complete_methods,
         ),
     ] = None,
     profile: Annotated[
         str | None,
-        option(
+        METHOD.option(
             "--profile",
-            panel=options.METHOD,
-            metavar="NAME|FILE.toml",
-            help="Settings of a method by name or file; a notice if calibrated on another model.",
+            "NAME|FILE.toml",
+            "Settings of a method by name or file; a notice if calibrated on another model.",
             show_default="named like the method",
             autocompletion=options.complete_profiles,
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        option(
-            "--set", panel=options.METHOD, metavar="KEY=VALUE", help="Change one setting of the profile; repeatable."
-        ),
+        list[str] | None, METHOD.option("--set", "KEY=VALUE", "Change one setting of the profile; repeatable.")
     ] = None,
     budget: Annotated[
         str | None,
-        option(
+        METHOD.option(
             "--budget",
-            panel=options.METHOD,
-            metavar="TOKENS",
-            help="Tokens attended per layer and KV head, as in 2K.",
+            "TOKENS",
+            "Tokens attended per layer and KV head, as in 2K.",
             show_default="the profile's; freekv: 2K",
         ),
     ] = None,
-    sink: Annotated[
-        str | None, option("--sink", panel=options.METHOD, metavar="TOKENS", help="First tokens, always attended.")
-    ] = None,
-    window: Annotated[
-        str | None,
-        option("--window", panel=options.METHOD, metavar="TOKENS", help="Most recent tokens, always attended."),
-    ] = None,
+    sink: Annotated[str | None, METHOD.option("--sink", "TOKENS", "First tokens, always attended.")] = None,
+    window: Annotated[str | None, METHOD.option("--window", "TOKENS", "Most recent tokens, always attended.")] = None,
     tau: Annotated[
-        str | None,
-        option("--tau", panel=options.METHOD, metavar="0..1", help="Query similarity below which a head is corrected."),
+        str | None, METHOD.option("--tau", "0..1", "Query similarity below which a head is corrected.")
     ] = None,
-    page_size: Annotated[
-        str | None, option("--page-size", panel=options.METHOD, metavar="TOKENS", help="Tokens recalled together.")
-    ] = None,
+    page_size: Annotated[str | None, METHOD.option("--page-size", "TOKENS", "Tokens recalled together.")] = None,
     max_tokens: Annotated[
-        int,
-        option(
-            "--max-tokens",
-            panel=options.SAMPLING,
-            metavar="TOKENS",
-            parser=positive_count,
-            help="Longest output, as in 256 or 16K.",
-        ),
+        int, SAMPLING.option("--max-tokens", "TOKENS", "Longest output, as in 256 or 16K.", positive_count)
     ] = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
-    top_k: Annotated[
-        int,
-        option(
-            "--top-k",
-            panel=options.SAMPLING,
-            parser=whole,
-            metavar="K",
-            help="Draw from the K likeliest tokens; 0 for all.",
-        ),
-    ] = 0,
+    top_k: Annotated[int, SAMPLING.option("--top-k", "K", "Draw from the K likeliest tokens; 0 for all.", whole)] = 0,
     min_p: Annotated[
         float,
-        option(
-            "--min-p",
-            panel=options.SAMPLING,
-            parser=number,
-            metavar="P",
-            help="Drop tokens below this share of the likeliest one's, 0 to 1.",
-        ),
+        SAMPLING.option("--min-p", "P", "Drop tokens below this share of the likeliest one's, 0 to 1.", number),
     ] = 0.0,
-    seed: Annotated[
-        int, option("--seed", panel=options.SAMPLING, parser=whole, metavar="N", help="Same seed, same text.")
-    ] = 0,
+    seed: Annotated[int, SAMPLING.option("--seed", "N", "Same seed, same text.", whole)] = 0,
     stop: Annotated[
-        list[str] | None,
-        option("--stop", panel=options.SAMPLING, env=False, metavar="TEXT", help="End before this text; repeatable."),
+        list[str] | None, SAMPLING.option("--stop", "TEXT", "End before this text; repeatable.", env=False)
     ] = None,
     ignore_eos: Annotated[
-        bool, flag("--ignore-eos", panel=options.SAMPLING, help="Go on to --max-tokens past the end-of-text token.")
+        bool, SAMPLING.flag("--ignore-eos", "Go on to --max-tokens past the end-of-text token.")
     ] = False,
     num_samples: options.NumSamples = 1,
     pipeline: Annotated[
         Literal["auto", "blocking", "overlapped", "compiled"],
-        option(
+        METHOD.option(
             "--pipeline",
-            panel=options.METHOD,
-            help="How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
+            None,
+            "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
             " layers compiled (pays for long outputs), on a GPU in that graph. auto overlaps on a GPU, where the method"
             " can and nothing looks into its phases.",
         ),
     ] = "auto",
     timeline: Annotated[
-        bool, flag("--timeline", panel=options.OUTPUT, help="Show time, corrections and recall step by step.")
+        bool, OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
     ] = False,
     trace: options.Trace = None,
     audit: Annotated[
         int | None,
-        option(
+        OUTPUT.option(
             "--audit",
-            panel=options.OUTPUT,
-            metavar="N",
-            parser=natural,
-            help="Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
+            "N",
+            "Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
+            natural,
+            env=True,
         ),
     ] = None,
     stats: Annotated[
-        bool | None, flag("--stats/--no-stats", panel=options.OUTPUT, help="Statistics at the end; shown unless -q.")
+        bool | None, OUTPUT.flag("--stats/--no-stats", "Statistics at the end; shown unless -q.", env=True)
     ] = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: Annotated[
-        bool, flag("--quiet", "-q", panel=options.OUTPUT, help="Only the text: no progress, notes or statistics.")
+        bool, OUTPUT.flag("--quiet -q", "Only the text: no progress, notes or statistics.", env=True)
     ] = False,
     verbose: Annotated[
-        bool, flag("--verbose", "-v", panel=options.OUTPUT, help="Settings, versions and per-layer counts as well.")
+        bool, OUTPUT.flag("--verbose -v", "Settings, versions and per-layer counts as well.", env=True)
     ] = False,
     debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
@@ -213,9 +172,7 @@ def generate(
         {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}
     )
     if len(prompts or ()) > 1:
-        raise KvcliError(
-            "-p is given twice, and a document has one question", "run kvcli once for each", ExitCode.USAGE
-        )
+        raise usage_error("-p is given twice, and a document has one question", "run kvcli once for each")
     entries = read_prompts(files or [], prompts[0] if prompts else None)
     _hush_libraries(verbose)
     template = Template(system, raw, _json_object(chat_template_kwargs))
@@ -234,14 +191,7 @@ def generate(
         )
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
-    request = GenerationRequest(
-        profile=chosen,
-        prompts=tuple(show.prompts),
-        sampling=sampling,
-        template=template,
-        audit=audit,
-        pipeline=pipeline,
-    )
+    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline)
     try:
         spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
         report = run(spec, request, show.observer, spans)
@@ -265,7 +215,7 @@ def _profile(
     direct = by_precedence(context, short)
     twice = [key for key in given(context, direct) if key in overrides and given(context, ["settings"])]
     if twice:
-        raise KvcliError(f"{twice[0]} is set twice, by --set and by its own option", "leave one out", ExitCode.USAGE)
+        raise usage_error(f"{twice[0]} is set twice, by --set and by its own option", "leave one out")
     # A default from the environment is meant for the methods that have the setting.
     known = type(resolve_profile(named.get("method"), named.get("profile")).settings).model_fields
     direct = {key: value for key, value in direct.items() if key in known or key in given(context, direct)}
@@ -280,9 +230,9 @@ def _json_object(text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise KvcliError(f"--chat-template-kwargs {text[:60]!r}: bad JSON: {error}", hint, ExitCode.USAGE) from None
+        raise usage_error(f"--chat-template-kwargs {text[:60]!r}: bad JSON: {error}", hint) from None
     if not isinstance(value, dict):
-        raise KvcliError(f"--chat-template-kwargs {text!r} is not a JSON object", hint, ExitCode.USAGE)
+        raise usage_error(f"--chat-template-kwargs {text!r} is not a JSON object", hint)
     return value
 
 

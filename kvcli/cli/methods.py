@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import flag
 from kvcli.cli.output import check_outputs, write_result
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 
 if TYPE_CHECKING:
     from kvcli.methods.card import Card
@@ -24,9 +23,7 @@ def methods(
         typer.Argument(metavar="NAME", help="Show the settings and profiles of this method.", show_default=False),
     ] = None,
     as_json: options.AsJson = False,
-    markdown: Annotated[
-        bool, flag("--markdown", panel=options.OUTPUT, env=False, help="The list as a Markdown table, for a README.")
-    ] = False,
+    markdown: Annotated[bool, options.OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")] = False,
     output: options.Output = None,
     debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
@@ -36,7 +33,7 @@ def methods(
     """
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
-        raise KvcliError(f"--markdown is the list as a table, not {other}", "leave one of them out", ExitCode.USAGE)
+        raise usage_error(f"--markdown is the list as a table, not {other}", "leave one of them out")
     check_outputs({"-o": output})
     text = _text(name, as_json, markdown, to_file=output is not None)
     write_result(output, text)

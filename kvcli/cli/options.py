@@ -10,29 +10,58 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.sizes import parse_count
+
+if TYPE_CHECKING:
+    from kvcli.inputs.variants import Variant
 
 T = TypeVar("T")
 
-# Panels of the help.
-MODEL, METHOD, METHODS, SAMPLING, OUTPUT = "Model", "Method", "Methods", "Sampling", "Output"
+
+class Panel:
+    """A part of a command's help, and how options are declared in it."""
+
+    def __init__(self, title: str, env: bool = False):
+        self._title = title
+        self._env = env
+        """Whether KVCLI_NAME sets an option, after its first long name."""
+
+    def option(
+        self,
+        names: str,
+        metavar: str | None,
+        help: str,
+        parser: Callable[[object], object] | None = None,
+        *,
+        env: bool | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Declare an option: its names, what stands for its value, what it means, and what reads the value."""
+        long = next(name for name in names.split() if name.startswith("--")).split("/")[0]
+        variable = "KVCLI_" + long[2:].replace("-", "_").upper()
+        return typer.Option(
+            *names.split(),
+            metavar=metavar,
+            help=help,
+            parser=parser,
+            rich_help_panel=self._title,
+            envvar=variable if (self._env if env is None else env) else None,
+            show_envvar=False,
+            **settings,
+        )
+
+    def flag(self, names: str, help: str, *, env: bool | None = None) -> Any:
+        """Declare an option that takes no value."""
+        return self.option(names, "", help, env=env)
 
 
-def option(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
-    """Declare an option in a help panel; `env` lets KVCLI_NAME set it, after its first long name."""
-    long = next(name for name in names if name.startswith("--")).split("/")[0]
-    variable = "KVCLI_" + long[2:].replace("-", "_").upper()
-    return typer.Option(*names, rich_help_panel=panel, envvar=variable if env else None, show_envvar=False, **settings)
-
-
-def flag(*names: str, panel: str, env: bool = True, **settings: Any) -> Any:
-    """Declare an option that takes no value."""
-    return option(*names, panel=panel, env=env, metavar="", **settings)
+MODEL, METHOD, SAMPLING = Panel("Model", env=True), Panel("Method", env=True), Panel("Sampling", env=True)
+METHODS, OUTPUT = Panel("Methods"), Panel("Output")
 
 
 def positive_count(text: object) -> int:
@@ -112,109 +141,52 @@ def require_text(values: Mapping[str, Iterable[str | None] | None]) -> None:
         for value in given_values or ():
             if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
                 hint = "check the encoding of the terminal or script"
-                raise KvcliError(f"{option_name} holds bytes that are not UTF-8 text", hint, ExitCode.USAGE)
+                raise usage_error(f"{option_name} holds bytes that are not UTF-8 text", hint)
 
 
-def device(panel: str) -> Any:
+def device(panel: Panel) -> Any:
     """Declare --device."""
-    return option(
-        "--device", panel=panel, metavar="NAME", parser=device_name, help="Where to run: auto, cpu, cuda, cuda:1."
-    )
+    return panel.option("--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1.", device_name, env=True)
 
 
 Model = Annotated[
     str | None,
-    option(
-        "--model",
-        "-m",
-        panel=MODEL,
-        metavar="DIR|ID",
-        help="Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
+    MODEL.option(
+        "--model -m",
+        "DIR|ID",
+        "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
     ),
 ]
 Device = Annotated[str, device(MODEL)]
-DType = Annotated[
-    str,
-    option(
-        "--dtype",
-        panel=MODEL,
-        metavar="NAME",
-        parser=dtype_name,
-        help="Weights and KV: auto, bfloat16, float16, float32.",
-    ),
-]
+DType = Annotated[str, MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32.", dtype_name)]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],
-    option("--load-format", panel=MODEL, help="dummy makes random weights up, of a shape or a config.json."),
+    MODEL.option("--load-format", None, "dummy makes random weights up, of a shape or a config.json."),
 ]
-Offline = Annotated[bool, flag("--offline", panel=MODEL, help="Use local files only, never the hub.")]
+Offline = Annotated[bool, MODEL.flag("--offline", "Use local files only, never the hub.")]
 
 # Several methods side by side.
-Methods = Annotated[
-    str | None,
-    option(
-        "--method", panel=METHODS, env=False, metavar="A,B", help="Methods, comma-separated; full,freekv by default."
-    ),
-]
-Profiles = Annotated[
-    str | None,
-    option("--profile", panel=METHODS, env=False, metavar="A,B", help="Profiles beside them, names or files."),
-]
-Budgets = Annotated[
-    str | None,
-    option("--budget", panel=METHODS, env=False, metavar="TOKENS,...", help="Budgets, each for every method."),
-]
+Methods = Annotated[str | None, METHODS.option("--method", "A,B", "Methods, comma-separated; full,freekv by default.")]
+Profiles = Annotated[str | None, METHODS.option("--profile", "A,B", "Profiles beside them, names or files.")]
+Budgets = Annotated[str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method.")]
 Settings = Annotated[
-    list[str] | None,
-    option("--set", panel=METHODS, env=False, metavar="KEY=VALUE", help="A setting for all that have it; repeatable."),
+    list[str] | None, METHODS.option("--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
 ]
 
 Temperature = Annotated[
-    float,
-    option(
-        "--temperature",
-        panel=SAMPLING,
-        parser=number,
-        metavar="T",
-        help="0 takes the likeliest token, more is more random.",
-    ),
+    float, SAMPLING.option("--temperature", "T", "0 takes the likeliest token, more is more random.", number)
 ]
 TopP = Annotated[
-    float,
-    option(
-        "--top-p",
-        panel=SAMPLING,
-        parser=number,
-        metavar="P",
-        help="Draw from the likeliest tokens that hold this probability, 0 to 1.",
-    ),
+    float, SAMPLING.option("--top-p", "P", "Draw from the likeliest tokens that hold this probability, 0 to 1.", number)
 ]
-NumSamples = Annotated[
-    int, option("--num-samples", panel=SAMPLING, parser=whole, metavar="N", help="Texts to draw for each prompt.")
-]
+NumSamples = Annotated[int, SAMPLING.option("--num-samples", "N", "Texts to draw for each prompt.", whole)]
 
-AsJson = Annotated[bool, flag("--json", panel=OUTPUT, env=False, help="One JSON object instead of text.")]
-Output = Annotated[
-    Path | None,
-    option(
-        "--output",
-        "-o",
-        panel=OUTPUT,
-        env=False,
-        metavar="FILE",
-        parser=output_file,
-        help="Write to FILE instead of stdout.",
-    ),
-]
-Html = Annotated[
-    Path | None,
-    option("--html", panel=OUTPUT, env=False, metavar="FILE", help="Also write a page with charts, one offline file."),
-]
-Trace = Annotated[
-    Path | None, option("--trace", panel=OUTPUT, env=False, metavar="FILE", help="Write spans as Chrome trace JSON.")
-]
-Quiet = Annotated[bool, flag("--quiet", "-q", panel=OUTPUT, help="Only the result: no progress or notes.")]
-Debug = Annotated[bool, flag("--debug", panel=OUTPUT, help="Show the traceback of an error.")]
+AsJson = Annotated[bool, OUTPUT.flag("--json", "One JSON object instead of text.")]
+Output = Annotated[Path | None, OUTPUT.option("--output -o", "FILE", "Write to FILE instead of stdout.", output_file)]
+Html = Annotated[Path | None, OUTPUT.option("--html", "FILE", "Also write a page with charts, one offline file.")]
+Trace = Annotated[Path | None, OUTPUT.option("--trace", "FILE", "Write spans as Chrome trace JSON.")]
+Quiet = Annotated[bool, OUTPUT.flag("--quiet -q", "Only the result: no progress or notes.", env=True)]
+Debug = Annotated[bool, OUTPUT.flag("--debug", "Show the traceback of an error.", env=True)]
 
 
 def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
@@ -223,8 +195,7 @@ def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
     for assignment in settings:
         key, equals, value = assignment.partition("=")
         if not equals or not key.strip():
-            example = f"for example {name} budget=4K"
-            raise KvcliError(f"{name} {assignment!r} is not KEY=VALUE", example, ExitCode.USAGE)
+            raise usage_error(f"{name} {assignment!r} is not KEY=VALUE", f"for example {name} budget=4K")
         values[key.strip().replace("-", "_")] = value.strip()
     return values
 
@@ -240,16 +211,27 @@ def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
         return []
     entries = [entry.strip() for entry in text.split(",")]
     if not all(entries):
-        raise KvcliError(f"{name} {text!r} has an empty entry", "separate the entries by single commas", ExitCode.USAGE)
+        raise usage_error(f"{name} {text!r} has an empty entry", "separate the entries by single commas")
     try:
         return [read(entry) for entry in entries]
     except ValueError as error:
-        raise KvcliError(f"{name}: {error}", f"mend it, or leave {name} out", ExitCode.USAGE) from None
+        raise usage_error(f"{name}: {error}", f"mend it, or leave {name} out") from None
 
 
 def distinct(text: str | None, name: str) -> list[int]:
     """Read a comma-separated list of counts, each of them once."""
     return list(dict.fromkeys(each(text, name, positive_count)))
+
+
+def compared(
+    method: str | None, profile: str | None, settings: Iterable[str] | None, budget: str | None = None
+) -> list[Variant]:
+    """Resolve the methods and profiles that are set side by side: full and freekv where none is named."""
+    from kvcli.inputs.variants import variants
+
+    methods, profiles = names(method, "--method"), names(profile, "--profile")
+    budgets = each(budget, "--budget", positive_count)
+    return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, assignments(settings or ()))
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.cli.streams import give_up_stdout, stdout_is_closed
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 from kvcli.ui.escape import visible
+
+if TYPE_CHECKING:
+    from kvcli.ui.console import RunConsole
 
 
 def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str] = ()) -> None:
@@ -23,8 +27,8 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
     writes to stdout. `reads` are all files that the run reads, those that do not exist included, "-" for stdin.
 
     Raises:
-        KvcliError: an output is no file that can be written, is named twice, or is read by the same run (usage);
-            stdout is closed (runtime).
+        KvcliError: an output is no file that can be written, is named twice, or is read by the same run (usage); a
+            page cannot be drawn here (usage); stdout is closed (runtime).
     """
     seen: dict[tuple[int, int] | Path, str] = {}
     for option, path in outputs.items():
@@ -34,13 +38,17 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
         if path.exists() and not path.is_file():
             continue  # a pipe, say, that takes one output after the other
         if (other := seen.setdefault(_identity(path) or path.resolve(), option)) != option:
-            raise KvcliError(f"{other} and {option} name the same file, {path}", "name two", ExitCode.USAGE)
+            raise usage_error(f"{other} and {option} name the same file, {path}", "name two")
     for name in reads if seen else ():
         found = _identity(name)
         if found is not None and found in seen:
             option = seen[found]
             what = f"{option} {outputs[option]} would overwrite {name}, which this run reads"
-            raise KvcliError(what, f"give {option} another file", ExitCode.USAGE)
+            raise usage_error(what, f"give {option} another file")
+    if outputs.get("--html") is not None:
+        from kvcli.ui.html import check_installed
+
+        check_installed()
     if "-o" in outputs and outputs["-o"] is None and stdout_is_closed():
         raise KvcliError("standard output is closed", "redirect it to a file, or name a file with -o")
 
@@ -56,20 +64,34 @@ def _identity(name: Path | str) -> tuple[int, int] | None:
 def _check_writable(path: Path, option: str) -> None:
     hint = f"give {option} a file in a directory that you can write to"
     if str(path) == "-":
-        raise KvcliError(f"{option} takes a file; - is none", hint, ExitCode.USAGE)
+        raise usage_error(f"{option} takes a file; - is none", hint)
     target = path.resolve()  # a link may lead to a file that does not exist yet
     try:
         exists = bool(target.stat())
     except FileNotFoundError:
         exists = False
     except OSError as error:
-        raise KvcliError(f"{option} {path}: {error.strerror}", hint, ExitCode.USAGE) from None
+        raise usage_error(f"{option} {path}: {error.strerror}", hint) from None
     if target.is_dir():
-        raise KvcliError(f"{option} {path}: is a directory", hint, ExitCode.USAGE)
+        raise usage_error(f"{option} {path}: is a directory", hint)
     if not target.parent.is_dir():
-        raise KvcliError(f"{option} {path}: no directory {path.parent}", hint, ExitCode.USAGE)
+        raise usage_error(f"{option} {path}: no directory {path.parent}", hint)
     if not os.access(target if exists else target.parent, os.W_OK):
-        raise KvcliError(f"{option} {path}: permission denied", hint, ExitCode.USAGE)
+        raise usage_error(f"{option} {path}: permission denied", hint)
+
+
+@contextmanager
+def progress(quiet: bool, demo: bool = False) -> Iterator[RunConsole]:
+    """Within, show how a command gets on; with `demo`, note that no -m names a model."""
+    from kvcli.ui.console import RunConsole
+
+    observer = RunConsole(None, quiet, text_on_screen=False)
+    if demo:
+        observer.notice("no -m: using the small demo model that comes with kvcli")
+    try:
+        yield observer
+    finally:
+        observer.stage_done()
 
 
 class OutputWriter:

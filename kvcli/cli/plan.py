@@ -6,27 +6,25 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, distinct, each, names, number, option, positive_count
-from kvcli.cli.output import check_outputs, write_result
+from kvcli.cli.options import MODEL, Panel, compared, distinct, names, number, positive_count
+from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.cli.reads import files_read
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
 
-_RUN, _MACHINE = "Run", "Machine"
+_RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
 
 
 def plan(
     model: Annotated[
         str | None,
-        option(
-            "--model",
-            "-m",
-            panel=options.MODEL,
-            metavar="NAME",
-            help="Checkpoint, config.json, hub id or shape; weights are not needed. Without it, the small demo model.",
+        MODEL.option(
+            "--model -m",
+            "NAME",
+            "Checkpoint, config.json, hub id or shape; weights are not needed. Without it, the small demo model.",
         ),
     ] = None,
     dtype: options.DType = "auto",
@@ -35,51 +33,28 @@ def plan(
     profile: options.Profiles = None,
     budget: options.Budgets = None,
     settings: options.Settings = None,
-    context: Annotated[
-        str, option("--context", panel=_RUN, env=False, metavar="TOKENS,...", help="Lengths of the prompt, as in 8K.")
-    ] = "32K",
-    batch_size: Annotated[
-        str, option("--batch-size", panel=_RUN, env=False, metavar="N,...", help="Prompts continued together.")
-    ] = "1",
+    context: Annotated[str, _RUN.option("--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")] = "32K",
+    batch_size: Annotated[str, _RUN.option("--batch-size", "N,...", "Prompts continued together.")] = "1",
     max_tokens: Annotated[
-        int,
-        option("--max-tokens", panel=_RUN, metavar="TOKENS", parser=positive_count, help="Longest output."),
+        int, _RUN.option("--max-tokens", "TOKENS", "Longest output.", positive_count, env=True)
     ] = 256,
     device: Annotated[str, options.device(_MACHINE)] = "auto",
     device_memory: Annotated[
-        str | None,
-        option(
-            "--device-memory", panel=_MACHINE, metavar="SIZE", help="Free memory of another machine's GPU, as in 80GiB."
-        ),
+        str | None, _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.")
     ] = None,
     host_memory: Annotated[
-        str | None,
-        option("--host-memory", panel=_MACHINE, metavar="SIZE", help="Free memory of its host, as in 512GiB."),
+        str | None, _MACHINE.option("--host-memory", "SIZE", "Free memory of its host, as in 512GiB.")
     ] = None,
     bandwidth: Annotated[
         str | None,
-        option(
-            "--bandwidth",
-            panel=_MACHINE,
-            metavar="SIZE",
-            help="Memory bandwidth of its GPU, bytes a second, as in 3350GB.",
-        ),
+        _MACHINE.option("--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB."),
     ] = None,
     bus: Annotated[
-        str | None,
-        option(
-            "--bus", panel=_MACHINE, metavar="SIZE", help="Bandwidth between host and GPU, bytes a second, as in 55GB."
-        ),
+        str | None, _MACHINE.option("--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.")
     ] = None,
     compute: Annotated[
         float | None,
-        option(
-            "--compute",
-            panel=_MACHINE,
-            metavar="TFLOPS",
-            parser=number,
-            help="Rate of its matrix products in TFLOP/s, as in 600.",
-        ),
+        _MACHINE.option("--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", number),
     ] = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
@@ -96,16 +71,10 @@ def plan(
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
-    from kvcli.inputs.variants import variants
-
-    methods, profiles = names(method, "--method"), names(profile, "--profile")
-    check_outputs({"-o": output}, files_read(profiles=profiles, settings=settings or (), model=model))
-    chosen = variants(
-        methods or ([] if profiles else ["full", "freekv"]),
-        profiles,
-        each(budget, "--budget", positive_count),
-        assignments(settings or []),
+    check_outputs(
+        {"-o": output}, files_read(profiles=names(profile, "--profile"), settings=settings or (), model=model)
     )
+    chosen = compared(method, profile, settings, budget)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--bandwidth": bandwidth, "--bus": bus}
     told: dict[str, float] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
@@ -116,10 +85,9 @@ def plan(
     from kvcli.capacity.planning.plan import plan as plan_all
     from kvcli.ui import console
 
-    observer = console.RunConsole(None, quiet, text_on_screen=False)
-    if model is None:
-        observer.notice("no -m: planning for the small demo model that comes with kvcli")
-    try:
+    with progress(quiet) as observer:
+        if model is None:
+            observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
         subject, machine = _subject_and_machine(model, dtype, device, offline, told)
         observer.stage_done()
@@ -132,8 +100,6 @@ def plan(
         for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens):
             plans.append(each_plan)
             observer.advance()
-    finally:
-        observer.stage_done()
     if as_json:
         text = json.dumps(_as_dict(model, subject, machine, [entry.as_dict() for entry in plans])) + "\n"
     else:
@@ -147,12 +113,12 @@ def _size(name: str, text: str) -> int:
     try:
         return int(_positive(name, parse_bytes(text)))
     except ValueError as error:
-        raise KvcliError(f"{name}: {error}", "sizes are written as 80GiB or 3350GB", ExitCode.USAGE) from None
+        raise usage_error(f"{name}: {error}", "sizes are written as 80GiB or 3350GB") from None
 
 
 def _positive(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
-        raise KvcliError(f"{name} {value:g} is not a positive number", "give what that machine has", ExitCode.USAGE)
+        raise usage_error(f"{name} {value:g} is not a positive number", "give what that machine has")
     return value
 
 
@@ -169,21 +135,17 @@ def _subject_and_machine(
 
     config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
     if told and device not in ("auto", "cuda"):
-        raise KvcliError(
-            f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one",
-            "leave one of them out",
-            ExitCode.USAGE,
-        )
+        what = f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one"
+        raise usage_error(what, "leave one of them out")
     if not told:
         place = resolve_device(device)
         subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
         return subject, Machine(place, available(place), measure_rates(place, subject.dtype), here=True)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
-        raise KvcliError(
+        raise usage_error(
             f"{next(iter(told))} plans for another machine, and {missing[0]} is not given",
             "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
-            ExitCode.USAGE,
         )
     place = torch.device("cuda")
     free = {"device": int(told["--device-memory"]), "host": int(told["--host-memory"])}
@@ -193,9 +155,7 @@ def _subject_and_machine(
         read, bus, matmul = (Rate.given(rate or 0.0) for rate in given)
         rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
     elif any(rate is not None for rate in given):
-        raise KvcliError(
-            "of --bandwidth, --bus and --compute some are given and some are not", "give all of them", ExitCode.USAGE
-        )
+        raise usage_error("of --bandwidth, --bus and --compute some are given and some are not", "give all of them")
     subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
     return subject, Machine(place, free, rates, here=False)
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import assignments, distinct, flag, names, option, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs
+from kvcli.cli.options import METHODS, Panel, compared, distinct, names, positive_count, whole
+from kvcli.cli.output import OutputWriter, check_outputs, progress
 from kvcli.cli.reads import files_read
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
     from kvcli.bench.report import ProfileReport
 
-_LOAD, _RUNS = "Load", "Runs"
+_LOAD, _RUNS = Panel("Load"), Panel("Runs")
 
 
 def profile(
@@ -26,28 +26,11 @@ def profile(
         ),
     ] = None,
     context: Annotated[
-        str | None,
-        option(
-            "--context",
-            panel=_LOAD,
-            env=False,
-            metavar="TOKENS,...",
-            help="Tokens before the first step, 8K by default.",
-        ),
+        str | None, _LOAD.option("--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
     ] = None,
-    batch_size: Annotated[
-        str, option("--batch-size", panel=_LOAD, env=False, metavar="N,...", help="Sequences decoded together.")
-    ] = "1",
-    output_len: Annotated[
-        int,
-        option(
-            "--output-len", panel=_LOAD, env=False, parser=positive_count, metavar="N", help="Timed steps of a run."
-        ),
-    ] = 32,
-    read: Annotated[
-        bool,
-        flag("--read", panel=_LOAD, env=False, help="Prefill random tokens with the model instead of random KV."),
-    ] = False,
+    batch_size: Annotated[str, _LOAD.option("--batch-size", "N,...", "Sequences decoded together.")] = "1",
+    output_len: Annotated[int, _LOAD.option("--output-len", "N", "Timed steps of a run.", positive_count)] = 32,
+    read: Annotated[bool, _LOAD.flag("--read", "Prefill random tokens with the model instead of random KV.")] = False,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -57,43 +40,15 @@ def profile(
     profile: options.Profiles = None,
     settings: options.Settings = None,
     ablate: Annotated[
-        bool,
-        flag(
-            "--ablate",
-            panel=options.METHODS,
-            env=False,
-            help="Add each method with its parts switched off, one by one.",
-        ),
+        bool, METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
     ] = False,
-    peers: Annotated[
-        bool,
-        flag("--peers", panel=options.METHODS, env=False, help="Add transformers' own caches, on the same weights."),
-    ] = False,
-    repeat: Annotated[
-        int,
-        option(
-            "--repeat", panel=_RUNS, env=False, parser=positive_count, metavar="N", help="Runs of each method, in turn."
-        ),
-    ] = 5,
-    warmup: Annotated[
-        int,
-        option(
-            "--warmup",
-            panel=_RUNS,
-            env=False,
-            parser=whole,
-            metavar="N",
-            help="Steps of each run that are not counted.",
-        ),
-    ] = 2,
-    seed: Annotated[
-        int, option("--seed", panel=_RUNS, parser=whole, metavar="N", help="Seed of random KV and tokens.")
-    ] = 0,
+    peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
+    repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
+    warmup: Annotated[int, _RUNS.option("--warmup", "N", "Steps of each run that are not counted.", whole)] = 2,
+    seed: Annotated[int, _RUNS.option("--seed", "N", "Seed of random KV and tokens.", whole, env=True)] = 0,
     html: options.Html = None,
     trace: options.Trace = None,
-    nvtx: Annotated[
-        bool, flag("--nvtx", panel=options.OUTPUT, env=False, help="Mark the spans as NVTX ranges, too (CUDA).")
-    ] = False,
+    nvtx: Annotated[bool, options.OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")] = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -112,19 +67,19 @@ def profile(
     """
     from kvcli.bench.ablations import entries
     from kvcli.inputs.prompts import read_document
-    from kvcli.inputs.variants import variants
-    from kvcli.ui.html import check_installed
 
-    if html is not None:
-        check_installed()
     if warmup < 0:
-        raise KvcliError(f"--warmup {warmup} is negative", "give 0 or more", ExitCode.USAGE)
-    methods, profiles = names(method, "--method"), names(profile, "--profile")
+        raise usage_error(f"--warmup {warmup} is negative", "give 0 or more")
     check_outputs(
         {"-o": output, "--trace": trace, "--html": html},
-        files_read(documents=[file] if file else (), profiles=profiles, settings=settings or (), model=model),
+        files_read(
+            documents=[file] if file else (),
+            profiles=names(profile, "--profile"),
+            settings=settings or (),
+            model=model,
+        ),
     )
-    compared = variants(methods or ([] if profiles else ["full", "freekv"]), profiles, [], assignments(settings or []))
+    variants = compared(method, profile, settings)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
 
@@ -135,12 +90,9 @@ def profile(
     from kvcli.telemetry.timeline import chrome_trace
     from kvcli.ui import console
 
-    observer = console.RunConsole(None, quiet, text_on_screen=False)
-    if model is None:
-        observer.notice("no -m: using the small demo model that comes with kvcli")
     request = ProfileRequest(
         model=ModelSpec(model, device, dtype, load_format, offline),
-        entries=entries(compared, ablate),
+        entries=entries(variants, ablate),
         contexts=tuple(contexts),
         batches=tuple(batches),
         steps=output_len,
@@ -153,10 +105,8 @@ def profile(
         ablate=ablate,
         nvtx=nvtx,
     )
-    try:
+    with progress(quiet, demo=model is None) as observer:
         outcome = run(request, observer)
-    finally:
-        observer.stage_done()
     report = outcome.report
     explained = [] if quiet else notes(report)
     text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None, explained)
