@@ -21,7 +21,7 @@ from kvcli.capacity.memory import available
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 from kvcli.generate import Generation, GenerationRequest, announce, check, choose_pipeline
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import resolve_profile
@@ -121,7 +121,7 @@ class LanguageModel:
         """Continue one document and yield the text as it comes; parameters and errors as in `generate`."""
         generation, _ = self._generation([document], prompt, options)
         if generation.request.sampling.num_samples > 1:
-            raise KvcliError("a stream has one sample", "leave num_samples out", ExitCode.USAGE)
+            raise usage_error("a stream has one sample", "leave num_samples out")
         with closing(generation.steps()) as steps:
             for step in steps:
                 yield from (piece for _, piece in step if piece)
@@ -205,7 +205,7 @@ def _request(
         stop = sampling["stop"]
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if not texts or not all(text.strip() for text in texts):
-        raise KvcliError("a document is empty" if texts else "no document", "give some text", ExitCode.USAGE)
+        raise usage_error("a document is empty" if texts else "no document", "give some text")
     request = GenerationRequest(
         profile=resolve_profile(method, profile, settings),
         prompts=tuple(Prompt(f"text {index}", text, prompt or "") for index, text in enumerate(texts)),

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from kvcli.capacity import memory
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.inputs.prompts import Prompt
@@ -83,22 +83,18 @@ def generate(
     return generation.report()
 
 
+@dataclass
 class Generation:
     """One run over prompts in tokens, on a loaded model: take its `steps`, then its `report`."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        model: Model,
-        prompts: Sequence[EncodedPrompt],
-        pipeline: Pipeline,
-        observer: Observer,
-        timeline: Timeline | None = None,
-    ):
-        self.request, self.model, self.prompts = request, model, prompts
-        self.pipeline, self.observer, self.timeline = pipeline, observer, timeline or Timeline()
-        self.sequences: list[RunningSequence] = []
-        self.audits: list[Audit] = []
+    request: GenerationRequest
+    model: Model
+    prompts: Sequence[EncodedPrompt]
+    pipeline: Pipeline
+    observer: Observer
+    timeline: Timeline = field(default_factory=Timeline)
+    sequences: list[RunningSequence] = field(default_factory=list, init=False)
+    audits: list[Audit] = field(default_factory=list, init=False)
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the prompts one at a time, each of its own length; then decode all together, one token a step."""
@@ -140,15 +136,7 @@ class Generation:
         device_name = torch.cuda.get_device_name(model.device) if cuda else "CPU"
         return report.Report(
             environment=report.environment() | {"device": device_name, "threads": torch.get_num_threads()},
-            model={
-                "name": model.name,
-                "source": model.source,
-                "type": model.module.config.model_type,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": str(model.device),
-                "weight_bytes": model.geometry.weight_bytes,
-                "layers": len(model.geometry.layers),
-            },
+            model=model.as_dict(),
             profile=request.profile.as_dict(),
             sequences=[
                 by_index.get(index * samples + sample) or _unread(prompt, sample)
@@ -213,7 +201,7 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
         return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
     if request.pipeline != "blocking" and obstacle is not None:
         hint = "leave --pipeline out, or take --pipeline blocking"
-        raise KvcliError(f"--pipeline {request.pipeline}: {obstacle}", hint, ExitCode.USAGE)
+        raise usage_error(f"--pipeline {request.pipeline}: {obstacle}", hint)
     return request.pipeline
 
 

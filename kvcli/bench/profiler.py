@@ -107,7 +107,7 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
             break
     observer.stage_done()
     report = ProfileReport(
-        _environment(model.device), _model(model), _options(request, loads), rates.as_dict(), cases, finished
+        _environment(model.device), model.as_dict(), _options(request, loads), rates.as_dict(), cases, finished
     )
     return Outcome(report, spans)
 
@@ -207,18 +207,6 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
-    }
-
-
-def _model(model: Model) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "source": model.source,
-        "type": model.module.config.model_type,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "weight_bytes": model.geometry.weight_bytes,
-        "layers": len(model.geometry.layers),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import Panel, assignments, each, number, positive_count, whole
+from kvcli.cli.options import Panel, assignments, at_least, each, number, positive_count, whole
 from kvcli.cli.output import OutputWriter, check_outputs, progress
 from kvcli.cli.reads import files_read
 from kvcli.errors import ExitCode, usage_error
@@ -62,7 +61,10 @@ def calibrate(
     max_loss: Annotated[
         float,
         _METHOD.option(
-            "--max-loss", "NATS", "KL divergence that a setting may add, two standard errors included.", number
+            "--max-loss",
+            "NATS",
+            "KL divergence that a setting may add, two standard errors included.",
+            at_least(0, number),
         ),
     ] = 0.01,
     per_layer: Annotated[bool, _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")] = False,
@@ -93,8 +95,6 @@ def calibrate(
         {"-o": output, "its file beside it": output and _companion(output), "--html": html},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
-    if not (math.isfinite(max_loss) and max_loss >= 0):
-        raise usage_error(f"--max-loss {max_loss:g} is no number of nats from 0 on", "0 allows no loss at all")
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec

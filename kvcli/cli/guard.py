@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from kvcli.cli.environment import with_variable
-from kvcli.cli.signals import caught_signals, exit_code
+from kvcli.cli.signals import caught_signals
 from kvcli.cli.streams import give_up_stdout, open_missing_streams
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.ui.escape import visible
 
 # What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
@@ -34,7 +34,8 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         os.environ.pop("COLUMNS", None)
     with caught_signals() as received:
         code = _run(app, arguments, debug, received)
-    return exit_code(received[0]) if received and code == ExitCode.INTERRUPTED else code
+    # What a shell reports for a process that a signal ended.
+    return 128 + received[0] if received and code == ExitCode.INTERRUPTED else code
 
 
 def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequence[int]) -> int:
@@ -86,15 +87,11 @@ def _show(error: KvcliError) -> int:
 
     with suppress(OSError):
         print_error(error)
-    return _end(error.exit_code)
-
-
-def _end(code: ExitCode) -> int:
     try:
         sys.stdout.flush()
     except OSError:
         give_up_stdout()
-    return int(code)
+    return int(error.exit_code)
 
 
 def _is_usage_error(error: BaseException) -> bool:
@@ -106,13 +103,13 @@ def _usage(error: Any) -> KvcliError:
     command = getattr(getattr(error, "ctx", None), "command_path", "kvcli")
     message = " ".join(str(getattr(error, "message", "") or error.format_message()).split())
     if type(error).__name__ == "NoArgsIsHelpError":
-        return KvcliError("no command", "see kvcli --help", ExitCode.USAGE)
+        return usage_error("no command", "see kvcli --help")
     if type(error).__name__ in ("BadParameter", "MissingParameter"):
         message = " ".join(error.format_message().replace("Value error, ", "").split())
     hint = f"see {command} --help"
     if close := _nearest(error):
         hint = f"did you mean {close}? {hint}"
-    return KvcliError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint, ExitCode.USAGE)
+    return usage_error(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint)
 
 
 def _nearest(error: Any) -> str | None:

@@ -64,12 +64,15 @@ MODEL, METHOD, SAMPLING = Panel("Model", env=True), Panel("Method", env=True), P
 METHODS, OUTPUT = Panel("Methods"), Panel("Output")
 
 
-def positive_count(text: object) -> int:
-    """Read a count of at least one: 512, 32K, 1M."""
-    value = parse_count(str(text))
-    if value < 1:
-        raise ValueError(f"{text} is not at least 1")
-    return value
+def at_least(least: int, read: Callable[[str], float]) -> Callable[[object], Any]:
+    """Make what reads a value by `read` and refuses one below `least`."""
+
+    def reads(text: object) -> float:
+        if (value := read(str(text))) < least:
+            raise ValueError(f"{text} is not at least {least}")
+        return value
+
+    return reads
 
 
 def whole(text: object) -> int:
@@ -78,13 +81,6 @@ def whole(text: object) -> int:
         return int(str(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a whole number") from None
-
-
-def natural(text: object) -> int:
-    """Read a whole number of at least one."""
-    if (value := whole(text)) < 1:
-        raise ValueError(f"{text} is not at least 1")
-    return value
 
 
 def number(text: object) -> float:
@@ -98,17 +94,21 @@ def number(text: object) -> float:
     return value
 
 
+def positive(text: object) -> float:
+    """Read a finite number above zero."""
+    if (value := number(text)) <= 0:
+        raise ValueError(f"{text} is not above 0")
+    return value
+
+
+positive_count = at_least(1, parse_count)
+"""Reads a count of at least one: 512, 32K, 1M."""
+
+
 def device_name(text: object) -> str:
     """Read where to run; whether there is such a device is found out later."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(text)) is None:
         raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N")
-    return str(text)
-
-
-def dtype_name(text: object) -> str:
-    """Read a dtype of weights and KV."""
-    if text not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"{text!r} is not auto, bfloat16, float16 or float32")
     return str(text)
 
 
@@ -158,7 +158,10 @@ Model = Annotated[
     ),
 ]
 Device = Annotated[str, device(MODEL)]
-DType = Annotated[str, MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32.", dtype_name)]
+DType = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."),
+]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],
     MODEL.option("--load-format", None, "dummy makes random weights up, of a shape or a config.json."),

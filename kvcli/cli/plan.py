@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli import options
-from kvcli.cli.options import MODEL, Panel, compared, distinct, names, number, positive_count
+from kvcli.cli.options import MODEL, Panel, at_least, compared, distinct, names, positive, positive_count
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.cli.reads import files_read
 from kvcli.errors import usage_error
@@ -15,6 +15,7 @@ from kvcli.sizes import parse_bytes
 if TYPE_CHECKING:
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
 
+_SIZE = at_least(1, parse_bytes)
 _RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
 
 
@@ -40,21 +41,23 @@ def plan(
     ] = 256,
     device: Annotated[str, options.device(_MACHINE)] = "auto",
     device_memory: Annotated[
-        str | None, _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.")
+        int | None,
+        _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE),
     ] = None,
     host_memory: Annotated[
-        str | None, _MACHINE.option("--host-memory", "SIZE", "Free memory of its host, as in 512GiB.")
+        int | None, _MACHINE.option("--host-memory", "SIZE", "Free memory of its host, as in 512GiB.", _SIZE)
     ] = None,
     bandwidth: Annotated[
-        str | None,
-        _MACHINE.option("--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB."),
+        int | None,
+        _MACHINE.option("--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", _SIZE),
     ] = None,
     bus: Annotated[
-        str | None, _MACHINE.option("--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.")
+        int | None,
+        _MACHINE.option("--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", _SIZE),
     ] = None,
     compute: Annotated[
         float | None,
-        _MACHINE.option("--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", number),
+        _MACHINE.option("--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", positive),
     ] = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
@@ -76,10 +79,9 @@ def plan(
     )
     chosen = compared(method, profile, settings, budget)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
-    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--bandwidth": bandwidth, "--bus": bus}
-    told: dict[str, float] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
-    if compute is not None:
-        told["--compute"] = 1e12 * _positive("--compute", compute)
+    rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
+    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
+    told: dict[str, float] = {name: size for name, size in sizes.items() if size is not None}
 
     from kvcli.capacity.planning import tables
     from kvcli.capacity.planning.plan import plan as plan_all
@@ -107,19 +109,6 @@ def plan(
         notes = tables.notes(plans, machine.rates, machine.here)
         text = console.render_tables(tables.tables(title, plans), output is not None, notes)
     write_result(output, text)
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return int(_positive(name, parse_bytes(text)))
-    except ValueError as error:
-        raise usage_error(f"{name}: {error}", "sizes are written as 80GiB or 3350GB") from None
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise usage_error(f"{name} {value:g} is not a positive number", "give what that machine has")
-    return value
 
 
 def _subject_and_machine(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import METHODS, Panel, compared, distinct, names, positive_count, whole
+from kvcli.cli.options import METHODS, Panel, at_least, compared, distinct, names, positive_count, whole
 from kvcli.cli.output import OutputWriter, check_outputs, progress
 from kvcli.cli.reads import files_read
-from kvcli.errors import ExitCode, usage_error
+from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
     from kvcli.bench.report import ProfileReport
@@ -44,7 +44,9 @@ def profile(
     ] = False,
     peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
     repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
-    warmup: Annotated[int, _RUNS.option("--warmup", "N", "Steps of each run that are not counted.", whole)] = 2,
+    warmup: Annotated[
+        int, _RUNS.option("--warmup", "N", "Steps of each run that are not counted.", at_least(0, whole))
+    ] = 2,
     seed: Annotated[int, _RUNS.option("--seed", "N", "Seed of random KV and tokens.", whole, env=True)] = 0,
     html: options.Html = None,
     trace: options.Trace = None,
@@ -68,8 +70,6 @@ def profile(
     from kvcli.bench.ablations import entries
     from kvcli.inputs.prompts import read_document
 
-    if warmup < 0:
-        raise usage_error(f"--warmup {warmup} is negative", "give 0 or more")
     check_outputs(
         {"-o": output, "--trace": trace, "--html": html},
         files_read(

@@ -47,11 +47,6 @@ def caught_signals() -> Iterator[list[int]]:
         yield received
 
 
-def exit_code(number: int) -> int:
-    """What a shell reports for a process that this signal ended."""
-    return 128 + number
-
-
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Install the handler for the signals that are not ignored, and put back what was there before."""

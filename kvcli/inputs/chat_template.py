@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,4 +78,4 @@ def _bounded(seconds: float, memory: int) -> Iterator[None]:
 
 def _refused(what: str) -> KvcliError:
     hint = "use --raw, which leaves the template out, or another --system or --chat-template-kwargs"
-    return KvcliError(f"the chat template {what}", hint, ExitCode.USAGE)
+    return usage_error(f"the chat template {what}", hint)

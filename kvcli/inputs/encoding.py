@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.chat_template import render_chat_template
 from kvcli.inputs.prompts import Prompt
 
@@ -71,7 +71,7 @@ def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBas
         rendered = _render(prompt, template, tokenizer)
         ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise _usage(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
+        raise usage_error(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
     return list(ids)
 
 
@@ -85,7 +85,7 @@ def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
 def _render(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     reserved = sorted(_RESERVED & template.kwargs.keys())
     if reserved:
-        raise _usage(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
+        raise usage_error(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
     conversation = [{"role": "user", "content": prompt.content}]
     if template.system is not None:
         conversation.insert(0, {"role": "system", "content": template.system})
@@ -95,10 +95,6 @@ def _render(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBa
 def _refuse_unread(template: Template) -> None:
     why = "--raw leaves the chat template out" if template.raw else "the tokenizer has no chat template"
     if template.system is not None:
-        raise _usage(f"--system has no place: {why}", "put the instruction into the prompt")
+        raise usage_error(f"--system has no place: {why}", "put the instruction into the prompt")
     if template.kwargs:
-        raise _usage(f"--chat-template-kwargs has no effect: {why}", "leave it out")
-
-
-def _usage(what: str, hint: str) -> KvcliError:
-    return KvcliError(what, hint, ExitCode.USAGE)
+        raise usage_error(f"--chat-template-kwargs has no effect: {why}", "leave it out")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 
 _SHOWN = 60  # characters of a value in a message
 
@@ -36,9 +36,9 @@ def parse_profile(name: str, data: bytes) -> ProfileFile:
     try:
         found = parse_toml(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _usage(f"profile {name}: not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+        raise usage_error(f"profile {name}: not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except ValueError as error:
-        raise _usage(f"profile {name}: bad TOML: {error}", "values: 2048, 0.9, true, or text in quotes") from None
+        raise usage_error(f"profile {name}: bad TOML: {error}", "values: 2048, 0.9, true, or text in quotes") from None
     try:
         return ProfileFile(**found)
     except ValidationError as error:
@@ -101,15 +101,13 @@ def _refused(name: str, error: ValidationError, found: dict[str, Any]) -> KvcliE
     keys = list(ProfileFile.model_fields)
     if problem["type"] == "extra_forbidden":
         hint = nearest(key, keys, "keys") if get_close_matches(key, keys) else "settings go below [settings]"
-        return _usage(f"profile {name}: unknown key {shown(key)}", hint)
+        return usage_error(f"profile {name}: unknown key {shown(key)}", hint)
     if problem["type"] == "missing":
-        return _usage(f"profile {name}: no method", 'add a line such as method = "freekv"')
+        return usage_error(f"profile {name}: no method", 'add a line such as method = "freekv"')
     if len(problem["loc"]) > 1:
         place = ".".join(map(str, problem["loc"][:2]))
-        return _usage(f"profile {name}: {place} = {shown(problem['input'])} is no value of JSON", "put it in quotes")
+        return usage_error(
+            f"profile {name}: {place} = {shown(problem['input'])} is no value of JSON", "put it in quotes"
+        )
     expected = "a table" if key in ("settings", "provenance") else "text in quotes"
-    return _usage(f"profile {name}: {key} = {shown(found[key])} is not {expected}", "see kvcli methods NAME")
-
-
-def _usage(what: str, hint: str) -> KvcliError:
-    return KvcliError(what, hint, ExitCode.USAGE)
+    return usage_error(f"profile {name}: {key} = {shown(found[key])} is not {expected}", "see kvcli methods NAME")

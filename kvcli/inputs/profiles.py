@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.inputs.profile_file import ProfileFile, nearest, parse_profile, parse_toml, shown
 from kvcli.sizes import parse_count
 
@@ -91,7 +91,9 @@ def resolve_profile(
     else:
         name, found = _read(name)
     if method is not None and found.method != method:
-        raise _usage(f"--profile {name} is a profile of {found.method}, not of --method {method}", "leave --method out")
+        raise usage_error(
+            f"--profile {name} is a profile of {found.method}, not of --method {method}", "leave --method out"
+        )
     method_class = method_class or get_method(found.method)
     settings = dict(found.settings)
     for key, value in (overrides or {}).items():
@@ -119,11 +121,11 @@ def _read(name: str) -> tuple[str, ProfileFile]:
             data = path.read_bytes()
         except (OSError, ValueError) as error:
             hint = f"profiles by name: {', '.join(profile_names())}"
-            raise _usage(f"profile {name}: {getattr(error, 'strerror', error)}", hint) from None
+            raise usage_error(f"profile {name}: {getattr(error, 'strerror', error)}", hint) from None
     elif name in profile_names():
         data, label = (resources.files("kvcli.profiles") / f"{name}.toml").read_bytes(), name
     else:
-        raise _usage(f"unknown profile {name!r}", nearest(name, profile_names(), "profiles"))
+        raise usage_error(f"unknown profile {name!r}", nearest(name, profile_names(), "profiles"))
     return label, parse_profile(name, data)
 
 
@@ -135,7 +137,7 @@ def _override(config: type[MethodConfig], key: str, value: object) -> object:
     except tomllib.TOMLDecodeError:
         parsed = value
     except ValueError as error:
-        raise _usage(f"--set {error}", "see kvcli methods") from None
+        raise usage_error(f"--set {error}", "see kvcli methods") from None
     if isinstance(parsed, str) and _counts_tokens(config, key):
         with suppress(ValueError):  # validation names the value and the type it should have
             return parse_count(parsed)
@@ -153,7 +155,7 @@ def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any])
 
     for key in settings:
         if key not in config.model_fields:
-            raise _usage(f"{method} has no setting {shown(key)}", nearest(key, config.model_fields, "settings"))
+            raise usage_error(f"{method} has no setting {shown(key)}", nearest(key, config.model_fields, "settings"))
     try:
         return config(**settings)
     except ValidationError as error:
@@ -161,8 +163,4 @@ def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any])
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
-        raise _usage(f"{method}: {message}", f"see kvcli methods {method}") from None
-
-
-def _usage(what: str, hint: str) -> KvcliError:
-    return KvcliError(what, hint, ExitCode.USAGE)
+        raise usage_error(f"{method}: {message}", f"see kvcli methods {method}") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import KvcliError, usage_error
 
 STDIN = "-"
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
@@ -63,13 +63,13 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
             one (usage).
     """
     if question is not None and not question.strip():
-        raise _usage(f"the prompt {question!r} is empty", "give -p some text, or leave it out")
+        raise usage_error(f"the prompt {question!r} is empty", "give -p some text, or leave it out")
     if not files:
         if question is None:
-            raise _usage("no document and no prompt", 'try: kvcli generate notes.txt -p "What was decided?"')
+            raise usage_error("no document and no prompt", 'try: kvcli generate notes.txt -p "What was decided?"')
         return [Prompt("prompt", question)]
     if list(files).count(STDIN) > 1:
-        raise _usage("standard input (-) is named twice", "name it once")
+        raise usage_error("standard input (-) is named twice", "name it once")
     prompts: list[Prompt | FailedPrompt] = []
     for name in files:
         try:
@@ -93,22 +93,24 @@ def read_document(name: str) -> str:
         with nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
             data = _read_text(source, file)
     except FileNotFoundError:
-        raise _usage(f"{source}: no such file", "check the path, or use - for standard input") from None
+        raise usage_error(f"{source}: no such file", "check the path, or use - for standard input") from None
     except IsADirectoryError:
-        raise _usage(f"{source}: is a directory", "name the text files in it") from None
+        raise usage_error(f"{source}: is a directory", "name the text files in it") from None
     except PermissionError:
-        raise _usage(f"{source}: permission denied", "make the file readable for you") from None
+        raise usage_error(f"{source}: permission denied", "make the file readable for you") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise _usage(f"{source}: cannot be read: {reason}", "check the path") from None
+        raise usage_error(f"{source}: cannot be read: {reason}", "check the path") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at {error.start}"
-        raise _usage(f"{source}: not UTF-8 text ({found})", "convert it, for example with iconv -t UTF-8") from None
+        raise usage_error(
+            f"{source}: not UTF-8 text ({found})", "convert it, for example with iconv -t UTF-8"
+        ) from None
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise _usage(f"{source}: {'holds only blanks' if text else 'is empty'}", "a document needs some text")
+        raise usage_error(f"{source}: {'holds only blanks' if text else 'is empty'}", "a document needs some text")
     return text
 
 
@@ -119,18 +121,16 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
         data += piece
         for magic, kind, advice in _KINDS:
             if data.startswith(magic):
-                raise _usage(f"{source}: {kind}, not plain text", advice.format(source))
+                raise usage_error(f"{source}: {kind}, not plain text", advice.format(source))
         if (at := piece.find(0)) >= 0:
             at += len(data) - len(piece)
-            raise _usage(f"{source}: binary file (NUL byte at {at})", "give plain UTF-8 text")
+            raise usage_error(f"{source}: binary file (NUL byte at {at})", "give plain UTF-8 text")
         if len(data) > _LONGEST:
-            raise _usage(f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part")
+            raise usage_error(
+                f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part"
+            )
     return bytes(data)
 
 
 def _source(name: str) -> str:
     return "stdin" if name == STDIN else name
-
-
-def _usage(what: str, hint: str) -> KvcliError:
-    return KvcliError(what, hint, ExitCode.USAGE)

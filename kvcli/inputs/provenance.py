@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.loading import Checkpoint
@@ -27,4 +27,4 @@ def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
     """
     if (elsewhere := profile_mismatch(profile, checkpoint)) is not None:
         hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"
-        raise KvcliError(elsewhere, hint, ExitCode.USAGE)
+        raise usage_error(elsewhere, hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,4 @@ class Sampling:
             if not holds:
                 option = "--" + name.replace("_", "-")
                 shown = "" if name == "stop" else getattr(self, name)
-                raise KvcliError(f"{option} {shown!r} is out of range", f"give {wanted}", ExitCode.USAGE)
+                raise usage_error(f"{option} {shown!r} is out of range", f"give {wanted}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile, resolve_profile
 
 
@@ -52,12 +52,10 @@ def variants(
             variant = Variant(chosen.name, getattr(chosen.settings, "budget", None), chosen)
             if variant.label in found:
                 what = f"{variant.label} is there twice, as {name!r} again"
-                raise KvcliError(what, "name each method and profile once", ExitCode.USAGE)
+                raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     for key in sorted(unused):
         close = get_close_matches(key, sorted(known), n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
-        raise KvcliError(
-            f"none of {', '.join(name for name, _, _ in named)} has a setting {key!r}", hint, ExitCode.USAGE
-        )
+        raise usage_error(f"none of {', '.join(name for name, _, _ in named)} has a setting {key!r}", hint)
     return list(found.values())

@@ -76,6 +76,18 @@ class Model:
     name: str
     source: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """Give what a report says of the model."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "type": self.module.config.model_type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "weight_bytes": self.geometry.weight_bytes,
+            "layers": len(self.geometry.layers),
+        }
+
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """Read the config that `spec` names, without its weights.

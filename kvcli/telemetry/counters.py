@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import add
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvcli.telemetry import report
 
+T = TypeVar("T")
+
 
 class Count(IntEnum):
-    """What is counted; heads are KV heads, one page of one KV head counts one."""
+    """What is counted, by the names of a report's fields; heads are KV heads, one page of one KV head counts one."""
 
     HEADS_CHECKED = 0
     HEADS_CORRECTED = 1
@@ -67,27 +70,31 @@ class Counters:
     def correction(self) -> report.Correction:
         """Total what speculation did."""
         counts = self._done()
+        checked, corrected = counts[..., Count.HEADS_CHECKED], counts[..., Count.HEADS_CORRECTED]
         return report.Correction(
-            heads_checked=_total(counts, Count.HEADS_CHECKED),
-            heads_corrected=_total(counts, Count.HEADS_CORRECTED),
-            layer_steps_checked=int((counts[..., Count.HEADS_CHECKED] > 0).sum()),
-            layer_steps_corrected=int((counts[..., Count.HEADS_CORRECTED] > 0).sum()),
-            first_retrievals=_total(counts, Count.FIRST_RETRIEVALS),
+            layer_steps_checked=int((checked > 0).sum()),
+            layer_steps_corrected=int((corrected > 0).sum()),
+            **_named(report.Correction, counts.sum((0, 1)).tolist()),
         )
 
     def cache(self) -> report.Cache:
         """Total what was asked for and moved, with the layers one by one."""
         counts = self._done()
-        requested, misses = _total(counts, Count.PAGES_REQUESTED), _total(counts, Count.MISSES)
+        total = _named(report.Cache, counts.sum((0, 1)).tolist())
+        total["bytes_to_host"] += self.prefill_bytes_to_host
         return report.Cache(
-            pages_requested=requested,
-            hits=requested - misses,
-            misses=misses,
-            bytes_to_device=_total(counts, Count.BYTES_TO_DEVICE),
-            bytes_exposed=_total(counts, Count.BYTES_EXPOSED),
-            bytes_to_host=_total(counts, Count.BYTES_TO_HOST) + self.prefill_bytes_to_host,
+            hits=total["pages_requested"] - total["misses"],
             prefill_bytes_to_host=self.prefill_bytes_to_host,
-            layers=[_layer(index, row, self.by_head(index)) for index, row in enumerate(counts.sum(0).tolist())],
+            layers=[
+                report.LayerCacheCounts(
+                    layer=layer,
+                    hits=row[Count.PAGES_REQUESTED] - row[Count.MISSES],
+                    by_head=self.by_head(layer),
+                    **_named(report.LayerCacheCounts, row),
+                )
+                for layer, row in enumerate(counts.sum(0).tolist())
+            ],
+            **total,
         )
 
     def by_head(self, layer: int) -> report.HeadCounts | None:
@@ -96,27 +103,13 @@ class Counters:
         if not any(sums.get(Count.PAGES_REQUESTED, ())):
             return None
         none = [0] * len(sums[Count.PAGES_REQUESTED])
-        return report.HeadCounts(
-            pages_requested=sums[Count.PAGES_REQUESTED],
-            misses=sums.get(Count.MISSES, none),
-            heads_checked=sums.get(Count.HEADS_CHECKED, none),
-            heads_corrected=sums.get(Count.HEADS_CORRECTED, none),
-        )
+        return report.HeadCounts(**_named(report.HeadCounts, [sums.get(count, none) for count in Count]))
 
     def steps(self, times_ms: list[float]) -> list[report.Step]:
         """Put the counts of each step beside its time."""
         rows = self._done().sum(1).tolist()  # [steps][Count]
         return [
-            report.Step(
-                step=index,
-                ms=ms,
-                heads_checked=row[Count.HEADS_CHECKED],
-                heads_corrected=row[Count.HEADS_CORRECTED],
-                pages_requested=row[Count.PAGES_REQUESTED],
-                misses=row[Count.MISSES],
-                bytes_to_device=row[Count.BYTES_TO_DEVICE],
-                bytes_to_host=row[Count.BYTES_TO_HOST],
-            )
+            report.Step(step=index, ms=ms, **_named(report.Step, row))
             for index, (ms, row) in enumerate(zip(times_ms, rows, strict=False))
         ]
 
@@ -125,18 +118,6 @@ class Counters:
         return torch.tensor(self.counts, dtype=torch.int64).view(-1, self.num_layers, len(Count))
 
 
-def _total(counts: Tensor, count: Count) -> int:
-    return int(counts[..., count].sum())
-
-
-def _layer(index: int, row: list[int], by_head: report.HeadCounts | None) -> report.LayerCacheCounts:
-    return report.LayerCacheCounts(
-        layer=index,
-        pages_requested=row[Count.PAGES_REQUESTED],
-        hits=row[Count.PAGES_REQUESTED] - row[Count.MISSES],
-        misses=row[Count.MISSES],
-        heads_checked=row[Count.HEADS_CHECKED],
-        heads_corrected=row[Count.HEADS_CORRECTED],
-        bytes_to_device=row[Count.BYTES_TO_DEVICE],
-        by_head=by_head,
-    )
+def _named(entry: type[Any], counts: Sequence[T]) -> dict[str, T]:
+    """Those of `counts`, in the order of `Count`, for which an entry of a report has a field, by its name."""
+    return {count.name.lower(): counts[count] for count in Count if count.name.lower() in entry.__dataclass_fields__}

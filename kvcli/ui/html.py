@@ -23,7 +23,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import usage_error
 from kvcli.ui.summary import Table
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def check_installed() -> None:
     """Refuse at once if charts cannot be made. Raises KvcliError (usage)."""
     missing = [name for name in ("altair", "vl_convert") if find_spec(name) is None]
     if missing:
-        raise KvcliError(
-            f"an HTML page needs {missing[0]}, which is not installed", "pip install 'kvcli[html]'", ExitCode.USAGE
-        )
+        raise usage_error(f"an HTML page needs {missing[0]}, which is not installed", "pip install 'kvcli[html]'")
 
 
 class Page:

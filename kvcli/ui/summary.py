@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcli.sizes import format_bytes
@@ -22,18 +22,10 @@ class Table:
 
 
 @dataclass(frozen=True)
-class TimelineRow:
-    """One decode step, or the sum over a range of them; `ms` is the mean time a step."""
+class TimelineRow(Step):
+    """The decode steps from `step` to `last`: the sums of their counts, and in `ms` the mean time of one."""
 
-    first: int
     last: int
-    ms: float
-    heads_checked: int
-    heads_corrected: int
-    pages_requested: int
-    misses: int
-    bytes_to_device: int
-    bytes_to_host: int
 
 
 def duration(ms: float | None) -> str:
@@ -221,17 +213,8 @@ def settings_line(profile: dict[str, Any]) -> str:
 
 
 def _merge(steps: Many[Step]) -> TimelineRow:
-    return TimelineRow(
-        steps[0].step,
-        steps[-1].step,
-        sum(step.ms for step in steps) / len(steps),
-        sum(step.heads_checked for step in steps),
-        sum(step.heads_corrected for step in steps),
-        sum(step.pages_requested for step in steps),
-        sum(step.misses for step in steps),
-        sum(step.bytes_to_device for step in steps),
-        sum(step.bytes_to_host for step in steps),
-    )
+    total = {field.name: sum(getattr(step, field.name) for step in steps) for field in fields(Step)}
+    return TimelineRow(**total | {"step": steps[0].step, "ms": total["ms"] / len(steps)}, last=steps[-1].step)
 
 
 def _short(label: str) -> str:

@@ -95,7 +95,7 @@ def test_a_document_is_read(profile, tmp_path):
         (["--context", "-5"], ["--context"]),
         (["--context", "many"], ["many"]),
         (["--batch-size", "0"], ["--batch-size"]),
-        (["--warmup", "-1"], ["--warmup -1"]),
+        (["--warmup", "-1"], ["--warmup", "-1"]),
         (["--repeat", "0"], ["0"]),
         (["--nvtx", "--context", "100"], ["--nvtx"]),
         (["missing.txt"], ["missing.txt"]),

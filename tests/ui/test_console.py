@@ -137,9 +137,9 @@ def test_ranges_of_a_timeline_add_up():
     steps = retrieving_sequence(steps=1000).steps
     rows = timeline_rows(steps, 37)
     assert len(rows) <= 37
-    assert (rows[0].first, rows[-1].last) == (0, 999)
+    assert (rows[0].step, rows[-1].last) == (0, 999)
     assert sum(row.misses for row in rows) == sum(step.misses for step in steps)
-    assert sum(row.ms * (row.last - row.first + 1) for row in rows) == pytest.approx(sum(step.ms for step in steps))
+    assert sum(row.ms * (row.last - row.step + 1) for row in rows) == pytest.approx(sum(step.ms for step in steps))
 
 
 def test_a_timeline_without_retrieval_shows_time_alone():

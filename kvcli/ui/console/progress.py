@@ -20,8 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from kvcli.telemetry.observer import Observer
-from kvcli.ui.console.messages import print_note
-from kvcli.ui.console.terminal import stderr_console
+from kvcli.ui.console.terminal import print_note, stderr_console
 
 _BAR = 24
 _TOLD_FROM = 1 / 16  # of the work

@@ -57,9 +57,9 @@ def print_timeline(report: Report, titles: Sequence[str], console: Console | Non
 
 def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
     slowest = max(row.ms for row in rows)
-    ranged = any(row.last > row.first for row in rows)
+    ranged = any(row.last > row.step for row in rows)
     columns = {
-        "steps" if ranged else "step": [f"{r.first}-{r.last}" if r.last > r.first else f"{r.first}" for r in rows],
+        "steps" if ranged else "step": [f"{r.step}-{r.last}" if r.last > r.step else f"{r.step}" for r in rows],
         "mean time" if ranged else "time": [summary.duration(row.ms) for row in rows],
         "corrected": [f"{row.heads_corrected:,} / {row.heads_checked:,}" for row in rows],
         "missed": [f"{row.misses:,} / {row.pages_requested:,}" for row in rows],

@@ -1,4 +1,4 @@
-"""Consoles: where text for people goes, and what a terminal gets to see of it."""
+"""Consoles: where text for people goes, what a terminal gets to see of it, and lines on stderr."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from io import StringIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
-from kvcli.ui.escape import visible
+from kvcli.errors import KvcliError
+from kvcli.ui.escape import one_line, visible
 
 
 class EscapingConsole(Console):
@@ -44,3 +46,17 @@ def rendered(content: RenderableType, to_file: bool, width: int | None = None) -
     )
     console.print(content)
     return text.getvalue()
+
+
+def print_error(error: KvcliError) -> None:
+    """Two lines on stderr at most: what is wrong, and the way out."""
+    console = stderr_console()
+    console.print(Text.assemble(("kvcli: error: ", "bold red"), one_line(error.what)), soft_wrap=True)
+    if error.hint:
+        console.print(Text.assemble(("hint: ", "bold"), one_line(error.hint)), soft_wrap=True)
+
+
+def print_note(message: str, console: Console | None = None) -> None:
+    """One line on stderr that is no error."""
+    note = Text.assemble(("kvcli: ", "dim"), one_line(message))
+    (console or stderr_console()).print(note, soft_wrap=True)
