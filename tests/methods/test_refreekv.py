@@ -15,7 +15,7 @@ from kvcli.models.geometry import geometry_of
 from kvcli.store.cache import Footprint
 
 G = H // HK
-STEPS = 110
+STEPS = 60
 SETTINGS = {"dense_layers": 1, "threshold": 0.1}  # random attention is flat: 0.01 would drop a token or two
 TOKEN, POSITION = 2 * HK * D * 4, HK * 4  # bytes of a token of a layer, and of where it stands
 
