@@ -25,7 +25,8 @@ from kvcli.capacity.roofline import measure_rates, rate_rows
 from kvcli.compat import onednn_suits
 from kvcli.errors import KvcliError
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
-from kvcli.models.checkpoint import bundled_model, check_config, check_files
+from kvcli.models.checkpoint import check_config, check_files
+from kvcli.models.place import bundled_model
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import processor

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from kvcli.capacity import cgroup
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
@@ -71,6 +71,10 @@ def planned_method(
     if capacity > LONGEST_SEQUENCE:
         what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"
         raise KvcliError(what, "take fewer tokens", ExitCode.WILL_NOT_FIT)
+    dense, layers = getattr(profile.settings, "dense_layers", 0), len(geometry.layers)
+    if dense > layers:
+        what = f"{profile.method}: dense_layers = {dense}, but the model has {layers} layers"
+        raise usage_error(what, f"give {layers} at most; method full attends to everything in all layers")
     meta = torch.device("meta")
     context = SequenceContext.of(len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens)
     return get_method(profile.method)(profile.settings, geometry.layers, context)

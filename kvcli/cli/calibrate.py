@@ -11,7 +11,7 @@ import typer
 from kvcli.cli import options
 from kvcli.cli.options import Panel, assignments, at_least, each, number, positive_count, whole
 from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read
+from kvcli.cli.reads import files_read, require_model
 from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def calibrate(
         {"-o": output, "its file beside it": output and _companion(output), "--html": html},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
+    require_model(model, load_format)
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec

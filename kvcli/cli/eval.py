@@ -10,7 +10,7 @@ import typer
 from kvcli.cli import options
 from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, whole
 from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read
+from kvcli.cli.reads import files_read, require_model
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def evaluate(
             model=model,
         ),
     )
+    require_model(model, load_format)
     variants = compared(method, profile, settings, budget)
 
     from kvcli.models.loading import ModelSpec

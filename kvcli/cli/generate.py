@@ -26,7 +26,7 @@ from kvcli.cli.options import (
 )
 from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
-from kvcli.cli.reads import files_read
+from kvcli.cli.reads import files_read, require_model
 from kvcli.errors import usage_error
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def generate(
         {"-o": output, "--trace": trace},
         files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
     )
+    require_model(model, load_format)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
     require_text(
         {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}
@@ -205,7 +206,7 @@ def _profile(
     context: typer.Context, method: str | None, profile: str | None, settings: list[str], short: dict[str, str | None]
 ) -> Profile:
     """Resolve method, profile and settings; what the command line says counts more than the environment."""
-    from kvcli.inputs.profiles import resolve_profile
+    from kvcli.inputs.profiles import known_settings, resolve_profile
 
     named = by_precedence(context, {"method": method, "profile": profile})
     explicit = given(context, named)
@@ -217,10 +218,10 @@ def _profile(
     if twice:
         raise usage_error(f"{twice[0]} is set twice, by --set and by its own option", "leave one out")
     # A default from the environment is meant for the methods that have the setting.
-    known = type(resolve_profile(named.get("method"), named.get("profile")).settings).model_fields
+    known = known_settings(**named)
     direct = {key: value for key, value in direct.items() if key in known or key in given(context, direct)}
     layers = (direct, overrides) if given(context, ["settings"]) else (overrides, direct)
-    return resolve_profile(named.get("method"), named.get("profile"), {**layers[0], **layers[1]})
+    return resolve_profile(**named, overrides={**layers[0], **layers[1]})
 
 
 def _json_object(text: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvcli.cli import options
 from kvcli.cli.options import MODEL, Panel, at_least, compared, distinct, names, positive, positive_count
 from kvcli.cli.output import check_outputs, progress, write_result
-from kvcli.cli.reads import files_read
+from kvcli.cli.reads import files_read, require_model
 from kvcli.errors import usage_error
 from kvcli.sizes import parse_bytes
 
@@ -77,6 +77,7 @@ def plan(
     check_outputs(
         {"-o": output}, files_read(profiles=names(profile, "--profile"), settings=settings or (), model=model)
     )
+    require_model(model, "dummy")
     chosen = compared(method, profile, settings, budget)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}

@@ -9,7 +9,7 @@ import typer
 from kvcli.cli import options
 from kvcli.cli.options import METHODS, Panel, at_least, compared, distinct, names, positive_count, whole
 from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read
+from kvcli.cli.reads import files_read, require_model
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def profile(
             model=model,
         ),
     )
+    require_model(model, load_format)
     variants = compared(method, profile, settings)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)

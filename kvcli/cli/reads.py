@@ -30,6 +30,18 @@ def files_read(
     yield from _model_files(model)
 
 
+def require_model(name: str | None, load_format: str) -> None:
+    """Refuse a model that cannot be there, before anything is imported for it.
+
+    Raises:
+        KvcliError: there is no such directory, file or shape (usage).
+    """
+    from kvcli.models.place import find
+
+    if name is not None:
+        find(name, load_format == "dummy")
+
+
 def _profile_files(name: str) -> Iterator[str]:
     """The profile, and files that its settings name: what `kvcli calibrate` found."""
     path = name if name.endswith(".toml") or "/" in name else str(files("kvcli.profiles") / f"{name}.toml")

@@ -84,17 +84,11 @@ def resolve_profile(
     """
     from kvcli.methods import get_method
 
-    method_class = get_method(method) if method is not None else None
-    name = profile or method or DEFAULT_METHOD
-    if profile is None and method is not None and name not in profile_names():
-        found = ProfileFile(method=method)
-    else:
-        name, found = _read(name)
-    if method is not None and found.method != method:
-        raise usage_error(
-            f"--profile {name} is a profile of {found.method}, not of --method {method}", "leave --method out"
-        )
-    method_class = method_class or get_method(found.method)
+    name, found, known = _found(method, profile)
+    for key in [*found.settings, *(overrides or {})]:
+        if key not in known:
+            raise usage_error(f"{found.method} has no setting {shown(key)}", nearest(key, known, "settings"))
+    method_class = get_method(found.method)
     settings = dict(found.settings)
     for key, value in (overrides or {}).items():
         settings[key] = _override(method_class.Config, key, value)
@@ -108,9 +102,30 @@ def resolve_profile(
     )
 
 
+def known_settings(method: str | None = None, profile: str | None = None) -> list[str]:
+    """Names of the settings that `resolve_profile` can override; raises what it would, and imports no torch for it."""
+    return _found(method, profile)[2]
+
+
 def reference_profile() -> Profile:
     """The profile of what everything is measured against."""
     return resolve_profile(method="full")
+
+
+def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, list[str]]:
+    """Find the name of a profile, what it holds, and the names of all settings of its method."""
+    from kvcli.methods.card import setting_names
+
+    known = setting_names(method) if method is not None else None
+    name = profile or method or DEFAULT_METHOD
+    if profile is None and method is not None and name not in profile_names():
+        found = ProfileFile(method=method)
+    else:
+        name, found = _read(name)
+    if method is not None and found.method != method:
+        what = f"--profile {name} is a profile of {found.method}, not of --method {method}"
+        raise usage_error(what, "leave --method out")
+    return name, found, setting_names(found.method) if known is None else known
 
 
 def _read(name: str) -> tuple[str, ProfileFile]:
@@ -153,9 +168,6 @@ def _counts_tokens(config: type[MethodConfig], key: str) -> bool:
 def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any]) -> MethodConfig:
     from pydantic import ValidationError
 
-    for key in settings:
-        if key not in config.model_fields:
-            raise usage_error(f"{method} has no setting {shown(key)}", nearest(key, config.model_fields, "settings"))
     try:
         return config(**settings)
     except ValidationError as error:

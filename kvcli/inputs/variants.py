@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from kvcli.errors import usage_error
-from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.inputs.profiles import Profile, known_settings, resolve_profile
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ def variants(
         KvcliError: usage: an unknown name, a value that a method refuses, a setting that no method has, a name twice.
     """
     named = [(name, name, None) for name in methods] + [(name, None, name) for name in profiles]
+    fields = {name: known_settings(method, profile) for name, method, profile in named}
+    known = {key for keys in fields.values() for key in keys}
+    for key in sorted({*settings, *(["budget"] if budgets else [])} - known):
+        close = get_close_matches(key, sorted(known), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
+        raise usage_error(f"none of {', '.join(fields)} has a setting {key!r}", hint)
     found: dict[str, Variant] = {}
-    unused = set(settings) | ({"budget"} if budgets else set())
-    known: set[str] = set()
     for name, method, profile in named:
-        fields = type(resolve_profile(method, profile).settings).model_fields
-        known |= set(fields)
-        shared = {key: value for key, value in settings.items() if key in fields}
-        unused -= set(fields)
-        for budget in budgets if budgets and "budget" in fields else [None]:
+        shared = {key: value for key, value in settings.items() if key in fields[name]}
+        for budget in budgets if budgets and "budget" in fields[name] else [None]:
             overrides: dict[str, str | object] = dict(shared)
             if budget is not None:
                 overrides["budget"] = budget
@@ -54,8 +55,4 @@ def variants(
                 what = f"{variant.label} is there twice, as {name!r} again"
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
-    for key in sorted(unused):
-        close = get_close_matches(key, sorted(known), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
-        raise usage_error(f"none of {', '.join(name for name, _, _ in named)} has a setting {key!r}", hint)
     return list(found.values())

@@ -63,9 +63,9 @@ def get_method(name: str) -> type[AnyMethod]:
     Raises:
         KvcliError: there is no such method, or it cannot be imported from the package that offers it.
     """
-    from kvcli.methods.base import Method
-
     if name in own_method_names():
+        from kvcli.methods.base import Method
+
         module = importlib.import_module(f"{__name__}.{name}")
         return next(
             cls

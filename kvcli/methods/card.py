@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -68,7 +69,7 @@ def read_card(name: str) -> Card:
 
 def _stated(module: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for node in ast.parse((resources.files("kvcli.methods") / f"{module}.py").read_bytes()).body:
+    for node in _statements(module):
         match node:
             case ast.ImportFrom(module=str(imported)) if imported.startswith("kvcli.methods."):
                 found |= _stated(imported.rpartition(".")[2])
@@ -79,3 +80,34 @@ def _stated(module: str) -> dict[str, Any]:
                             if attribute in Card.__dataclass_fields__:
                                 found[attribute] = value
     return found
+
+
+def setting_names(name: str) -> list[str]:
+    """Names of the settings of the method called `name`, those that it shares first; imported as for `read_card`."""
+    if name in own_method_names():
+        classes = [node for node in _statements(name) if isinstance(node, ast.ClassDef)]
+        for statement in (statement for node in classes for statement in node.body):
+            match statement:
+                case ast.Assign(targets=[ast.Name(id="Config")], value=ast.Name(id=config)):
+                    return list(dict.fromkeys(_declared(name, config)))
+    return list(get_method(name).Config.model_fields)
+
+
+def _declared(module: str, config: str) -> Iterator[str]:
+    """Settings of the class `config`, of which `module` holds or imports the declaration."""
+    for node in _statements(module):
+        match node:
+            case ast.ImportFrom(module=str(imported), names=names) if config in (each.name for each in names):
+                if imported.startswith("kvcli.methods."):
+                    yield from _declared(imported.rpartition(".")[2], config)
+            case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
+                for base in bases:
+                    if isinstance(base, ast.Name):
+                        yield from _declared(module, base.id)
+                for statement in body:
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                        yield statement.target.id
+
+
+def _statements(module: str) -> list[ast.stmt]:
+    return ast.parse((resources.files("kvcli.methods") / f"{module}.py").read_bytes()).body

@@ -1,4 +1,4 @@
-"""Where a model's files are, what is wrong with them, and what transformers' errors mean for the user.
+"""What is wrong with a model's files, and what transformers' errors mean for the user.
 
 Directories are checked before transformers sees them: it reads a missing directory as a repository name, and finds
 a damaged file only after minutes of loading.
@@ -7,11 +7,9 @@ a damaged file only after minutes of loading.
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 
 import huggingface_hub
@@ -31,58 +29,20 @@ from kvcli.models.checkpoint_files import (
     check_safetensors,
     read_json,
 )
-from kvcli.models.shapes import shape_names, shape_path
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_HINT = "name a directory with config.json, *.safetensors and a tokenizer, or a model on the Hugging Face hub"
-
-
-def find(name: str, dummy: bool) -> Path | None:
-    """The directory (for `dummy` also the config file) that `name` means; None where it is a hub id.
-
-    Raises KvcliError (usage) where it is neither, with the way out.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        if dummy:
-            return path
-        raise KvcliError(f"{name} is a file, not a checkpoint directory", _HINT, ExitCode.USAGE)
-    if name in shape_names():
-        if dummy:
-            return shape_path(name)
-        hint = "add --load-format dummy to run the shape with random weights, or name a checkpoint"
-        raise KvcliError(f"{name} is a shape without weights", hint, ExitCode.USAGE)
-    if dummy and "/" not in name:
-        near = get_close_matches(name, shape_names(), n=3, cutoff=0.3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        hint += f"Shapes: {', '.join(shape_names())}; or name a config.json"
-        raise KvcliError(f"no shape, file or directory called {name!r}", hint, ExitCode.USAGE)
-    if not _HUB_ID.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
-        raise KvcliError(f"no such directory: {name}", _HINT, ExitCode.USAGE)
-    return None
-
-
-def bundled_model() -> Path:
-    """The directory of the bundled demo model; raises KvcliError where the installation lacks it."""
-    path = Path(__file__).parent / "demo"
-    if not (path / "config.json").is_file():
-        raise KvcliError("this installation has no bundled demo model", "name a model with -m DIR or -m ORG/NAME")
-    return path
+from kvcli.models.place import WAY_OUT
 
 
 def check_config(path: Path) -> None:
     """Raise KvcliError unless the directory's config.json (or the file `path` itself) holds a JSON object."""
     if path.is_dir():
         if not any(path.iterdir()):
-            raise KvcliError(f"{path} is empty", _HINT, ExitCode.USAGE)
+            raise KvcliError(f"{path} is empty", WAY_OUT, ExitCode.USAGE)
         if (path / "adapter_config.json").is_file():
             what = f"{path} holds a LoRA adapter (adapter_config.json), which would be left out"
             hint = "merge it with peft (merge_and_unload, save_pretrained) and name the directory of the merged model"
             raise KvcliError(what, hint, ExitCode.USAGE)
         if not (path / "config.json").is_file():
-            raise KvcliError(f"{path} is not a checkpoint: it has no config.json", _HINT, ExitCode.USAGE)
+            raise KvcliError(f"{path} is not a checkpoint: it has no config.json", WAY_OUT, ExitCode.USAGE)
         path /= "config.json"
     read_json(path, ModelConfig)
 
@@ -98,7 +58,7 @@ def check_files(path: Path) -> None:
     elif (index := path / "pytorch_model.bin.index.json").is_file():
         weights = _shards(index)
     else:
-        raise KvcliError(f"{path} has no weights: no model*.safetensors in it", _HINT, ExitCode.USAGE)
+        raise KvcliError(f"{path} has no weights: no model*.safetensors in it", WAY_OUT, ExitCode.USAGE)
     for file in weights:
         if not file.is_file():
             raise KvcliError(f"{file} is missing (the index names {len(weights)} shards)", "get that file again")
@@ -150,15 +110,17 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         return KvcliError(f"{name} is gated: the hub refuses access to it", hint)
     if caused_by(hub.RepositoryNotFoundError):
         what = f"no directory and no model on the hub called {name}"
-        return KvcliError(what, f"{_HINT}; private models need `hf auth login`", ExitCode.USAGE)
+        return KvcliError(what, f"{WAY_OUT}; private models need `hf auth login`", ExitCode.USAGE)
     if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
         if offline or huggingface_hub.constants.HF_HUB_OFFLINE or caused_by(hub.OfflineModeIsEnabled):
             said = "--offline" if offline else "HF_HUB_OFFLINE=1 (an environment variable)"
             hint = f"leave {said} out once to download it, or name a directory"
             return KvcliError(f"{name} is not a directory and not in the local hub cache", hint)
-        return KvcliError(f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + _HINT)
+        return KvcliError(
+            f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + WAY_OUT
+        )
     if caused_by(hub.EntryNotFoundError):
-        return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", _HINT, ExitCode.USAGE)
+        return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):
         return KvcliError(f"the weights of {name} are damaged ({text})", "get them again")
     if "custom code" in text or "trust_remote_code" in text:

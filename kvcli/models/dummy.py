@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.checkpoint import bundled_model
+from kvcli.models.place import bundled_model
 
 _SEED = 0
 

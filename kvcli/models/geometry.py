@@ -13,10 +13,12 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
@@ -208,6 +210,10 @@ def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     except Exception as error:  # a senseless config makes modelling code raise anything
         if "Unrecognized configuration class" in str(error):
             raise refusal(config, "it is no causal language model") from error
+        if unknown := _unknown_rope_type(config):
+            what = f"rope_type {unknown!r} in config.json is none that transformers {transformers.__version__} knows"
+            hint = f"check it, or install a newer transformers; known: {', '.join(['default', *ROPE_INIT_FUNCTIONS])}"
+            raise KvcliError(what, hint, ExitCode.USAGE) from error
         reason = str(error).partition("\n")[0]
         raise KvcliError(
             f"no model of type {config.model_type!r} can be made from this config: {reason}",
@@ -217,6 +223,14 @@ def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     if not can_set_attention(model):
         raise refusal(config, "its attention cannot be replaced (it does not use transformers' attention interface)")
     return model
+
+
+def _unknown_rope_type(config: PreTrainedConfig) -> str | None:
+    """The first kind of rotary scaling that transformers has no rule for; layers of several types have one each."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rules = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = (str(rule["rope_type"]) for rule in rules if "rope_type" in rule)
+    return next((kind for kind in kinds if kind != "default" and kind not in ROPE_INIT_FUNCTIONS), None)
 
 
 def _layers(model: PreTrainedModel, text: PreTrainedConfig, windows: list[int | None]) -> list[LayerGeometry]:

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.checkpoint import bundled_model, check_config, check_files, explain, find, is_panic, quiet
+from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, quiet
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+from kvcli.models.place import bundled_model, find
 
 __all__ = [
     "Checkpoint",

@@ -267,6 +267,11 @@ def test_bad_input_is_one_line_a_hint_and_exit_code_2(generate, tmp_path, argume
     assert_refused(generate(*arguments, cwd=tmp_path), 2, *words)
 
 
+def test_more_dense_layers_than_the_model_has_are_refused(generate):
+    result = generate("-p", "x", "--method", "quest", "--set", "dense_layers=99")
+    assert_refused(result, 2, "dense_layers = 99", "has 4 layers")
+
+
 def test_a_context_that_will_not_fit_is_refused_before_the_work(generate):
     assert_refused(generate("-p", "x", "--max-tokens", "1000M"), 3)
 

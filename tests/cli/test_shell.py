@@ -87,9 +87,23 @@ def test_usage_errors_have_one_style(arguments, words):
     assert_refused(kvcli(*arguments), ExitCode.USAGE, *words)
 
 
-def test_a_bad_value_is_refused_before_the_heavy_libraries_are_loaded():
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "-p", "x", "--temperature", "-1"],
+        ["generate", "-p", "x", "--method", "frekv"],
+        ["generate", "-p", "x", "--profile", "frekv"],
+        ["generate", "-p", "x", "--set", "bugdet=2K"],
+        ["generate", "-p", "x", "-m", "./no-such-directory"],
+        ["eval", "--tasks", "vt", "--method", "full,frekv"],
+        ["plan", "--method", "quest", "--set", "bugdet=2K"],
+        ["profile", "-m", "./no-such-directory"],
+        ["calibrate", "tau", "-m", "./no-such-directory"],
+    ],
+)
+def test_bad_input_is_refused_before_the_heavy_libraries_are_loaded(arguments):
     code = (
-        "import sys; sys.argv = ['kvcli', 'generate', '-p', 'x', '--temperature', '-1']\n"
+        f"import sys; sys.argv = {['kvcli', *arguments]}\n"
         "import kvcli.cli\n"
         "try: kvcli.cli.main()\n"
         "except SystemExit as end: print(end.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"

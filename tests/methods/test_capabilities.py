@@ -10,7 +10,7 @@ import torch
 
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import SequenceContext
-from kvcli.methods.card import MEMORY_SYMBOLS, Card, read_card
+from kvcli.methods.card import MEMORY_SYMBOLS, Card, read_card, setting_names
 from kvcli.models.geometry import LayerGeometry
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
@@ -112,3 +112,8 @@ def test_cards_are_read_without_torch():
     code = "import sys; from kvcli.methods import method_names; from kvcli.methods.card import read_card; "
     code += "assert len([read_card(name) for name in method_names()]) > 10; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_the_names_of_the_settings_are_read_from_the_file(name):
+    assert setting_names(name) == list(get_method(name).Config.model_fields)

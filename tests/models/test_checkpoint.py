@@ -14,8 +14,9 @@ from mutations import mutated_bytes, mutated_json
 from safetensors.torch import load_file, save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.checkpoint import check_config, check_files, explain, find, notices, quiet
+from kvcli.models.checkpoint import check_config, check_files, explain, notices, quiet
 from kvcli.models.loading import ModelSpec, load_model, read_config
+from kvcli.models.place import find
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 

@@ -161,3 +161,13 @@ def test_shipped_shapes_have_the_published_size(shape):
     else:
         assert geometry.weight_bytes == 2 * PARAMETERS[shape]
     assert {layer.head_dim for layer in geometry.layers} == {MADE_UP.get(shape, 128)}
+
+
+def test_an_unknown_kind_of_rotary_scaling_is_named_with_those_that_are_known():
+    config = FAMILIES["llama"]()
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+    with pytest.raises(KvcliError, match=r"rope_type 'spiral' in config\.json") as caught:
+        geometry_of(config, torch.float32)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "install a newer transformers" in caught.value.hint
+    assert "known: default, linear, dynamic, yarn" in caught.value.hint

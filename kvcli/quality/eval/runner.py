@@ -5,6 +5,7 @@ Variants are decoded one after another, the samples of one together, so that the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,6 +153,9 @@ class Evaluation:
                 readings[sequence.sample].note(sequence.method)
         if (broken := next((each.error for each in sequences if each.error is not None), None)) is not None:
             raise KvcliError(broken, "kvcli generate with the same model names the layer")
+        if any(isinstance(each.sampler, TeacherForcing) and math.isinf(each.sampler.nll) for each in sequences):
+            what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
+            raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
         return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:

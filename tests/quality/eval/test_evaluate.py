@@ -15,7 +15,7 @@ from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.evaluate import EvaluationPlan, evaluate
 from kvcli.quality.eval.runner import Evaluation
-from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sampling import Sampling, TeacherForcing
 from kvcli.telemetry.observer import Observer
 
 SMALL = {"sink": "16", "window": "16", "page_size": "16"}
@@ -55,6 +55,20 @@ def test_perplexity_of_a_text_is_that_of_the_model(folder, document):
     assert full.cost.steps == 2 * 39
     assert quest.score.value != pytest.approx(full.score.value, rel=1e-5)
     assert quest.cost.attended <= 80
+
+
+def test_a_text_that_the_model_rules_out_is_refused_and_leaves_no_line(folder, document, tmp_path, monkeypatch):
+    """Infinity is no JSON: a file with it could not be read again."""
+
+    class Certain(TeacherForcing):
+        def __call__(self, logits):
+            return super().__call__(logits.where(logits == logits.max(), -torch.inf))
+
+    monkeypatch.setattr("kvcli.quality.eval.runner.TeacherForcing", Certain)
+    lines = tmp_path / "p.jsonl"
+    with pytest.raises(KvcliError, match="the perplexity is infinite"):
+        evaluate(plan(folder, [f"ppl:{document}"], lengths=[150], limit=1, predictions=lines), Observer())
+    assert len(lines.read_text().splitlines()) == 1  # the configuration
 
 
 def test_prompts_that_fill_the_model_leave_room_for_the_answer_and_are_not_cut(folder, document, tmp_path):
