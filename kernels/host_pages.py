@@ -3,12 +3,14 @@
     hnd   [pages, Hk, 2, p, d]   a page of one KV head is one contiguous block, keys then values
     nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
 
-A pool may lie in several pieces of equally many pages (the last may be shorter), so that it can be allocated bit by
-bit, and every sequence of a batch has its own. Pinned memory has one address for the host and the device.
+A pool may lie in several pieces, so that it can be allocated bit by bit and sequences can share some of them. Kernels
+see pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are cut to a
+size that divides all. Pinned memory has one address for the host and the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,18 +42,19 @@ class HostPages:
     def of(cls, pieces: Sequence[Sequence[Tensor]], layout: HostLayout, device: torch.device) -> HostPages:
         """Take one list of pieces for every sequence of the batch.
 
-        Raises ValueError where pieces differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once.
+        Raises ValueError where pages differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once.
         """
         first = pieces[0][0]
         for piece in (piece for row in pieces for piece in row):
             if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype or not piece.is_contiguous():
                 raise ValueError(f"a piece {tuple(piece.shape)} of {piece.dtype} does not go with the first one")
-            if piece.data_ptr() % ALIGNMENT:
-                raise ValueError(f"a piece lies at an address that {ALIGNMENT} does not divide")
         per_piece = max(len(row[0]) for row in pieces)  # not the first one's: a short sequence has one short piece
-        for row in pieces:
-            if any(len(piece) != per_piece for piece in row[:-1]) or len(row[-1]) > per_piece:
-                raise ValueError(f"pieces of {[len(piece) for piece in row]} pages, not of {per_piece} each")
+        full = [len(piece) for row in pieces for piece in row[:-1]]
+        if any(size != per_piece for size in full) or any(len(row[-1]) > per_piece for row in pieces):
+            per_piece = math.gcd(*full)
+            pieces = [[part for piece in row for part in torch.split(piece, per_piece)] for row in pieces]
+        if any(piece.data_ptr() % ALIGNMENT for row in pieces for piece in row):
+            raise ValueError(f"a piece lies at an address that {ALIGNMENT} does not divide")
         most = max(len(row) for row in pieces)
         table = [[piece.data_ptr() for piece in row] + [0] * (most - len(row)) for row in pieces]
         return cls(pieces, torch.tensor(table, dtype=torch.int64, device=device), per_piece, layout)

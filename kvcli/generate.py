@@ -15,7 +15,7 @@ import torch
 
 from kvcli.capacity import memory
 from kvcli.errors import usage_error
-from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
+from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, encode_all, in_common
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
@@ -97,16 +97,18 @@ class Generation:
     audits: list[Audit] = field(default_factory=list, init=False)
 
     def steps(self) -> Generator[Step, None, None]:
-        """Read the prompts one at a time, each of its own length; then decode all together, one token a step."""
+        """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
         request, reference = self.request, reference_profile() if self.request.audit is not None else None
         with engine(self.model, capacities(request, self.prompts), self.observer.notice) as ready:
             runner = PrefillRunner(ready, request.profile, request.sampling, self.observer, self.timeline, reference)
-            for index, prompt in enumerate(self.prompts):
-                for sequence, piece in runner.prefill(index, prompt):
+            first = 0
+            for prompts in by_document(self.prompts):
+                for sequence, piece in runner.prefill(first, prompts):
                     self.sequences.append(sequence)
                     if request.audit is not None:
                         self.audits.append(Audit(ready, sequence, request.audit))
                     yield [(sequence, piece)]
+                first += len(prompts)
             prepare(self.audits)
             for step in ready.decode(self.sequences, self.timeline, self.pipeline):
                 yield step
@@ -179,8 +181,16 @@ def check(
     Raises:
         KvcliError: the run will not fit (exit code 3); `loaded` weights are there already.
     """
-    lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
-    memory.check(request.profile, checkpoint, lengths, request.sampling, request.audit is not None, loaded=loaded)
+    sizes, together = [], 0
+    for group in by_document([prompt for prompt in prompts if prompt.error is None]):
+        common, lengths = in_common(group), [len(prompt.ids) for prompt in group]
+        sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
+        together = max(together, sum(lengths) - common * (len(group) - 1))
+    memory.check(
+        *(request.profile, checkpoint, sizes, request.sampling, request.audit is not None),
+        loaded=loaded,
+        together=together,
+    )
     for notice in notices(checkpoint.path):
         observer.notice(notice)
     if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
@@ -224,6 +234,8 @@ def _unread(prompt: EncodedPrompt, sample: int) -> report.Sequence:
     return report.Sequence(
         source=prompt.source,
         sample=sample,
+        question=prompt.prompt.question or None if prompt.prompt else None,
+        id=prompt.prompt.id if prompt.prompt else None,
         text="",
         token_ids=[],
         finish_reason="interrupted" if prompt.error is None else "error",

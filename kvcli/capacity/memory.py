@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -33,8 +34,16 @@ RUNTIME_BYTES = 256 << 20
 CPU = torch.device("cpu")
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
-Prompts = Sequence[int] | Mapping[int, int]
-"""Lengths of prompts in tokens, or how many prompts there are of each length."""
+
+class PromptSize(NamedTuple):
+    """Tokens of a prompt; `shared` first ones it has in common with another one, which holds them in host memory."""
+
+    tokens: int
+    shared: int = 0
+
+
+Prompts = Sequence[int | PromptSize] | Mapping[int, int] | Mapping[PromptSize, int]
+"""Sizes of prompts, those that share nothing as their tokens alone; or how many prompts there are of each size."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +98,35 @@ def need(
     samples: int,
     audited: bool = False,
     device: torch.device = CPU,
+    together: int = 0,
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
     An audited run holds, beside each sequence, the cache of full attention. The prefill's workspace depends on the
-    kind of `device`.
+    kind of `device`, and on the most tokens of several prompts that are read `together`.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
     """
-    counted, kv = Counter(prompts), Footprint()
-    each = {length: planned_method(profile, geometry, length + max_tokens, dtype, length) for length in counted}
-    for length, method in each.items():
-        held = method.footprint()
-        if audited:
-            held += kv_footprint(reference_profile(), geometry, length + max_tokens, dtype, length)
-        sequences = samples * counted[length]
-        kv += Footprint(sequences * held.device, sequences * held.host)
-    longest = max(counted)
-    workspace = _workspace(geometry, longest, each[longest].prefill_window, prefill_buffers(device))
+    counted, kv = _counted(prompts), Footprint()
+
+    def planned(tokens: int) -> AnyMethod:
+        return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens)
+
+    for (tokens, shared), number in counted.items():
+        for sequences, common in ((number, shared), (number * (samples - 1), tokens)):  # further samples share it all
+            if not sequences:
+                continue
+            method = planned(tokens)
+            if common:
+                method.share(planned(tokens), common)
+            held = method.footprint()
+            if audited:
+                held += kv_footprint(reference_profile(), geometry, tokens + max_tokens, dtype, tokens)
+            kv += Footprint(sequences * held.device, sequences * held.host)
+    longest = max(counted).tokens
+    window = planned(longest).prefill_window
+    workspace = _workspace(geometry, longest, window, prefill_buffers(device), max(longest, together))
     return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace)
 
 
@@ -119,32 +138,34 @@ def check(
     audited: bool = False,
     *,
     loaded: bool = False,
+    together: int = 0,
     way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run that will not fit; `way_out` is what the user can change.
+    """Refuse a run that will not fit; `way_out` is what the user can change, `together` as in `need`.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
     """
-    counted = Counter(prompts)
+    counted = _counted(prompts)
 
     def planned(longest: int) -> Need:
-        lengths: Counter[int] = Counter()
-        for length, number in counted.items():
-            lengths[min(longest, length)] += number
+        sizes: Counter[PromptSize] = Counter()
+        for (tokens, shared), number in counted.items():
+            sizes[PromptSize(min(longest, tokens), min(longest, shared))] += number
         wanted = need(
             profile,
             checkpoint.geometry,
             checkpoint.dtype,
-            lengths,
+            sizes,
             sampling.max_tokens,
             sampling.num_samples,
             audited,
             device,
+            together,
         )
         return replace(wanted, weights=0) if loaded else wanted
 
-    device, longest = checkpoint.device, max(counted)
+    device, longest = checkpoint.device, max(counted).tokens
     free, wanted = available(device), planned(longest)
     if fits(wanted.on(device), free):
         return
@@ -186,16 +207,29 @@ def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int
     return bisect_left(range(1, limit), True, key=lambda n: not fits(needed(n), free))
 
 
-def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers: int) -> int:
+def _counted(prompts: Prompts) -> Counter[PromptSize]:
+    """How many prompts there are of each size."""
+    counted: Counter[PromptSize] = Counter()
+    for size, number in (prompts if isinstance(prompts, Mapping) else Counter(prompts)).items():
+        counted[size if isinstance(size, PromptSize) else PromptSize(size)] += number
+    return counted
+
+
+def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers: int, together: int) -> int:
     """Elements that the prefill holds beside weights and caches.
 
-    As long as the prompt are the hidden states in and out, `buffers` layers' KV, the rotary tables (cosines and sines)
-    and what is looked up in them; as long as a chunk are the intermediates of a layer. Where the prompt is read by
-    windows through all layers, only the tables are as long as the prompt.
+    As long as the prompt are `buffers` layers' KV and the rotary tables (cosines and sines); as long as all that is
+    read `together`, the hidden states in and out and what is looked up in the tables; as long as a chunk, the
+    intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as long as it.
     """
     layer = max(geometry.layers, key=lambda layer: layer.num_kv_heads * layer.head_dim)
     kv = 2 * layer.num_kv_heads * layer.head_dim
-    per_token = 2 * geometry.hidden_size + buffers * kv + 2 * layer.head_dim
+    per_token = 2 * geometry.hidden_size + 2 * layer.head_dim
     per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-    at_once, chunk = (length, CHUNK) if window is None else (min(length, window), window)
-    return length * 2 * layer.head_dim + at_once * per_token + min(length, chunk) * per_chunk_token
+    if window is not None:
+        length_kv = together = min(length, window)
+    else:
+        length_kv = length
+    chunk = min(length, CHUNK if window is None else window)
+    tables = length * 2 * layer.head_dim
+    return tables + length_kv * buffers * kv + together * per_token + chunk * per_chunk_token

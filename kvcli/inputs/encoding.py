@@ -27,12 +27,49 @@ class Template:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in tokens, and its question's tokens alone; or why there are none."""
+    """A prompt in tokens, and its question's tokens alone; or why there are none.
+
+    `prompt` is the text that it was made of, where there was one.
+    """
 
     source: str
     ids: list[int]
     question: list[int] = field(default_factory=list)
     error: KvcliError | None = None
+    prompt: Prompt | None = None
+
+
+ALWAYS_TOGETHER = 16384
+"""Tokens of their own that prompts may have in all and be read together, whatever they have in common."""
+
+
+def by_document(prompts: Sequence[EncodedPrompt]) -> list[list[EncodedPrompt]]:
+    """Put prompts together that follow each other, begin alike and are to be read together: questions on one document.
+
+    They have half of their tokens in common at least; together, their own ones are not many more.
+    """
+    groups: list[list[EncodedPrompt]] = []
+    for prompt in prompts:
+        if not (groups and _alike([*groups[-1], prompt])):
+            groups.append([])
+        groups[-1].append(prompt)
+    return groups
+
+
+def in_common(prompts: Sequence[EncodedPrompt]) -> int:
+    """How many tokens prompts begin with in common, of which every prompt has more."""
+    ids = [prompt.ids for prompt in prompts]
+    shortest, longest = min(ids), max(ids)  # lists compare token by token: what these two begin with, all do
+    same = next((at for at, pair in enumerate(zip(shortest, longest, strict=False)) if pair[0] != pair[1]), None)
+    return min(len(shortest) if same is None else same, min(map(len, ids)) - 1)
+
+
+def _alike(prompts: Sequence[EncodedPrompt]) -> bool:
+    if any(prompt.error is not None for prompt in prompts):
+        return False
+    common, lengths = in_common(prompts), [len(prompt.ids) for prompt in prompts]
+    own = sum(lengths) - common * len(prompts)
+    return 2 * common >= max(lengths) and own <= max(common, ALWAYS_TOGETHER)
 
 
 def encode_all(
@@ -47,9 +84,9 @@ def encode_all(
     for prompt in prompts:
         try:
             ids = encode(prompt, template, tokenizer)
-            encoded.append(EncodedPrompt(prompt.source, ids, encode_question(prompt, tokenizer)))
+            encoded.append(EncodedPrompt(prompt.source, ids, encode_question(prompt, tokenizer), prompt=prompt))
         except KvcliError as error:
-            encoded.append(EncodedPrompt(prompt.source, [], error=error))
+            encoded.append(EncodedPrompt(prompt.source, [], error=error, prompt=prompt))
     if all(prompt.error is not None for prompt in encoded):
         raise next(prompt.error for prompt in encoded if prompt.error is not None)
     return encoded

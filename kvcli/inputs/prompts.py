@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from kvcli.errors import KvcliError, usage_error
 
@@ -31,18 +31,31 @@ _KINDS = (
 )
 
 
+QuestionFirst = Literal["no", "only", "both"]
+"""Where the question stands: after the document, before it, or before and after it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt before the chat template: a document and the question after it (empty: the text stands alone)."""
+    """One prompt before the chat template: a document and a question on it (empty: the text stands alone).
+
+    `id` is what the question is called in the report, where it was given a name.
+    """
 
     source: str
     text: str
     question: str = ""
+    id: str | None = None
+    question_first: QuestionFirst = "no"
 
     @property
     def content(self) -> str:
-        """Document, blank line, question."""
-        return f"{self.text.rstrip()}\n\n{self.question}" if self.question else self.text
+        """Document, blank line, question; or in the order that `question_first` says."""
+        if not self.question:
+            return self.text
+        before = [self.question] if self.question_first != "no" else []
+        after = [self.question] if self.question_first != "only" else []
+        return "\n\n".join([*before, self.text.rstrip(), *after])
 
 
 @dataclass(frozen=True)

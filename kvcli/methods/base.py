@@ -240,12 +240,26 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
         return {}
 
+    def share(self, other: Method[ConfigT, CacheT], tokens: int) -> None:
+        """Refer to what `other` holds in host memory of the first `tokens` tokens, with which both prompts begin.
+
+        To be called before they are read; `other` takes over each layer's KV first.
+        """
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            mine.share(theirs, tokens)
+
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
         """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one.
 
-        An attention observer is not taken along.
+        Host memory that holds the prompt is shared. An attention observer is not taken along.
         """
-        context = replace(self.context, counters=counters, track=track, attention_observer=None)
+        return self._copy_for(replace(self.context, counters=counters, track=track, attention_observer=None))
+
+    def take_over(self, other: Method[ConfigT, CacheT]) -> None:
+        """Become a copy of `other`, of the same settings and no smaller, which has read this prompt's beginning."""
+        vars(self).update(vars(other._copy_for(self.context)))
+
+    def _copy_for(self, context: SequenceContext) -> Method[ConfigT, CacheT]:
         shared = {id(rotary): rotary for rotary in context.rotary}
         return copy.deepcopy(self, {id(self.context): context, **shared})
 

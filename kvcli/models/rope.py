@@ -70,6 +70,10 @@ class Rope(nn.Module):
         """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
         self._rows = [self._of_length[length][1] for length in lengths]
 
+    def alike(self, lengths: Collection[int]) -> bool:
+        """Tell whether sequences of these lengths rotate the same token by the same angles."""
+        return len({id(self._of_length[length][1]) for length in lengths}) == 1
+
     def rotary(self, length: int) -> list[Rotary | None]:
         """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""
         return self._rotary[id(self._of_length[length][0])]

@@ -27,7 +27,7 @@ from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
-from kvcli.runtime.prefill import CHUNK, PrefillConsumer, PrefillFanout, prefill
+from kvcli.runtime.prefill import CHUNK, Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -66,9 +66,13 @@ class Engine:
         question: Sequence[int] = (),
         timeline: Timeline | None = None,
         track: str = "sequence 0",
+        capacity: int | None = None,
     ) -> SequenceContext:
-        """Make what the method object of a sequence is given; `question` are the prompt's last tokens."""
-        capacity = prompt_tokens + max_tokens
+        """Make what the method object of a sequence is given; `question` are the prompt's last tokens.
+
+        `capacity` is room for more tokens than the sequence will have, one of the engine's.
+        """
+        capacity = capacity or prompt_tokens + max_tokens
         return SequenceContext.of(
             len(self.layers),
             self.model.device,
@@ -140,15 +144,52 @@ class Engine:
         Those with exact prefill share one reading, the others read by windows of their own. `advance` is called with
         the number of tokens that a layer has just done.
         """
-        self.rope.use([methods[0].context.capacity])
-        exact = [method for method in methods if method.prefill_window is None]
+        return self.prefill_branches(Branches((), [ids]), [methods], advance, chunk)[0]
+
+    def prefill_branches(
+        self,
+        branches: Branches,
+        methods: Sequence[Sequence[AnyMethod]],
+        advance: Callable[[int], None] = lambda _: None,
+        chunk: int = CHUNK,
+        watchers: Sequence[PrefillConsumer] = (),
+    ) -> list[list[Tensor]]:
+        """Read prompts that begin alike, each into methods of its own; returns their logits as `prefill` does.
+
+        `methods` has a row for each prompt and a column for each profile; `watchers` get the KV of the first prompt's
+        exact reading, too. Prompts whose rotary positions differ (`Rope.alike`) must have nothing in common. What the
+        methods of a column hold of the common tokens in host memory they share. Methods that read by windows share the
+        whole windows of the common part, unless they want to see something of the prompt's end before
+        (`Method.preview`), and need equal capacities; nothing is skipped for them.
+        """
+        self.rope.use([max(row[0].context.capacity for row in methods)])
+        columns = list(zip(*methods, strict=True))
+        exact = [column for column in columns if column[0].prefill_window is None]
+        for first, *others in exact:
+            for other in others:
+                other.share(first, len(branches.common))
         if exact:
-            shared = prefill(self.hook, ids, PrefillFanout(exact), self.layers, advance, chunk)
+            rows = [list(row) for row in zip(*exact, strict=True)]
+            consumers = [PrefillFanout([*rows[0], *watchers]), *map(PrefillFanout, rows[1:])]
+            read = list(prefill_branches(self.hook, branches, consumers, self.layers, advance, chunk))
+        logits = [
+            self._windowed(branches, column, advance, column[0].prefill_window) if column[0].prefill_window else read
+            for column in columns
+        ]
+        return [list(row) for row in zip(*logits, strict=True)]
+
+    def _windowed(
+        self, branches: Branches, methods: Sequence[AnyMethod], advance: Callable[[int], None], window: int
+    ) -> list[Tensor]:
+        """Read prompts that begin alike into a method each that reads by windows -> logits [vocab] of each."""
+        if shared := shared_windows(branches, methods, window):
+            first, *others = methods
+            windowed_prefill(self.hook, branches.common[:shared], first, self.layers, advance, window)
+            for method in others:
+                method.take_over(first)
         return [
-            shared
-            if method.prefill_window is None
-            else windowed_prefill(self.hook, ids, method, self.layers, advance, method.prefill_window)
-            for method in methods
+            windowed_prefill(self.hook, [*branches.common, *rest], method, self.layers, advance, window, shared)
+            for rest, method in zip(branches.rests, methods, strict=True)
         ]
 
     def prefill_into(
@@ -201,6 +242,13 @@ class Engine:
             self.rope.use([len(repeated.ids)])
             _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, repeated)
         return _HEAD_SCORES[self.model.module]
+
+
+def shared_windows(branches: Branches, methods: Sequence[AnyMethod], window: int) -> int:
+    """How many tokens that prompts have in common, in whole windows, are read once for all of their methods."""
+    if len(methods) == 1 or any(method.preview for method in methods):
+        return 0
+    return len(branches.common) // window * window
 
 
 @contextmanager

@@ -3,13 +3,18 @@
 Each decoder layer runs over the whole prompt in chunks before the next one begins, so that only the hidden states, one
 layer's KV and the method's own store are ever as long as the prompt; MLP and projection intermediates are as long as a
 chunk. A layer's KV is handed to the method when its last chunk is done.
+
+Prompts that begin alike, as questions on one document do, go through a layer together: what they have in common once,
+then each one's rest, which attends to the common KV and its own. The first tokens' KV may be known already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -62,37 +67,116 @@ class PrefillFanout:
             consumer.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
 
 
-class PrefillAttention:
-    """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over."""
+class KnownKV(Protocol):
+    """KV of a prompt's first tokens, which need not be computed: a saved document's, or a conversation's so far."""
 
-    def __init__(self, consumer: PrefillConsumer, layers: Sequence[LayerGeometry], length: int, device: torch.device):
-        self.consumer, self.layers, self.length = consumer, layers, length
+    @property
+    def length(self) -> int:
+        """How many tokens it is of."""
+
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once a layer, in their order."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Prompts that begin alike: the tokens that all have in `common`, and at least one token that each goes on with.
+
+    Of the common tokens, the first `skip` are not computed: their KV is known.
+    """
+
+    common: Sequence[int]
+    rests: Sequence[Sequence[int]]
+    known: KnownKV | None = None
+    skip: int = 0
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], common: int) -> Branches:
+        """Part prompts that have so many tokens in common, less than any of them has."""
+        return cls(prompts[0][:common], [prompt[common:] for prompt in prompts])
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of every token that is computed: common ones, then each prompt's own."""
+        start = len(self.common)
+        own = [position for rest in self.rests for position in range(start, start + len(rest))]
+        return [*range(self.skip, start), *own]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token that is computed, in the same order."""
+        return [*self.common[self.skip :], *chain.from_iterable(self.rests)]
+
+    def ends(self) -> list[int]:
+        """Where each of the parts ends among these tokens: the common one, if it has any, and those of the prompts."""
+        parts = [len(self.common) - self.skip, *map(len, self.rests)]
+        return list(accumulate(parts))[parts[0] == 0 :]
+
+
+class PrefillAttention:
+    """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over.
+
+    `consumers` are those of each prompt of the branches. The common part is read once, and shown to all of them.
+    """
+
+    def __init__(
+        self,
+        branches: Branches,
+        consumers: Sequence[PrefillConsumer],
+        layers: Sequence[LayerGeometry],
+        device: torch.device,
+    ):
+        self.branches, self.layers = branches, layers
+        self.consumers = [PrefillFanout([consumer]) for consumer in consumers]
+        self.rows = max(consumer.query_rows for consumer in consumers)
+        self.start = len(branches.common)  # where the prompts part
+        self.lengths = [self.start + len(rest) for rest in branches.rests]
         self.offloader = PrefillOffloader(device)
-        self.done = 0  # tokens of the current layer
-        self.kv = torch.empty(0)  # [2, Hk, length, d] of the current layer
-        self.q = torch.empty(0)  # [H, rows, d], its last queries
+        self.branch: int | None = None  # the prompt being read; None at a layer's beginning
+        self.done = 0  # its tokens of the current layer
+        self.kv = torch.empty(0)  # [2, Hk, longest, d] of the current layer
+        self.q = self.common_q = torch.empty(0)  # [H, rows, d], its last queries
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
-        if self.done == 0:
-            self.kv = self.offloader.buffer((2, k.shape[1], self.length, k.shape[3]), k.dtype)
-            self.q = q.new_empty(q.shape[1], 0, q.shape[3])
+        if self.branch is None:
+            self._begin(layer, q, k)
         stop = self.done + k.shape[2]
         self.kv[0, :, self.done : stop] = k[0]
         self.kv[1, :, self.done : stop] = v[0]
         seen_k, seen_v = self.kv[:, :, :stop]
         out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
-        self.consumer.observe(layer, q[0], seen_k, softmax)
-        rows = self.consumer.query_rows
-        self.q = torch.cat((self.q, q[0, :, -rows:]), 1)[:, -rows:] if rows else self.q
-        self.done = stop % self.length
-        if stop == self.length:
-            k, v = self.kv
-            self.offloader.start(self.kv, partial(self.consumer.prefill, layer, k, v, self.q, softmax))
+        for consumer in self.consumers if stop <= self.start else self.consumers[self.branch :][:1]:
+            consumer.observe(layer, q[0], seen_k, softmax)
+        self.q = torch.cat((self.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else self.q
+        self.done = stop
+        if stop == self.start:
+            self.common_q = self.q
+        elif stop == self.lengths[self.branch or 0]:
+            self._hand_over(layer, softmax)
         return out.transpose(0, 1)[None]
 
+    def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
+        """Make room for a layer, q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and get what is known."""
+        self.kv = self.offloader.buffer((2, k.shape[1], max(self.lengths), k.shape[3]), k.dtype)
+        self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
+        self.branch, self.done = 0, self.branches.skip
+        if self.branches.known is not None:
+            self.branches.known.fill(layer, self.kv[:, :, : self.done])
 
-@torch.inference_mode()
+    def _hand_over(self, layer: int, softmax: Softmax) -> None:
+        """Give the prompt that was read to its consumer, and go on with the next one, or to the next layer."""
+        assert self.branch is not None
+        k, v = self.kv[:, :, : self.done]
+        work = partial(self.consumers[self.branch].prefill, layer, k, v, self.q, softmax)
+        if self.branch + 1 < len(self.consumers):
+            work()  # before the next prompt's own tokens take the place of this one's
+            self.branch, self.done, self.q = self.branch + 1, self.start, self.common_q
+        else:
+            self.offloader.start(self.kv, work)
+            self.branch = None
+
+
 def prefill(
     hook: Hook,
     ids: Sequence[int],
@@ -105,22 +189,47 @@ def prefill(
 
     `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
     """
-    device, length = hook.model.device, len(ids)
-    attention = PrefillAttention(consumer, layers, length, device)
-    tokens = torch.tensor([ids], device=device)  # [1, s]
-    positions = torch.arange(length, device=device)[None]  # [1, s]
-    with _layer_major(hook.model.get_decoder().layers, length, chunk, advance):  # type: ignore[no-untyped-call]
-        logits = hook.run(attention, tokens, positions)
+    return prefill_branches(hook, Branches((), [ids]), [consumer], layers, advance, chunk)[0]
+
+
+@torch.inference_mode()
+def prefill_branches(
+    hook: Hook,
+    branches: Branches,
+    consumers: Sequence[PrefillConsumer],
+    layers: Sequence[LayerGeometry],
+    advance: Callable[[int], None],
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Read prompts that begin alike, each into its consumer -> logits [b, vocab] of the tokens that follow them.
+
+    Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped.
+    """
+    device = hook.model.device
+    attention = PrefillAttention(branches, consumers, layers, device)
+    tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
+    positions = torch.tensor([branches.positions], device=device)  # [1, n]
+    ends = branches.ends()
+    parts = [part for start, stop in pairwise([0, *ends]) for part in _chunks(start, stop, chunk)]
+    last = torch.tensor(ends[-len(branches.rests) :], device=device) - 1
+    with _layer_major(hook.model.get_decoder().layers, parts, last, advance):  # type: ignore[no-untyped-call]
+        logits = hook.run(attention, tokens, positions, len(last))
     attention.offloader.finish()
-    return logits[0, -1]
+    return logits[0]
+
+
+def _chunks(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 @contextmanager
-def _layer_major(layers: nn.ModuleList, length: int, chunk: int, advance: Callable[[int], None]) -> Iterator[None]:
-    """Make every decoder layer run over its input in chunks, in place; the last one keeps its last token only."""
+def _layer_major(
+    layers: nn.ModuleList, parts: Sequence[slice], last: Tensor, advance: Callable[[int], None]
+) -> Iterator[None]:
+    """Make every decoder layer run over its input part by part, in place; the last one keeps tokens `last` only."""
     try:
         for layer in layers:
-            layer.forward = _chunked(layer.forward, length, chunk, advance, layer is layers[-1])
+            layer.forward = _chunked(layer.forward, parts, advance, last if layer is layers[-1] else None)
         yield
     finally:
         for layer in layers:
@@ -128,17 +237,18 @@ def _layer_major(layers: nn.ModuleList, length: int, chunk: int, advance: Callab
 
 
 def _chunked(
-    forward: Callable[..., Any], length: int, chunk: int, advance: Callable[[int], None], last: bool
+    forward: Callable[..., Any], parts: Sequence[slice], advance: Callable[[int], None], kept: Tensor | None
 ) -> Callable[..., Tensor]:
+    length = parts[-1].stop
+
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # hidden_states [1, s, D]
-        for start in range(0, length, chunk):
-            part = slice(start, min(start + chunk, length))
+        for part in parts:
             cut_args = [_cut(arg, part, length) for arg in args]
             cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
             out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
             hidden_states[:, part] = out[0] if isinstance(out, tuple) else out
             advance(part.stop - part.start)
-        return hidden_states[:, -1:] if last else hidden_states
+        return hidden_states if kept is None else hidden_states[:, kept]
 
     return run
 

@@ -39,6 +39,9 @@ class RunningSequence:
     decode_ms: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    question: str | None = None
+    id: str | None = None
+    kv: report.KVOrigin = field(default_factory=report.KVOrigin)
     logits: Tensor | None = None
     """What the newest token was chosen from: [vocab]."""
 
@@ -99,4 +102,7 @@ class RunningSequence:
             steps=self.counters.steps(self.decode_ms),
             method=self.method.statistics(),
             error=self.error,
+            question=self.question,
+            id=self.id,
+            kv=self.kv,
         )

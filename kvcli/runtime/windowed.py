@@ -26,19 +26,21 @@ def windowed_prefill(
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     window: int,
+    start: int = 0,
 ) -> Tensor:
     """Read a prompt of s >= 1 tokens in windows; returns the logits [vocab] of the token that follows.
 
-    `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
+    Reads from token `start` on, a multiple of `window`; what comes before it the method has read. `advance` is called
+    with the number of tokens that a layer has just done: s - start times the number of layers in all.
     What the method wants to see first (`Method.preview`) is read before, behind the prompt's first token: models rest
     their attention on it, and its own query says nothing of the preview.
     """
-    preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 else []
+    preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 and start == 0 else []
     if preview:
         _run(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
     attention = WindowAttention(method, advance)
-    for start in range(0, len(ids), window):
-        logits = _run(hook, attention, ids[start : start + window], start)[0]
+    for at in range(start, len(ids), window):
+        logits = _run(hook, attention, ids[at : at + window], at)[0]
     return logits
 
 

@@ -180,7 +180,7 @@ class BlockCache(LayerCache):
     @override
     def footprint(self) -> Footprint:
         near = nbytes(self.k, self.v, self.mass, self.sink_k, self.sink_v)
-        return Footprint(device=near + nbytes(self.keys, self.slots, self.resident), host=self.pool.nbytes())
+        return Footprint(near + nbytes(self.keys, self.slots, self.resident)) + self.pool.footprint()
 
     @override
     def traffic(self, length: int) -> Traffic:

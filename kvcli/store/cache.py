@@ -81,13 +81,14 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes a cache holds in each tier."""
+    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds."""
 
     device: int = 0
     host: int = 0
+    shared: int = 0
 
     def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(self.device + other.device, self.host + other.host)
+        return Footprint(self.device + other.device, self.host + other.host, self.shared + other.shared)
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ class LayerCache(ABC):
     @abstractmethod
     def footprint(self) -> Footprint:
         """Count the bytes allocated; works on the meta device."""
+
+    def share(self, other: LayerCache, tokens: int) -> None:  # noqa: B027
+        """Refer to what another cache of this kind holds in host memory of the same first `tokens` tokens.
+
+        Here there is nothing to share. To be called before `load`; the other cache is loaded first.
+        """
 
     def as_slots(self) -> LayerSlots | None:
         """Lay the cache out in slots and return its tensors, None where it has no such form.

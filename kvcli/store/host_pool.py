@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import math
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.host_pages import HostLayout
-from kvcli.store.cache import Tiers
+from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.pages import slices
 
 PIECE_BYTES = 256 << 20
@@ -29,10 +30,11 @@ OFFLOAD_BYTES = 32 << 20
 
 
 class HostPagePool:
-    """Full pages of one layer of one sequence, in host memory alone.
+    """Full pages of one layer of one sequence, in host memory alone; each is written once and never changes.
 
-    Where memory is pinned, they lie in several tensors of equally many pages, the last one shorter, that get ready in
-    the background; elsewhere in one.
+    They lie in one or several tensors ("pieces"). Where memory is pinned, pieces are of equally many pages and get
+    ready in the background. A copy of a pool, and one that is told to `share`, refer to pages of another one and have
+    only the others themselves.
 
     Reading and writing wait for the memory of the pages concerned.
 
@@ -57,12 +59,27 @@ class HostPagePool:
             self.page_shape = (tensors, page_size, num_kv_heads, head_dim)
         self.page_bytes = math.prod(self.page_shape) * tiers.dtype.itemsize
         self.per_piece = max(1, num_pages if tiers.pinned is None else PIECE_BYTES // self.page_bytes)
-        self._allocating = self._allocate()
+        self.written = 0  # pages from the first one on that hold something
+        self.shared = 0  # of them, those of another pool
+        self._allocating = self._allocate(0)
+        self._lender: tuple[HostPagePool, int] | None = None
 
     @property
     def pieces(self) -> list[Tensor]:
         """All pages, [n, Hk, t, p, d] or [n, t, p, Hk, d] each."""
-        return [piece.result() for piece in self._allocating]
+        self._borrow()
+        return [piece.result() for _, piece in self._allocating]
+
+    def share(self, other: HostPagePool, pages: int) -> None:
+        """Refer to the first pages of another pool, `pages` of them at most, instead of holding the same ones again.
+
+        How many are shared is settled when this pool is first read or written: those that the other one has by then.
+        What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
+        kind, nothing is shared.
+        """
+        alike = (other.layout, other.page_shape, other.tiers.dtype) == (self.layout, self.page_shape, self.tiers.dtype)
+        if alike and (pages := min(pages, self.num_pages, other.num_pages)):
+            self._allocating, self._lender, self.shared = [], (other, pages), pages
 
     def write(self, first: int, *tensors: Tensor) -> int:
         """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d]. Returns the bytes moved.
@@ -70,12 +87,14 @@ class HostPagePool:
         From a GPU to pinned memory this only queues the copies on the current stream.
         """
         stop = first + tensors[0].shape[1]
-        for index in range(first // self.per_piece, -(-stop // self.per_piece)):
-            start = index * self.per_piece
-            begin, end = max(first, start), min(stop, start + self.per_piece)
-            target = self._allocating[index].result()[begin - start : end - start]
-            self._fill(target, [tensor[:, begin - first : end - first] for tensor in tensors])
-        return (stop - first) * self.page_bytes
+        self._borrow()
+        self.written = max(self.written, stop)
+        own = max(first, self.shared)
+        for start, piece in self._between(own, stop):
+            target = piece.result()[max(own - start, 0) : stop - start]
+            at = max(own, start) - first
+            self._fill(target, [tensor[:, at : at + len(target)] for tensor in tensors])
+        return max(0, stop - own) * self.page_bytes
 
     def fetch(self, pages: Tensor, heads: Tensor) -> Tensor:
         """Bring block (pages[i], heads[i]) for every i to the device: [m, t, p, d].
@@ -89,29 +108,50 @@ class HostPagePool:
             if len(pieces) == 1:
                 self._take(pieces[0], pages[part], heads[part], blocks)
                 return
-            for index, piece in enumerate(pieces):
-                here = (pages[part] // self.per_piece == index).nonzero()[:, 0]
-                blocks[here] = self._take(piece, pages[part][here] % self.per_piece, heads[part][here])
+            for (start, _), piece in zip(self._allocating, pieces, strict=True):
+                inside = (pages[part] >= start) & (pages[part] < start + len(piece))
+                here = inside.nonzero()[:, 0]
+                blocks[here] = self._take(piece, pages[part][here] - start, heads[part][here])
 
         return self.tiers.gathered((len(pages), *self._blocks(pieces[0]).shape[2:]), gather)
 
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return self.num_pages * self.page_bytes
+    def footprint(self) -> Footprint:
+        """Count the bytes in host memory, those of another pool's pages apart."""
+        return Footprint(host=(self.num_pages - self.shared) * self.page_bytes, shared=self.shared * self.page_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
-        """A copy has memory of its own, pinned like this one's."""
-        if self.tiers.device.type == "cuda":
-            torch.cuda.synchronize(self.tiers.device)  # pages may still be on their way here
+        """A copy shares what is written, and has memory of its own for what comes, pinned like this one's."""
+        self._borrow()
         other = copy.copy(self)
-        other._allocating = other._allocate()
-        for there, here in zip(other.pieces, self.pieces, strict=True):
-            there.copy_(here)
+        if self.written:
+            other.share(self, self.written)
+            other._borrow()
+        else:
+            other._allocating = other._allocate(0)
         return other
 
-    def _allocate(self) -> list[Future[Tensor]]:
-        starts = range(0, max(1, self.num_pages), self.per_piece)
-        return [self.tiers.on_host_async(min(self.per_piece, self.num_pages - at), *self.page_shape) for at in starts]
+    def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
+        """Ask for pieces from page `first` on, each with its first page."""
+        starts = [*range(first, max(1, self.num_pages), self.per_piece), self.num_pages]
+        with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
+            return [(at, self.tiers.on_host_async(stop - at, *self.page_shape)) for at, stop in pairwise(starts)]
+
+    def _borrow(self) -> None:
+        """Settle what is shared."""
+        if self._lender is None:
+            return
+        (other, pages), self._lender = self._lender, None
+        self.shared = self.written = min(pages, other.written)
+        for start, piece in other._between(0, self.shared):
+            view: Future[Tensor] = Future()
+            view.set_result(piece.result()[: self.shared - start])
+            self._allocating.append((start, view))
+        self._allocating += self._allocate(self.shared)
+
+    def _between(self, first: int, stop: int) -> list[tuple[int, Future[Tensor]]]:
+        """The pieces that hold pages from `first` to before `stop`."""
+        ends = [start for start, _ in self._allocating[1:]] + [self.num_pages]
+        return [piece for piece, end in zip(self._allocating, ends, strict=True) if piece[0] < stop and end > first]
 
     def _fill(self, target: Tensor, tensors: list[Tensor]) -> None:
         """Put pages, t tensors [Hk, n, p, d], into their places `target`, n pages."""

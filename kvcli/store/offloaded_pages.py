@@ -56,6 +56,11 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
 
     @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, OffloadedPageCache)
+        self.pool.share(other.pool, tokens // self.budget.size)
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt: full pages on the host, sink and window on the device, nothing selected yet."""
         budget, self.length = self.budget, k.shape[1]
@@ -139,7 +144,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def footprint(self) -> Footprint:
         device = nbytes(self.kv, self.resident) + self.summaries.nbytes()
-        return Footprint(device=device, host=self.pool.nbytes())
+        return Footprint(device) + self.pool.footprint()
 
     @override
     def traffic(self, length: int) -> Traffic:

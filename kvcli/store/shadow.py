@@ -22,7 +22,7 @@ from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, ResidentCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
@@ -106,6 +106,11 @@ class ShadowCache(ResidentCache):
         return self.num_chunks > 0
 
     @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, ShadowCache)
+        self.values.share(other.values, max(0, tokens // self.layout.size - self.layout.local))
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         self.length = k.shape[1]
         if self.layout.active(self.length):
@@ -167,7 +172,7 @@ class ShadowCache(ResidentCache):
     @override
     def footprint(self) -> Footprint:
         device = nbytes(self.resident) + self.keys.nbytes() + self.landmarks.nbytes()
-        return super().footprint() + Footprint(device, self.values.nbytes())
+        return super().footprint() + Footprint(device) + self.values.footprint()
 
     @override
     def traffic(self, length: int) -> Traffic:

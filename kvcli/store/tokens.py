@@ -198,6 +198,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
 
     @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, OffloadedTokenCache)
+        self.pool.share(other.pool, self.budget.full(tokens))
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt: full groups on the host, sink and recent tokens on the device, nothing selected yet."""
         self.length = k.shape[1]
@@ -253,7 +258,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     @override
     def footprint(self) -> Footprint:
         device = nbytes(self.k, self.v, self.resident) + self.index.nbytes()
-        return Footprint(device=device, host=self.pool.nbytes())
+        return Footprint(device) + self.pool.footprint()
 
     def _recent_rows(self) -> Tensor:
         return self._ring_rows(torch.arange(self.candidates.stop, self.length, device=self.k.device))

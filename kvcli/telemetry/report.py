@@ -112,8 +112,28 @@ class Step:
 
 
 @dataclass(frozen=True)
+class KVOrigin:
+    """Where the KV of a prompt's tokens came from; the three counts of tokens add up to the prompt.
+
+    `read_tokens` went through the model for this sequence. `shared_tokens` are those of a sequence before it on the
+    same document, and `shared_bytes` is what both have in host memory once. `disk_tokens` were saved before:
+    `disk_bytes` were read for them, and took `disk_ms`.
+    """
+
+    read_tokens: int = 0
+    shared_tokens: int = 0
+    disk_tokens: int = 0
+    shared_bytes: int = 0
+    disk_bytes: int = 0
+    disk_ms: float = 0.0
+
+
+@dataclass(frozen=True)
 class Sequence:
     """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
+
+    `question` is the prompt's question and `id` its name, where it has them; `kv` says where the prompt's KV came from.
+    Questions on one document are read together: the first one's `prefill_ms` is the time of all, that of the others 0.
 
     `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
     attention, see `kvcli.quality.fidelity`.
@@ -133,6 +153,9 @@ class Sequence:
     method: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     fidelity: dict[str, Any] = field(default_factory=dict)
+    question: str | None = None
+    id: str | None = None
+    kv: KVOrigin = field(default_factory=KVOrigin)
 
 
 @dataclass(frozen=True)
@@ -140,7 +163,7 @@ class Memory:
     """Where the bytes were. On a CPU both tiers are host memory and nothing is pinned.
 
     `device_kv_bytes` is what the method keeps on the device for all sequences at the end of the run,
-    `host_kv_bytes` what lies in the host tier.
+    `host_kv_bytes` what lies in the host tier; what several sequences share there counts once.
     """
 
     device_peak_bytes: int | None = None

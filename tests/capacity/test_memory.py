@@ -12,7 +12,6 @@ from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.sampling import Sampling
-from kvcli.store.cache import Footprint
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
 
@@ -83,9 +82,22 @@ def test_need_adds_up_sequences_and_samples():
     geometry = geometry_of(tiny_config("llama"), torch.float32)
     one = memory.need(profile("freekv"), geometry, torch.float32, [500], 20, 1)
     many = memory.need(profile("freekv"), geometry, torch.float32, [500, 500], 20, 3)
-    assert many.kv == sum([one.kv] * 6, Footprint())
+    assert many.kv.device == 6 * one.kv.device
+    pages, generated = 520 // 8, 520 // 8 - 500 // 8  # of every prompt two more samples hold these alone
+    assert many.kv.host * pages == 2 * one.kv.host * (pages + 2 * generated)
     assert (many.weights, many.workspace) == (one.weights, one.workspace)
     assert sum(one.on(torch.device("cuda")).values()) == one.on(torch.device("cpu"))["host"] + memory.RUNTIME_BYTES
+
+
+def test_questions_on_a_document_hold_it_once():
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    sizes = [memory.PromptSize(500), memory.PromptSize(510, 480), memory.PromptSize(490, 480)]
+    alone = memory.need(profile("freekv"), geometry, torch.float32, [500, 510, 490], 20, 1)
+    together = memory.need(profile("freekv"), geometry, torch.float32, sizes, 20, 1, together=520)
+    token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in geometry.layers[1:])  # the first is dense
+    assert alone.kv.host - together.kv.host == 2 * 480 * token
+    assert together.kv.device == alone.kv.device
+    assert together.workspace - alone.workspace == 10 * (2 * geometry.hidden_size + 2 * 16) * 4
 
 
 def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):

@@ -185,14 +185,19 @@ def test_planning_counts_the_bytes_and_pins_none(layout, pages, tiers, notes):
     assert notes.held == {}
     assert all(piece.is_meta for piece in planned.pieces)
     real = HostPagePool(HK, D, P, pages, tiers, layout)
-    assert planned.nbytes() == real.nbytes() == sum(piece.nbytes for piece in real.pieces) == pages * PAGE_BYTES
+    assert (
+        planned.footprint().host
+        == real.footprint().host
+        == sum(piece.nbytes for piece in real.pieces)
+        == pages * PAGE_BYTES
+    )
     assert sum(notes.held.values()) == pages * PAGE_BYTES
 
 
 def test_pool_waits_for_the_memory_of_what_it_writes_only(tiers, notes):
     notes.go.clear()
     pool = HostPagePool(HK, D, P, 11, tiers)
-    assert pool.nbytes() == 11 * PAGE_BYTES
+    assert pool.footprint().host == 11 * PAGE_BYTES
     k, v = tokens(3)
     writing = threading.Thread(target=pool.write, args=(0, k, v))
     writing.start()
@@ -209,23 +214,60 @@ def test_pool_waits_for_the_memory_of_what_it_writes_only(tiers, notes):
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
-def test_a_copied_pool_has_the_same_pages_in_memory_of_its_own(in_pieces, tiers, notes):
-    pool = HostPagePool(HK, D, P, 7, tiers if in_pieces else Tiers.for_device(CPU, torch.float32), "nhd")
+def test_a_copied_pool_shares_what_is_written_and_owns_what_comes(in_pieces, tiers, notes):
+    pool = HostPagePool(HK, D, P, 11, tiers if in_pieces else Tiers.for_device(CPU, torch.float32), "nhd")
     k, v = tokens(7)
     pool.write(0, k, v)
     first, second = copy.deepcopy({"one": pool, "same": pool}), copy.deepcopy(pool)
     assert first["one"] is first["same"]
-    assert sum(notes.held.values()) == (3 * pool.nbytes() if in_pieces else 0)
-    pages, heads = everything(7)
-    second.write(2, *tokens(3, seed=5))
-    for untouched in (pool, first["one"]):
-        assert torch.equal(untouched.fetch(pages, heads), torch.stack((k, v), 2)[heads, pages])
-    assert not torch.equal(second.fetch(pages, heads), pool.fetch(pages, heads))
+    assert second.footprint().host == 4 * PAGE_BYTES
+    if in_pieces:
+        eventually(lambda: sum(notes.held.values()) == (11 + 4 + 4) * PAGE_BYTES)
+    later = [tokens(4, seed=seed) for seed in range(3)]
+    pools = [pool, first["one"], second]
+    for each, (more_k, more_v) in zip(pools, later, strict=True):
+        each.write(7, more_k, more_v)
+    pages, heads = everything(11)
+    for each, (more_k, more_v) in zip(pools, later, strict=True):
+        expected = torch.stack((torch.cat((k, more_k), 1), torch.cat((v, more_v), 1)), 2)
+        assert torch.equal(each.fetch(pages, heads), expected[heads, pages])
+        assert each.pieces[0].data_ptr() == pool.pieces[0].data_ptr()
     gone = weakref.ref(pool)
-    del pool, untouched
+    del pool, pools, each, first
     assert gone() is None
-    left = 2 * second.nbytes() if in_pieces else 0
-    eventually(lambda: sum(notes.held.values()) == left)
+    third = copy.deepcopy(second)
+    assert torch.equal(third.fetch(pages, heads), second.fetch(pages, heads))
+    del second, third
+    eventually(lambda: not notes.held)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("written", [0, 2, 5, 6])
+def test_a_pool_shares_pages_of_another_as_far_as_they_are_written(written, in_pieces, tiers):
+    tiers = tiers if in_pieces else Tiers.for_device(CPU, torch.float32)
+    pool, other = HostPagePool(HK, D, P, 8, tiers), HostPagePool(HK, D, P, 10, tiers)
+    other.share(pool, 5)
+    assert other.footprint().host == 5 * PAGE_BYTES  # as planned, whatever will be written
+    k, v = tokens(8)
+    pool.write(0, k[:, :written], v[:, :written])
+    mine_k, mine_v = tokens(10, seed=4)
+    mine_k[:, :5], mine_v[:, :5] = k[:, :5], v[:, :5]
+    shared = min(written, 5)
+    assert other.write(0, mine_k[:, :3], mine_v[:, :3]) == max(0, 3 - shared) * PAGE_BYTES
+    assert other.footprint().host == (10 - shared) * PAGE_BYTES
+    assert other.write(3, mine_k[:, 3:], mine_v[:, 3:]) == (10 - max(3, shared)) * PAGE_BYTES
+    pages, heads = everything(10)
+    assert torch.equal(other.fetch(pages, heads), torch.stack((mine_k, mine_v), 2)[heads, pages])
+    assert (other.pieces[0].data_ptr() == pool.pieces[0].data_ptr()) is (shared > 0)
+    pages, heads = everything(written)
+    assert torch.equal(pool.fetch(pages, heads), torch.stack((k, v), 2)[heads, pages])
+
+
+def test_pools_of_other_pages_share_nothing(tiers):
+    pool = HostPagePool(HK, D, P, 8, tiers)
+    for other in (HostPagePool(HK, D, P, 8, tiers, "nhd"), HostPagePool(HK, D, 2, 8, tiers)):
+        other.share(pool, 5)
+        assert other.footprint().host == 8 * other.page_bytes
 
 
 def test_host_memory_of_other_caches_is_pinned_at_once(tiers, notes):

@@ -72,7 +72,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         ids = self._encode(context)
         with engine(self.model, [len(ids) + sampling.max_tokens]) as ready:
             runner = PrefillRunner(ready, self.profile, sampling, Observer(), Timeline())
-            ((sequence, _),) = runner.prefill(0, EncodedPrompt("request", ids))
+            ((sequence, _),) = runner.prefill(0, [EncodedPrompt("request", ids)])
             for _ in ready.decode([sequence]):
                 pass
         if sequence.error is not None:
