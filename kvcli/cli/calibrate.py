@@ -10,8 +10,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import Panel, assignments, at_least, each, number, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read, require_model
+from kvcli.cli.output import OutputWriter, progress
+from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
@@ -91,11 +91,8 @@ def calibrate(
     """
     if output is not None and output.suffix != ".toml":
         raise usage_error(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml")
-    check_outputs(
-        {"-o": output, "its file beside it": output and _companion(output), "--html": html},
-        files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
-    )
-    require_model(model, load_format)
+    outputs = {"-o": output, "its file beside it": output and _companion(output), "--html": html}
+    check_files(outputs, model=model, load_format=load_format, documents=files, profiles=[profile], settings=settings)
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec

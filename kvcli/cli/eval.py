@@ -9,8 +9,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read, require_model
+from kvcli.cli.output import OutputWriter, progress
+from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -85,16 +85,14 @@ def evaluate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
-    check_outputs(
+    check_files(
         {"-o": output, "--html": html, "--predictions": predictions},
-        files_read(
-            documents=[task.removeprefix("ppl:") for task in tasks.split(",")],
-            profiles=names(profile, "--profile"),
-            settings=settings or (),
-            model=model,
-        ),
+        model=model,
+        load_format=load_format,
+        documents=[task.removeprefix("ppl:") for task in tasks.split(",")],
+        profiles=names(profile, "--profile"),
+        settings=settings,
     )
-    require_model(model, load_format)
     variants = compared(method, profile, settings, budget)
 
     from kvcli.models.loading import ModelSpec

@@ -24,9 +24,8 @@ from kvcli.cli.options import (
     require_text,
     whole,
 )
-from kvcli.cli.output import check_outputs
 from kvcli.cli.presentation import Presentation
-from kvcli.cli.reads import files_read, require_model
+from kvcli.cli.reads import check_files
 from kvcli.errors import usage_error
 
 if TYPE_CHECKING:
@@ -163,11 +162,8 @@ def generate(
     from kvcli.inputs.prompts import read_prompts
     from kvcli.inputs.sampling import Sampling
 
-    check_outputs(
-        {"-o": output, "--trace": trace},
-        files_read(documents=files or (), profiles=[profile], settings=settings or (), model=model),
-    )
-    require_model(model, load_format)
+    outputs = {"-o": output, "--trace": trace}
+    check_files(outputs, model=model, load_format=load_format, documents=files, profiles=[profile], settings=settings)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
     require_text(
         {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}

@@ -42,12 +42,10 @@ def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequ
     try:
         code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
         sys.stdout.flush()
-    except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # typer turns a broken pipe into a plain exit
+    except (SystemExit, BrokenPipeError) as end:
+        # typer turns a broken pipe into a plain exit
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
-        give_up_stdout()
-        return BROKEN_PIPE
-    except BrokenPipeError:
         give_up_stdout()
         return BROKEN_PIPE
     except BaseException as error:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli import options
 from kvcli.cli.options import MODEL, Panel, at_least, compared, distinct, names, positive, positive_count
-from kvcli.cli.output import check_outputs, progress, write_result
-from kvcli.cli.reads import files_read, require_model
+from kvcli.cli.output import progress, write_result
+from kvcli.cli.reads import check_files
 from kvcli.errors import usage_error
 from kvcli.sizes import parse_bytes
 
@@ -74,10 +74,7 @@ def plan(
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
-    check_outputs(
-        {"-o": output}, files_read(profiles=names(profile, "--profile"), settings=settings or (), model=model)
-    )
-    require_model(model, "dummy")
+    check_files({"-o": output}, model=model, profiles=names(profile, "--profile"), settings=settings)
     chosen = compared(method, profile, settings, budget)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}

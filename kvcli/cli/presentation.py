@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,46 +20,38 @@ if TYPE_CHECKING:
     from kvcli.ui.console import RunConsole
 
 
+@dataclass
 class Presentation:
     """Decides what goes to stdout, to stderr and to a file, and with which exit code it ends.
 
     Documents that could not be read are reported at once, and join the report as failed sequences at their place.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Prompt | FailedPrompt],
-        num_samples: int,
-        output: Path | None = None,
-        as_json: bool = False,
-        quiet: bool = False,
-        verbose: bool = False,
-        timeline: bool = False,
-        stats: bool | None = None,
-        trace: Path | None = None,
-    ):
+    entries: Sequence[Prompt | FailedPrompt]
+    num_samples: int
+    output: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    timeline: bool = False
+    stats: bool | None = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
         from kvcli.ui.console import RunConsole, print_error
 
-        self._entries = entries
-        self._num_samples = num_samples
-        self._output = output
-        self._as_json = as_json
-        self._trace = trace
-        self._verbose = verbose
-        self._timeline = timeline
-        self._stats = stats if stats is not None else not quiet
-        self._headed = len(entries) * num_samples > 1
-        self.prompts = [entry for entry in entries if isinstance(entry, Prompt)]
-        failed = [entry.error for entry in entries if isinstance(entry, FailedPrompt)]
-        if not self.prompts:
-            for error in failed[:-1]:
-                print_error(error)
-            raise failed[-1]
-        for error in failed:
+        self._headed = len(self.entries) * self.num_samples > 1
+        self.prompts = [entry for entry in self.entries if isinstance(entry, Prompt)]
+        failed = [entry.error for entry in self.entries if isinstance(entry, FailedPrompt)]
+        for error in failed if self.prompts else failed[:-1]:
             print_error(error)
-        self._writer = None if as_json or output is not None else self._stdout_writer()
+        if not self.prompts:
+            raise failed[-1]
+        titles = [title(each.source, i, self.num_samples) for each in self.prompts for i in range(self.num_samples)]
+        streamed = not self.as_json and self.output is None
+        self._writer = SequenceWriter(sys.stdout, titles, self._headed) if streamed else None
         on_screen = self._writer is not None and sys.stdout.isatty()
-        self.observer: RunConsole = RunConsole(self._writer, quiet, on_screen, prompts=len(self.prompts))
+        self.observer: RunConsole = RunConsole(self._writer, self.quiet, on_screen, prompts=len(self.prompts))
 
     def conclude(self, report: Report, trace: Callable[[], str] | None = None) -> ExitCode:
         """Write what is left to write, show statistics, and choose the exit code; `trace` gives what --trace takes.
@@ -71,8 +63,8 @@ class Presentation:
         whole = self._with_failed(report)
         writer = OutputWriter()
         self._write_text(whole, writer)
-        if self._trace is not None and trace is not None:
-            writer.file(self._trace, trace())
+        if self.trace is not None and trace is not None:
+            writer.file(self.trace, trace())
         if not any(isinstance(failure, BrokenPipeError) for failure in writer.failures):
             self._show(whole, [sequence for sequence in report.sequences if sequence.finish_reason == "error"])
         writer.finish()
@@ -98,8 +90,8 @@ class Presentation:
     def _write_text(self, report: Report, writer: OutputWriter) -> None:
         """Put the result where it belongs; what was streamed is there already."""
         if self._writer is None:
-            whole = report.to_json() + "\n" if self._as_json else texts(report, self._headed, self._num_samples)
-            writer.result(self._output, whole)
+            whole = report.to_json() + "\n" if self.as_json else texts(report, self._headed, self.num_samples)
+            writer.result(self.output, whole)
             return
         with suppress(StdoutLost):
             self.observer.release()
@@ -115,12 +107,12 @@ class Presentation:
         """Show timeline and statistics, and the failed prompts that have not been shown yet."""
         from kvcli.ui.console import print_error, print_statistics, print_timeline
 
-        titles = [title(s.source, s.sample, self._num_samples) for s in report.sequences]
+        titles = [title(s.source, s.sample, self.num_samples) for s in report.sequences]
         any_text = any(sequence.output_tokens for sequence in report.sequences)
-        if self._timeline and any_text:
+        if self.timeline and any_text:
             print_timeline(report, titles)
-        if self._stats and any_text:
-            print_statistics(report, titles, self._verbose)
+        if (not self.quiet if self.stats is None else self.stats) and any_text:
+            print_statistics(report, titles, self.verbose)
         for sequence in failed:
             print_error(KvcliError(f"{sequence.source}: {sequence.error}"))
 
@@ -136,22 +128,14 @@ class Presentation:
             return ExitCode.OK
         return ExitCode.RUNTIME if set(reasons) == {"error"} else ExitCode.PARTIAL
 
-    def _stdout_writer(self) -> SequenceWriter:
-        titles = [title(p.source, i, self._num_samples) for p in self.prompts for i in range(self._num_samples)]
-        return SequenceWriter(sys.stdout, titles, self._headed)
-
     def _with_failed(self, report: Report) -> Report:
         sequences = list(report.sequences)
         at = 0
-        for entry in self._entries:
+        for entry in self.entries:
             if isinstance(entry, FailedPrompt):
-                sequences.insert(at, _failed(entry))
+                failed = ReportedSequence(entry.source, 0, "", [], "error", 0, 0, error=entry.error.what)
+                sequences.insert(at, failed)
                 at += 1
             else:
-                at += self._num_samples
+                at += self.num_samples
         return replace(report, sequences=sequences)
-
-
-def _failed(entry: FailedPrompt) -> ReportedSequence:
-    """Make the entry of a report for a document that could not be read."""
-    return ReportedSequence(entry.source, 0, "", [], "error", 0, 0, error=entry.error.what)

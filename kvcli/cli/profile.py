@@ -8,8 +8,8 @@ import typer
 
 from kvcli.cli import options
 from kvcli.cli.options import METHODS, Panel, at_least, compared, distinct, names, positive_count, whole
-from kvcli.cli.output import OutputWriter, check_outputs, progress
-from kvcli.cli.reads import files_read, require_model
+from kvcli.cli.output import OutputWriter, progress
+from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -70,16 +70,14 @@ def profile(
     from kvcli.bench.ablations import entries
     from kvcli.inputs.prompts import read_document
 
-    check_outputs(
+    check_files(
         {"-o": output, "--trace": trace, "--html": html},
-        files_read(
-            documents=[file] if file else (),
-            profiles=names(profile, "--profile"),
-            settings=settings or (),
-            model=model,
-        ),
+        model=model,
+        load_format=load_format,
+        documents=[file] if file else (),
+        profiles=names(profile, "--profile"),
+        settings=settings,
     )
-    require_model(model, load_format)
     variants = compared(method, profile, settings)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+
+from kvcli.cli.output import check_outputs
 
 
 def files_read(
@@ -30,16 +32,26 @@ def files_read(
     yield from _model_files(model)
 
 
-def require_model(name: str | None, load_format: str) -> None:
-    """Refuse a model that cannot be there, before anything is imported for it.
+def check_files(
+    outputs: Mapping[str, Path | None],
+    *,
+    model: str | None,
+    load_format: str = "dummy",
+    documents: Iterable[str] | None = None,
+    profiles: Iterable[str | None] = (),
+    settings: Iterable[str] | None = None,
+) -> None:
+    """Refuse outputs as `check_outputs` does, and a model that cannot be there, before anything is imported for it.
 
     Raises:
-        KvcliError: there is no such directory, file or shape (usage).
+        KvcliError: an output is refused, or there is no such directory, file or shape (usage).
     """
-    from kvcli.models.place import find
+    reads = files_read(documents=documents or (), profiles=profiles, settings=settings or (), model=model)
+    check_outputs(outputs, reads)
+    if model is not None:
+        from kvcli.models.place import find
 
-    if name is not None:
-        find(name, load_format == "dummy")
+        find(model, load_format == "dummy")
 
 
 def _profile_files(name: str) -> Iterator[str]:

@@ -33,15 +33,8 @@ class Timing:
         """Summarise step times; percentiles are None where there is no decode step."""
         total = sum(decode_ms)
         rate = 1000 * len(decode_ms) / total if total else None
-        return cls(
-            prefill_ms,
-            ttft_ms,
-            decode_ms,
-            percentile(decode_ms, 50),
-            percentile(decode_ms, 90),
-            percentile(decode_ms, 99),
-            rate,
-        )
+        p50, p90, p99 = (percentile(decode_ms, q) for q in (50, 90, 99))
+        return cls(prefill_ms, ttft_ms, decode_ms, p50, p90, p99, rate)
 
 
 @dataclass(frozen=True)
