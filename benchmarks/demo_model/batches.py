@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvcli.quality.tasks import phrases
-from kvcli.quality.tasks.fwe import frequent_words
 from kvcli.quality.tasks.needles import random_value
+from kvcli.quality.tasks.rows import RowRequest
 from kvcli.quality.tasks.text import NAMES, sentences
 from kvcli.quality.tasks.vt import chain_statements
+from kvcli.quality.tasks.words import frequent_words
 
 IGNORED, FILLER, ANSWER, VALUE = 0, 1, 2, 3
 """What a token is to the loss. A VALUE is copied from document or question; ANSWER is the words around it."""
@@ -172,9 +173,8 @@ def chains(rng: random.Random, writer: Writer, length: int, facts: int, question
 def frequencies(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
     """The task "fwe": one list of words, one question."""
     del facts, questions
-    draft = frequent_words(
-        rng, length=length - 24, count_tokens=writer.count, depth=None, distinct=min(max(length // 12, 5), 40)
-    )
+    request = RowRequest(rng, length - 24, writer.count, depth=None)
+    draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
     writer.start(draft.document)
     writer.kinds = [IGNORED] * len(writer.kinds)  # the order of the words is random
     writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs])

@@ -10,7 +10,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import Template, encode, encode_question
 from kvcli.inputs.prompts import Prompt, read_document
 from kvcli.quality.fidelity import Passage
-from kvcli.quality.tasks import make_framed_row
+from kvcli.quality.tasks import make_row
 
 SPLIT = "calibration"
 """The split of the built-in rows: neither the one that the demo model learned nor the one that is evaluated on."""
@@ -35,9 +35,7 @@ def built_in(
     passages = []
     for index in range(samples):
         task = BUILT_IN[index % len(BUILT_IN)]
-        row = make_framed_row(
-            task, length=length, frame=frame, seed=seed, index=index, count_tokens=count_tokens, split=split
-        )
+        row = make_row(task, length=length, frame=frame, seed=seed, index=index, count_tokens=count_tokens, split=split)
         prompt = Prompt(f"{task} {index}", row.document, row.question)
         answer = tokenizer(" " + row.answer, add_special_tokens=False, verbose=False)["input_ids"]
         ids, question = encode(prompt, Template(), tokenizer), encode_question(prompt, tokenizer)

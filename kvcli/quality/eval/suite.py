@@ -22,7 +22,7 @@ from kvcli.inputs.prompts import read_document
 from kvcli.quality.eval.example import Cell, Example
 from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.scorers import check_installed
-from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_framed_row
+from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_row
 
 DEFAULT_LENGTH = 4096
 MAX_TOKENS = 80
@@ -110,7 +110,7 @@ def _cells_of(request: SuiteRequest, task: str) -> Iterator[Cell]:
 
 def _row(request: SuiteRequest, task: str, length: int, depth: float | None, index: int, answer: int) -> TaskRow:
     """Make a row whose prompt leaves room for `answer` tokens."""
-    return make_framed_row(
+    return make_row(
         task,
         length=request.beside(length, answer),
         frame=request.frame,

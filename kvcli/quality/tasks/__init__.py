@@ -6,16 +6,12 @@ counter that the caller passes.
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.tasks.cwe import common_words
-from kvcli.quality.tasks.fwe import frequent_words
-from kvcli.quality.tasks.haystacks import needles_only, noise, uuids_only
-from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, single
-from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, TaskRow
-from kvcli.quality.tasks.score import recall
+from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, needles_only, noise, single, uuids_only
+from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, RowRequest, TaskRow, recall
 from kvcli.quality.tasks.vt import variable_tracking
+from kvcli.quality.tasks.words import common_words, frequent_words
 
 TASKS: dict[str, Callable[..., Draft]] = {
     "niah_single": single,
@@ -43,29 +39,13 @@ EVALUATION = "evaluation"
 """The split that rows belong to unless the caller says otherwise. The demo model is trained on split "train"."""
 
 
-def make_framed_row(task: str, *, length: int, frame: int, **more: Any) -> TaskRow:
-    """Make a row for a prompt of `length` tokens, `frame` of which the chat template takes.
-
-    The other arguments are those of `make_row`.
-
-    Raises:
-        KvcliError: what `make_row` raises; where the length is too small, it is the prompt's that is named (usage).
-    """
-    try:
-        return make_row(task, length=length - frame, **more)
-    except KvcliError as error:
-        if "too short" not in error.what:
-            raise
-        what = f"a prompt of {length:,} tokens, {frame:,} of them the chat template's, is too short for {task}"
-        raise KvcliError(what, "ask for a larger --length", error.exit_code) from None
-
-
 def make_row(
     task: str,
     *,
     length: int,
     seed: int,
     count_tokens: CountTokens,
+    frame: int = 0,
     depth: float | None = None,
     index: int = 0,
     split: str = EVALUATION,
@@ -75,9 +55,10 @@ def make_row(
 
     Args:
         task: a key of `TASKS`.
-        length: tokens of the row's `input`, at most; the row is shorter by less than one sentence.
+        length: tokens of the prompt, at most; it is shorter by less than one sentence.
         seed: together with split, task and index it determines the row.
         count_tokens: number of tokens of a text.
+        frame: tokens of the prompt that a chat template puts around the row's `input`.
         depth: where the first asked statement stands, 0 (start) to 1 (end); at random when None.
         index: number of the row.
         split: rows of different splits come from different random streams.
@@ -89,29 +70,15 @@ def make_row(
     if task not in TASKS:
         raise KvcliError(f"unknown task {task!r}", f"choose from {', '.join(TASKS)}", ExitCode.USAGE)
     rng = random.Random(f"{split}/{task}/{seed}/{index}")
-    draft = TASKS[task](rng, length=length, count_tokens=count_tokens, depth=depth, **options)
+    try:
+        draft = TASKS[task](RowRequest(rng, length - frame, count_tokens, depth), **options)
+    except KvcliError as error:
+        if not frame or "too short" not in error.what:
+            raise
+        what = f"a prompt of {length:,} tokens, {frame:,} of them the chat template's, is too short for {task}"
+        raise KvcliError(what, "ask for a larger --length", error.exit_code) from None
     text = draft.document + SEPARATOR + draft.question
-    return TaskRow(
-        index=index,
-        input=text,
-        outputs=draft.outputs,
-        length=count_tokens(text),
-        task=task,
-        seed=seed,
-        depth=draft.depth,
-        document=draft.document,
-        question=draft.question,
-        answer=draft.answer,
-    )
+    return TaskRow(index=index, input=text, length=count_tokens(text), task=task, seed=seed, **vars(draft))
 
 
-__all__ = [
-    "EVALUATION",
-    "SEPARATOR",
-    "TASKS",
-    "CountTokens",
-    "TaskRow",
-    "make_framed_row",
-    "make_row",
-    "recall",
-]
+__all__ = ["EVALUATION", "SEPARATOR", "TASKS", "CountTokens", "TaskRow", "make_row", "recall"]

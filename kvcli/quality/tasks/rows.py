@@ -1,10 +1,15 @@
-"""What every task hands out: a draft of the parts, and the row in RULER's format (arXiv 2404.06654)."""
+"""What every task is given and hands out: a request, a draft of the parts, and the row in RULER's format.
 
+RULER: arXiv 2404.06654.
+"""
+
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.tasks.text import sentence, sentences_of
 
 CountTokens = Callable[[str], int]
 """Number of tokens of a text, special tokens left out."""
@@ -26,6 +31,73 @@ class Draft:
     answer: str
     outputs: tuple[str, ...]
     depth: float | None
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """What a row is made of: its random stream, its tokens at most, their counter, and the first statement's depth."""
+
+    rng: random.Random
+    length: int
+    count_tokens: CountTokens
+    depth: float | None
+
+    def beside(self, *texts: str) -> int:
+        """Return the tokens that `texts` and the separator before the last of them leave of the length."""
+        *stated, question = texts
+        return self.length - sum(self.count_tokens(text) for text in stated) - self.count_tokens(SEPARATOR + question)
+
+    def drawn_depth(self, most: float = 1.0) -> float:
+        """Return the depth that was asked for, or one at random up to `most`.
+
+        Raises:
+            KvcliError: it is not within 0..1 (usage).
+        """
+        if self.depth is None:
+            return self.rng.random() * most
+        require(0.0 <= self.depth <= 1.0, f"depth {self.depth} is outside 0..1", "0 is the start, 1 the end")
+        return self.depth
+
+    def refuse_depth(self) -> None:
+        """Refuse a depth where the words that are asked for stand all over the document.
+
+        Raises:
+            KvcliError: one was asked for (usage).
+        """
+        what = f"depth {self.depth} was given, but the words stand all over the document"
+        require(self.depth is None, what, "leave the depth out")
+
+    def hide(
+        self, statements: Sequence[str], depths: Sequence[float], question: str, filler: Callable[[], str] | None = None
+    ) -> tuple[str, float]:
+        """Put each statement at its depth, 0..1 of the document in tokens, between sentences of filler.
+
+        `filler` makes one sentence after another, by default the grammar's. Statements of the same depth keep their
+        order. Returns the document and the depth that the first statement got.
+
+        Raises:
+            KvcliError: statements and question alone are too long (usage).
+        """
+        left = self.beside(*(" " + statement for statement in statements), question)
+        what = f"a length of {self.length} tokens is too short: the facts and the question alone take"
+        require(left >= 0, f"{what} {self.length - left}", "ask for a longer text or for fewer facts")
+        others = sentences_of(filler or (lambda: sentence(self.rng)), left, self.count_tokens)
+        sizes = {text: self.count_tokens(" " + text) for text in (*statements, *others)}
+        total = sum(sizes[text] for text in (*statements, *others))
+        parts: list[str] = []
+        got = {}
+        position = following = 0
+        for index in sorted(range(len(statements)), key=lambda index: depths[index]):
+            room = total - sizes[statements[index]]
+            # The last sentence ends at the depth asked for, or begins there, whichever is nearer.
+            while following < len(others) and position + sizes[others[following]] / 2 <= depths[index] * room:
+                parts.append(others[following])
+                position += sizes[others[following]]
+                following += 1
+            got[index] = position / max(room, 1)
+            parts.append(statements[index])
+            position += sizes[statements[index]]
+        return " ".join([*parts, *others[following:]]), got[0]
 
 
 @dataclass(frozen=True)
@@ -51,41 +123,15 @@ class TaskRow:
         return {**asdict(self), "outputs": list(self.outputs)}
 
 
-def place(
-    statements: Sequence[str], depths: Sequence[float], filler: Sequence[str], count_tokens: CountTokens
-) -> tuple[str, list[float]]:
-    """Put each statement between the sentences of `filler` at its depth, 0..1 of the document in tokens.
-
-    Statements of the same depth keep their order. Returns the document and the depth each statement got.
-    """
-    order = sorted(range(len(statements)), key=lambda i: depths[i])
-    sizes = [count_tokens(" " + text) for text in filler]
-    stated = [count_tokens(" " + text) for text in statements]
-    total = sum(sizes) + sum(stated)
-    parts: list[str] = []
-    got = [0.0] * len(statements)
-    position = 0
-    following = 0
-    for i in order:
-        # The last sentence ends at the depth asked for, or begins there, whichever is nearer.
-        while following < len(filler) and position + sizes[following] / 2 <= depths[i] * (total - stated[i]):
-            parts.append(filler[following])
-            position += sizes[following]
-            following += 1
-        got[i] = position / max(total - stated[i], 1)
-        parts.append(statements[i])
-        position += stated[i]
-    parts.extend(filler[following:])
-    return " ".join(parts), got
-
-
-def require_depth(depth: float | None) -> None:
-    """Check a depth.
+def recall(text: str, outputs: Sequence[str]) -> float:
+    """Score as RULER does: the share (0..1) of `outputs` that occur in `text`, case ignored.
 
     Raises:
-        KvcliError: `depth` is neither None nor within 0..1 (usage).
+        ValueError: `outputs` is empty.
     """
-    require(depth is None or 0.0 <= depth <= 1.0, f"depth {depth} is outside 0..1", "0 is the start, 1 the end")
+    if not outputs:
+        raise ValueError("a row without outputs cannot be scored")
+    return sum(output.lower() in text.lower() for output in outputs) / len(outputs)
 
 
 def require(condition: bool, what: str, hint: str) -> None:

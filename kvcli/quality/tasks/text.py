@@ -151,15 +151,16 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentences(rng: random.Random, tokens: int, count_tokens: Callable[[str], int]) -> list[str]:
-    """Return filler sentences of about `tokens` tokens together, never more.
+    """Return filler sentences of about `tokens` tokens together, never more."""
+    return sentences_of(lambda: sentence(rng), tokens, count_tokens)
+
+
+def sentences_of(draw: Callable[[], str], tokens: int, count_tokens: Callable[[str], int]) -> list[str]:
+    """Draw sentences until the next one would have them pass `tokens` tokens together.
 
     Each sentence is counted with the space that will stand before it.
     """
-    result: list[str] = []
-    left = tokens
-    while True:
-        candidate = sentence(rng)
-        left -= count_tokens(" " + candidate)
-        if left < 0:
-            return result
-        result.append(candidate)
+    found: list[str] = []
+    while (tokens := tokens - count_tokens(" " + (drawn := draw()))) >= 0:
+        found.append(drawn)
+    return found

@@ -5,13 +5,12 @@ told in plain sentences, the number first, among other chains of the same form. 
 and asks for every variable, the question gives the last variable and expects every one on the way and the number.
 """
 
-import random
 from itertools import pairwise
 
 from kvcli.quality.tasks import phrases
 from kvcli.quality.tasks.needles import random_value
-from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, place, require, require_depth
-from kvcli.quality.tasks.text import NAMES, sentences
+from kvcli.quality.tasks.rows import Draft, RowRequest, require
+from kvcli.quality.tasks.text import NAMES
 
 
 def chain_statements(value: str, names: list[str]) -> list[str]:
@@ -20,40 +19,24 @@ def chain_statements(value: str, names: list[str]) -> list[str]:
     return [phrases.VARIABLE_VALUE.format(name=name, value=held) for name, held in pairs]
 
 
-def variable_tracking(
-    rng: random.Random,
-    *,
-    length: int,
-    count_tokens: CountTokens,
-    depth: float | None,
-    chains: int = 2,
-    hops: int = 4,
-) -> Draft:
+def variable_tracking(request: RowRequest, chains: int = 2, hops: int = 4) -> Draft:
     """`chains` chains of `hops` copies each; the value of the first chain's last variable is asked for.
 
-    `depth` is where the chain's number stands. The expected strings are the variables and the number, as the answer
+    The depth is that of the first chain's number. The expected strings are the variables and the number, as the answer
     reaches them.
     """
     require(chains >= 1 and hops >= 0, f"{chains} chains of {hops} hops", "ask for at least one chain")
-    needed = chains * (hops + 1)
+    needed, rng = chains * (hops + 1), request.rng
     require(needed <= len(NAMES), f"{needed} variables are asked for", f"there are {len(NAMES)} of them")
-    require_depth(depth)
     names = rng.sample(NAMES, needed)
     values = [random_value(rng) for _ in range(chains)]
     statements: list[str] = []
     depths: list[float] = []
-    for c, value in enumerate(values):
-        statements += chain_statements(value, names[c * (hops + 1) : (c + 1) * (hops + 1)])
-        start = depth if c == 0 and depth is not None else rng.random() / 2
+    for chain, value in enumerate(values):
+        statements += chain_statements(value, names[chain * (hops + 1) : (chain + 1) * (hops + 1)])
+        start = request.drawn_depth(0.5) if chain == 0 else rng.random() / 2
         depths += [start, *sorted(rng.uniform(start, 1.0) for _ in range(hops))]
     question = phrases.VARIABLE_QUESTION.format(name=names[hops])
-    fixed = sum(count_tokens(" " + statement) for statement in statements) + count_tokens(SEPARATOR + question)
-    require(
-        fixed <= length,
-        f"a length of {length} tokens is too short: the chains and the question alone take {fixed}",
-        "ask for a longer text, fewer chains or fewer hops",
-    )
-    document, got = place(statements, depths, sentences(rng, length - fixed, count_tokens), count_tokens)
+    document, depth = request.hide(statements, depths, question)
     answer = " ".join(reversed(statements[: hops + 1]))
-    outputs = (*reversed(names[:hops]), values[0])
-    return Draft(document, question, answer, outputs, got[0])
+    return Draft(document, question, answer, (*reversed(names[:hops]), values[0]), depth)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.tasks import TASKS, make_row
+from kvcli.quality.tasks import TASKS, make_row, recall
 from kvcli.quality.tasks.__main__ import main
 from kvcli.quality.tasks.text import NAMES, VOCABULARY, sentence, sentences
 
@@ -196,6 +196,25 @@ def test_what_cannot_be_had_is_a_usage_error(call, said):
         call()
     assert raised.value.exit_code == ExitCode.USAGE
     assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs", "expected"),
+    [
+        ("The access code of Amber is 482913057.", ["482913057"], 1.0),
+        ("482 913 057", ["482913057"], 0.0),
+        ("amber, OTTO", ["Amber", "Otto", "Bruno", "Cora"], 0.5),
+        ("", ["Amber"], 0.0),
+        ("one two", ["two", "one", "three"], 2 / 3),
+    ],
+)
+def test_recall_is_the_share_of_outputs_found(text, outputs, expected):
+    assert recall(text, outputs) == pytest.approx(expected)
+
+
+def test_a_row_without_outputs_cannot_be_scored():
+    with pytest.raises(ValueError, match="without outputs"):
+        recall("text", [])
 
 
 def test_names_and_filler_words_are_distinct():

@@ -1,0 +1,64 @@
+"""Lists of words of which the most frequent are asked for: RULER's `cwe` and `fwe` (arXiv 2404.06654, section 3.3).
+
+In RULER's `cwe` common words stand 30 times in the list, uncommon ones three times. Here they do so where the length
+allows it; a short list has ten of each common word and one of each other, and a list longer than the vocabulary allows
+has more of each. RULER's worked example in front of the list is left out.
+"""
+
+from kvcli.quality.tasks import phrases
+from kvcli.quality.tasks.rows import Draft, RowRequest, require
+from kvcli.quality.tasks.text import NAMES, VOCABULARY
+
+COMMON_QUESTION = "What are the ten most common words in the list above?"
+COMMON_ANSWER = "The most common words are {words}."
+
+_COMMON = 10
+_RATIO = 10
+_USUAL = 3  # times an uncommon word stands there
+_LEAST = 20  # uncommon words
+_WORDS = tuple(dict.fromkeys([*NAMES, *(word for word in VOCABULARY if word.islower() and len(word) > 2)]))
+_ASKED = 3  # frequent words
+
+
+def common_words(request: RowRequest) -> Draft:
+    """A shuffled numbered list with ten common words, ten times as often as the others; all ten are asked for."""
+    request.refuse_depth()
+    left = request.beside(phrases.WORDS_HEADING, COMMON_QUESTION)
+    widest = "9" * len(str(left // request.count_tokens(f" 1. {_WORDS[0]}")))  # no number of the list has more digits
+    entries = left // max(request.count_tokens(f" {widest}. {word}") for word in _WORDS)
+    times = _USUAL if entries >= (_COMMON * _RATIO + _LEAST) * _USUAL else 1
+    times = max(times, -(-entries // (_COMMON * _RATIO + len(_WORDS) - _COMMON)))
+    others = entries // times - _COMMON * _RATIO
+    require(
+        others >= _LEAST,
+        f"a length of {request.length} tokens is too short for {_COMMON} common words among {_LEAST} others",
+        "ask for a longer text",
+    )
+    chosen = request.rng.sample(_WORDS, _COMMON + others)
+    common, uncommon = chosen[:_COMMON], chosen[_COMMON:]
+    words = common * (_RATIO * times) + uncommon * times
+    request.rng.shuffle(words)
+    numbered = " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+    answer = COMMON_ANSWER.format(words=phrases.listing(common))
+    return Draft(f"{phrases.WORDS_HEADING} {numbered}", COMMON_QUESTION, answer, tuple(common), None)
+
+
+def frequent_words(request: RowRequest, distinct: int = 40, alpha: float = 1.5) -> Draft:
+    """A shuffled list in which the word of rank r occurs in proportion to r**-alpha; the first three are asked for."""
+    request.refuse_depth()
+    require(_ASKED < distinct <= len(NAMES), f"{distinct} distinct words", f"choose between 4 and {len(NAMES)}")
+    names = request.rng.sample(NAMES, distinct)
+    each = max(request.count_tokens(" " + name) for name in names)
+    left = request.beside(phrases.WORDS_HEADING, phrases.WORDS_QUESTION)
+    weights = [(rank + 1) ** -alpha for rank in range(distinct)]
+    counts = [max(int(left / each * weight / sum(weights)), 1) for weight in weights]
+    require(
+        counts[_ASKED - 1] > counts[_ASKED] and sum(counts) * each <= left,
+        f"a length of {request.length} tokens is too short for {distinct} words whose frequencies differ",
+        "ask for a longer text or for fewer distinct words",
+    )
+    words = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    request.rng.shuffle(words)
+    top = names[:_ASKED]
+    answer = phrases.WORDS_ANSWER.format(names=phrases.listing(top))
+    return Draft(f"{phrases.WORDS_HEADING} {' '.join(words)}", phrases.WORDS_QUESTION, answer, tuple(top), None)
