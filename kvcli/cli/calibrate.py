@@ -15,8 +15,7 @@ from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
-    from kvcli.quality.calibrate.matrices import TensorCalibration
-    from kvcli.quality.calibrate.outcome import Calibration
+    from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
 
 _TEXT, _METHOD = Panel("Text"), Panel("Method")
 
@@ -96,10 +95,11 @@ def calibrate(
 
     from kvcli.inputs.profiles import resolve_profile
     from kvcli.models.loading import ModelSpec
-    from kvcli.quality.calibrate.find import find
-    from kvcli.quality.calibrate.matrices import TensorCalibration, TensorTarget
+    from kvcli.quality.calibrate.matrices import TensorTarget
+    from kvcli.quality.calibrate.outcome import TensorCalibration
     from kvcli.quality.calibrate.plan import CalibrationPlan
     from kvcli.quality.calibrate.run import calibrate as run
+    from kvcli.quality.calibrate.run import find
     from kvcli.quality.calibrate.sweep import Sweep
     from kvcli.quality.calibrate.targets import target_of
     from kvcli.ui import console

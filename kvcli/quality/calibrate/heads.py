@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods.razor import Razor
 from kvcli.models.geometry import LayerGeometry
-from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget
+from kvcli.quality.calibrate.matrices import TensorFinder, layer_table
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import check_finite
@@ -44,7 +44,7 @@ class Heads(TensorFinder):
             for layer, keep in method.keep.items():
                 self.kept[layer, : len(keep)] = keep
             self.scores = engine.prepared("head_scores")
-            check_finite(engine, self.scores.echo[[layer.index for layer in self.layers]], passage.prompt)
+            check_finite(engine, self.scores.echo[list(self.layers)], passage.prompt)
         advance(len(engine.layers) * passage.capacity)
 
     @override
@@ -55,23 +55,16 @@ class Heads(TensorFinder):
     def tables(self) -> list[tuple[str, Table]]:
         if self.scores is None:
             return []
-        columns = ("layer", *(f"KV head {head}" for head in range(self.kept.shape[1])))
-        rows = [
+        found = (self.scores.echo, self.scores.induction, self.kept)
+        cells = (
             (
-                f"{layer.index}",
-                *(
+                layer,
+                [
                     f"{float(echo):.3f} · {float(induction):.3f}{' kept' if keep else ''}"
-                    for echo, induction, keep in zip(
-                        self.scores.echo[layer.index],
-                        self.scores.induction[layer.index],
-                        self.kept[layer.index],
-                        strict=True,
-                    )
-                ),
+                    for echo, induction, keep in zip(*(each[layer] for each in found), strict=True)
+                ],
             )
             for layer in self.layers
-        ]
-        return [("Echo and induction score of every KV head", Table(columns, rows))]
-
-
-TARGET = TensorTarget("heads", "retrieval heads", "heads", "razor", Heads, reads_text=False)
+        )
+        columns = (f"KV head {head}" for head in range(self.kept.shape[1]))
+        return [layer_table("Echo and induction score of every KV head", columns, cells)]

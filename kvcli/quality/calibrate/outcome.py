@@ -1,16 +1,19 @@
-"""The result of a sweep: as a list, tables and JSON, and as a profile that `--profile` takes."""
+"""The result of a calibration: as a list, tables and JSON, and as a profile that `--profile` takes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import tomli_w
+from safetensors.torch import save
 
 from kvcli.inputs.profiles import Profile
 from kvcli.quality.calibrate.curve import Choice, Cost, Point, nats, value_text
+from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget, eighths, layer_table
 from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, without_empty_columns
@@ -96,25 +99,78 @@ class Calibration:
         chosen, point = self.chosen, self.choice.point
         if chosen is None or point is None:
             raise ValueError("nothing was chosen")
-        settings = {key: value for key, value in chosen.settings.model_dump(mode="json").items() if value is not None}
-        curve = [_row(each) for each in self.points]
-        provenance = {**self.provenance, "target": self.sweep.name, "reason": self.choice.reason}
-        return tomli_w.dumps(
-            {
-                "method": chosen.method,
-                "description": f"{self.sweep.name} calibrated for {self.provenance['model']}",
-                "paper": chosen.paper,
-                "settings": settings,
-                "provenance": {
-                    **provenance,
-                    "loss": point.loss,
-                    "loss_bound": point.loss_bound,
-                    "added": point.added,
-                    "added_bound": point.added_bound,
-                    "curve": curve,
-                },
-            }
+        provenance = {
+            **self.provenance,
+            "target": self.sweep.name,
+            "reason": self.choice.reason,
+            "loss": point.loss,
+            "loss_bound": point.loss_bound,
+            "added": point.added,
+            "added_bound": point.added_bound,
+            "curve": [_row(each) for each in self.points],
+        }
+        settings = chosen.settings.model_dump(mode="json")
+        return _profile(chosen, settings, f"{self.sweep.name} calibrated for", provenance)
+
+
+@dataclass(frozen=True)
+class TensorCalibration:
+    """The tensors of a target. Where it is not `complete`, Ctrl-C left out the passages that were still to be read."""
+
+    search: TensorTarget
+    profile: Profile
+    source: TensorFinder
+    provenance: dict[str, Any]
+    complete: bool
+
+    def tables(self) -> list[tuple[str, Table]]:
+        """Return tables that describe the tensors, each with its title."""
+        return self.source.tables()
+
+    def to_json(self) -> str:
+        """Return one JSON object, `schema_version` first, with the shapes of the tensors."""
+        tables = [{"title": title, "columns": table.columns, "rows": table.rows} for title, table in self.tables()]
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "target": self.search.name,
+            "complete": self.complete,
+            "tensors": {name: list(tensor.shape) for name, tensor in self.source.tensors().items()},
+            "tables": tables,
+            "provenance": self.provenance,
+        }
+        return json.dumps(body, ensure_ascii=False)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return label and value of the text that was read, if any was."""
+        found = self.provenance
+        if "passages" not in found:
+            return []
+        tokens = f"{found['prompt_tokens']:,} tokens and {found['steps']:,} that follow"
+        return [("found on", f"{found['passages']} passages of {tokens}")]
+
+    def tensor_file(self) -> bytes:
+        """Return the tensors as a safetensors file, with the provenance in its header."""
+        return save(self.source.tensors(), metadata={"provenance": json.dumps(self.provenance)})
+
+    def to_toml(self, file: Path) -> str:
+        """Return the profile that uses `file`."""
+        settings = self.profile.settings.model_dump(mode="json") | {self.search.name: str(file.resolve())}
+        return _profile(
+            self.profile, settings, f"{self.search.name} found for", {**self.provenance, "target": self.search.name}
         )
+
+
+def _profile(base: Profile, settings: Mapping[str, Any], found: str, provenance: dict[str, Any]) -> str:
+    """Return a profile's file; `found` begins its description."""
+    return tomli_w.dumps(
+        {
+            "method": base.method,
+            "description": f"{found} {provenance['model']}",
+            "paper": base.paper,
+            "settings": {key: value for key, value in settings.items() if value is not None},
+            "provenance": provenance,
+        }
+    )
 
 
 def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Table:
@@ -161,26 +217,16 @@ def figure_tables(figures: dict[str, Any]) -> list[tuple[str, Table]]:
     tables = []
     if "similarity" in figures:
         most = max(len(layer["heads"]) for layer in figures["similarity"])
-        rows = [
-            (
-                f"{layer['layer']}",
-                *(f"{cosine:.2f}" for cosine in layer["heads"]),
-                *["-"] * (most - len(layer["heads"])),
-            )
-            for layer in figures["similarity"]
-        ]
-        columns = ("layer", *(f"KV head {head}" for head in range(most)))
-        tables.append(("Mean cosine of consecutive queries", Table(columns, rows)))
+        cosines = ((layer["layer"], [f"{cosine:.2f}" for cosine in layer["heads"]]) for layer in figures["similarity"])
+        columns = (f"KV head {head}" for head in range(most))
+        tables.append(layer_table("Mean cosine of consecutive queries", columns, cosines))
     if "spectrum" in figures:
-        shown = _ranks(max(len(layer["error"]) - 1 for layer in figures["spectrum"]))
-        rows = [
-            (
-                f"{layer['layer']}",
-                *(_part(layer["error"][rank]) if rank < len(layer["error"]) else "-" for rank in shown),
-            )
+        shown = eighths(max(len(layer["error"]) - 1 for layer in figures["spectrum"]))
+        errors = (
+            (layer["layer"], [_part(layer["error"][rank]) for rank in shown if rank < len(layer["error"])])
             for layer in figures["spectrum"]
-        ]
-        tables.append(("Keys outside the first directions", Table(("layer", *(f"rank {r}" for r in shown)), rows)))
+        )
+        tables.append(layer_table("Keys outside the first directions", (f"rank {rank}" for rank in shown), errors))
     return tables
 
 
@@ -196,10 +242,6 @@ def _row(point: Point) -> dict[str, Any]:
     """Return a point for TOML: settings and figures side by side, without those that are missing."""
     fields = {**point.settings, **asdict(point)}
     return {key: value for key, value in fields.items() if key != "settings" and value is not None}
-
-
-def _ranks(width: int) -> list[int]:
-    return sorted({max(1, width * eighth // 8) for eighth in range(1, 9)})
 
 
 def _part(value: float | None) -> str:

@@ -18,9 +18,6 @@ from kvcli.quality.calibrate.text import built_in, from_files
 from kvcli.quality.fidelity import Passage
 from kvcli.telemetry import report
 
-TEXT = ("text", "text_hash", "seed", "passages", "prompt_tokens", "steps")
-"""Keys of `provenance` that describe the text."""
-
 
 @dataclass(frozen=True)
 class CalibrationPlan:
@@ -73,21 +70,24 @@ def passages_of(plan: CalibrationPlan, checkpoint: Checkpoint) -> list[Passage]:
 
 
 def provenance(plan: CalibrationPlan, checkpoint: Checkpoint, passages: Sequence[Passage]) -> dict[str, Any]:
-    """Return where a result comes from: the model and its fingerprint, the text, seed, versions and date."""
+    """Return where a result comes from: the model and its fingerprint, text that was read, seed, versions and date."""
     found = report.environment()
     text = json.dumps([[passage.prompt, passage.continuation] for passage in passages])
+    read = {
+        "text": [passage.source for passage in passages],
+        "text_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "seed": plan.seed,
+        "passages": len(passages),
+        "prompt_tokens": round(fmean(len(passage.prompt) for passage in passages)) if passages else 0,
+        "steps": sum(len(passage.continuation) for passage in passages),
+    }
     return {
         "model": checkpoint.name,
         "model_hash": fingerprint(checkpoint),
         "model_type": checkpoint.config.model_type,
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "method": plan.profile.method,
-        "text": [passage.source for passage in passages],
-        "text_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
-        "seed": plan.seed,
-        "passages": len(passages),
-        "prompt_tokens": round(fmean(len(passage.prompt) for passage in passages)),
-        "steps": sum(len(passage.continuation) for passage in passages),
+        **(read if passages else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: found[name] or "" for name in ("kvcli", "torch", "transformers", "python")},
     }

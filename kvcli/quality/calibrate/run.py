@@ -1,8 +1,8 @@
-"""One calibration of a value from its options to its result: load, measure every setting on every passage, choose."""
+"""One calibration from its options to its result: load, read every passage, and choose, or find tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,16 @@ from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.methods import get_method
 from kvcli.methods.base import Method
 from kvcli.models.loading import Checkpoint, Model, open_checkpoint
+from kvcli.quality.calibrate.collectors import Collector
 from kvcli.quality.calibrate.curve import Tally, choose
 from kvcli.quality.calibrate.layerwise import layerwise
-from kvcli.quality.calibrate.outcome import Calibration
+from kvcli.quality.calibrate.matrices import TensorTarget
+from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
 from kvcli.quality.calibrate.plan import CalibrationPlan, passages_of, prompt_length, provenance
-from kvcli.quality.calibrate.sweep import Collector, Sweep
+from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.quality.fidelity import Passage, measure
-from kvcli.runtime.engine import engine
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer
 
@@ -42,14 +45,14 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
         _check_per_layer(sweep, [settings for settings, _ in tried])
     model = checkpoint.load()
     collector = sweep.collector(plan.profile.settings)
-    tallies, done = _through(model, passages, tried, collector, observer)
+    tallies, done = _measure(model, passages, tried, collector, observer)
     if not done:
         raise KeyboardInterrupt
     complete = done == len(passages)
     least = tallies[-1].losses if sweep.relative else None
     if plan.per_layer and complete:
-        mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.setting: _by_layer(sweep, tallies, model)})
-        more, through = _through(model, passages, mixed, Collector(), observer)
+        mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.name: _by_layer(sweep, tallies, model)})
+        more, through = _measure(model, passages, mixed, Collector(), observer)
         complete = through == len(passages)
         if complete:
             tried, tallies = [*mixed, *tried], [*more, *tallies]
@@ -69,65 +72,84 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
     )
 
 
-def _through(
+def find(search: TensorTarget, plan: CalibrationPlan, observer: Observer) -> TensorCalibration:
+    """Read every passage by exact prefill and find the tensors of a target; Ctrl-C as in `calibrate`.
+
+    Raises:
+        KvcliError: the model or a text cannot be read, the method takes no such file (usage), a passage does not fit
+            into memory (exit code 3).
+    """
+    search.check(plan.profile, plan.files)
+    observer.stage("load")
+    checkpoint = open_checkpoint(plan.model)
+    passages = passages_of(plan, checkpoint) if search.reads_text else [Passage("the probe", [0], [0])]
+    longest = max(passage.capacity for passage in passages)
+    memory.check(reference_profile(), checkpoint, [longest], Sampling(max_tokens=1))
+    model = checkpoint.load()
+    source = search.source(plan.profile, model.geometry.layers)
+    observer.stage("calibrate", len(model.geometry.layers) * sum(passage.capacity for passage in passages))
+    done = _each(model, passages, observer, lambda ready, passage: source.read(ready, passage, observer.advance))
+    if not done:
+        raise KeyboardInterrupt
+    found = provenance(plan, checkpoint, passages[:done] if search.reads_text else [])
+    return TensorCalibration(search, plan.profile, source, found, done == len(passages))
+
+
+def _each(
+    model: Model, passages: Sequence[Passage], observer: Observer, measure: Callable[[Engine, Passage], None]
+) -> int:
+    """Measure one passage after another; returns how many are done, which Ctrl-C may cut short."""
+    done = 0
+    with suppress(KeyboardInterrupt):
+        for passage in passages:
+            with engine(model, [passage.capacity], observer.notice) as ready:
+                measure(ready, passage)
+            done += 1
+    observer.stage_done()
+    return done
+
+
+def _measure(
     model: Model,
     passages: Sequence[Passage],
     tried: Sequence[tuple[dict[str, Any], Profile]],
     collector: Collector,
     observer: Observer,
 ) -> tuple[list[Tally], int]:
-    """Measure all settings; returns their tallies and the number of passages measured, which Ctrl-C may cut short."""
+    """Measure all settings; returns their tallies and the number of passages measured."""
+    tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
     if not tried:
         return [], len(passages)
-    tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
-    done = 0
-    with suppress(KeyboardInterrupt):
-        for done in _measure(model, passages, profiles, tallies, collector, observer):  # noqa: B007
-            pass
-    observer.stage_done()
-    return tallies, done
+    windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
+    read = sum((1 + windowed) * len(passage.prompt) for passage in passages)
+    fed = sum(len(profiles) * len(passage.continuation) for passage in passages)
+    observer.stage("calibrate", len(model.geometry.layers) * (read + fed))
+
+    def add(ready: Engine, passage: Passage) -> None:
+        own = collector.begin_passage()
+        along = {} if own is None else {len(profiles) - 1: own}
+        measured, reference = measure(ready, passage, profiles, along, observer.advance)
+        collector.end_passage(reference, passage)
+        for tally, each in zip(tallies, measured, strict=True):
+            tally.add(each)
+
+    return tallies, _each(model, passages, observer, add)
 
 
 def _check_per_layer(sweep: Sweep, tried: Sequence[dict[str, Any]]) -> None:
     if not sweep.by_layer:
         raise KvcliError(f"{sweep.name} has no value of its own for a layer", "leave --per-layer out", ExitCode.USAGE)
     if any(len(settings) > 1 for settings in tried):
-        others = ", ".join(key for key in tried[0] if key != sweep.setting)
+        others = ", ".join(key for key in tried[0] if key != sweep.name)
         raise KvcliError(f"--per-layer with several values of {others}", "calibrate one of them first", ExitCode.USAGE)
 
 
 def _by_layer(sweep: Sweep, tallies: Sequence[Tally], model: Model) -> list[tuple[float, ...]]:
     """Combine the measured values by layer, into no more combinations than values: those fitted into memory."""
-    found = {float(tally.settings[sweep.setting]): tally.by_layer() for tally in tallies}
+    found = {float(tally.settings[sweep.name]): tally.by_layer() for tally in tallies}
     values = sorted(found)
     curves = {layer: [found[value][layer] for value in values] for layer in found[values[0]]}
     return layerwise(values, curves, len(model.geometry.layers), len(tallies))
-
-
-def _measure(
-    model: Model,
-    passages: Sequence[Passage],
-    profiles: Sequence[Profile],
-    tallies: Sequence[Tally],
-    collector: Collector,
-    observer: Observer,
-) -> Iterator[int]:
-    """Add one passage after another to the tallies; yields the number added so far."""
-    layers = len(model.geometry.layers)
-    windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
-    per_passage = [
-        layers * (len(each.prompt) * (1 + windowed) + len(each.continuation) * len(profiles)) for each in passages
-    ]
-    observer.stage("calibrate", sum(per_passage))
-    for index, passage in enumerate(passages):
-        own = collector.begin_passage()
-        along = {} if own is None else {len(profiles) - 1: own}
-        with engine(model, [passage.capacity], observer.notice) as ready:
-            measured, reference = measure(ready, passage, profiles, along, observer.advance)
-            collector.end_passage(reference, passage)
-        for tally, each in zip(tallies, measured, strict=True):
-            tally.add(each)
-        yield index + 1
 
 
 def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Sequence[Passage]) -> None:

@@ -1,4 +1,4 @@
-"""Targets whose values are tried: the settings, what they cost, and what else is measured on the way."""
+"""Targets whose values are tried: the settings, what they cost, and what else is measured on the way (`collectors`)."""
 
 from __future__ import annotations
 
@@ -10,38 +10,29 @@ from typing import Any
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
+from kvcli.quality.calibrate.collectors import Collector
 from kvcli.quality.calibrate.curve import Cost
-from kvcli.quality.fidelity import Passage
 
 Grid = Mapping[str, Sequence[Any]]
 """Values to try for each setting; all combinations."""
 
 
-class Collector:
-    """Measures more than closeness, over a whole calibration; this one measures nothing."""
-
-    def begin_passage(self) -> AttentionObserver | None:
-        """Return what is to observe the method with the grid's last setting over the next passage, if anything is."""
-        return None
-
-    def end_passage(self, reference: AnyMethod, passage: Passage) -> None:
-        """Measure the reference, full attention, after a passage."""
-
-    def figures(self) -> dict[str, Any]:
-        """Return what was measured, as plain data."""
-        return {}
+def methods_with(setting: str) -> str:
+    """List the methods that have a setting."""
+    return ", ".join(name for name in method_names() if setting in get_method(name).Config.model_fields)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A target whose values are tried: its setting, its default method, and the grid for a model and a length."""
+    """A target whose values are tried: the setting of its name, its default method, and the grid of values.
+
+    The grid is for the method's settings, a model, and the tokens of a prompt.
+    """
 
     name: str
     title: str
-    setting: str
     method: str
     cost: Cost
     grid: Callable[[MethodConfig, ModelGeometry, int], Grid]
@@ -62,11 +53,10 @@ class Sweep:
             KvcliError: the method has no such setting, or no combination is left (usage).
         """
         fields = type(base.settings).model_fields
-        if self.setting not in fields:
-            having = [name for name in method_names() if self.setting in get_method(name).Config.model_fields]
+        if self.name not in fields:
             raise KvcliError(
-                f"{base.method} has no setting {self.setting!r} to calibrate",
-                f"methods that have: {', '.join(having)}",
+                f"{base.method} has no setting {self.name!r} to calibrate",
+                f"methods that have: {methods_with(self.name)}",
                 ExitCode.USAGE,
             )
         own = {key: values for key, values in self.grid(base.settings, geometry, length).items() if key in fields}

@@ -5,12 +5,79 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.calibrate import budget, heads, pca, rank, skew, tau, threshold
+from kvcli.methods.config import MethodConfig
+from kvcli.models.geometry import ModelGeometry
+from kvcli.quality.calibrate import heads, moments
+from kvcli.quality.calibrate.collectors import Similarity, Spectrum
+from kvcli.quality.calibrate.curve import Cost
 from kvcli.quality.calibrate.matrices import TensorTarget
-from kvcli.quality.calibrate.sweep import Sweep
+from kvcli.quality.calibrate.sweep import Grid, Sweep
 
-SWEEPS: dict[str, Sweep] = {module.TARGET.name: module.TARGET for module in (tau, rank, budget, threshold)}
-SEARCHES: dict[str, TensorTarget] = {module.TARGET.name: module.TARGET for module in (heads, skew, pca)}
+_ATTENDED = Cost("attended", "number of tokens attended to", "tokens")
+_RANKS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)  # of the width of the keys
+_BUDGETS = (32, 16, 8, 4, 2)  # a prompt's length over them
+_LEAST_BUDGET = 64
+
+
+def _ranks(config: MethodConfig, geometry: ModelGeometry, length: int) -> Grid:  # noqa: ARG001
+    width = max(layer.num_kv_heads * layer.head_dim for layer in geometry.layers if layer.window is None)
+    outliers = getattr(config, "outliers", 0)
+    return {"rank": [max(1, round(part * width)) for part in _RANKS], "outliers": sorted({0, outliers})}
+
+
+def _budgets(config: MethodConfig, geometry: ModelGeometry, length: int) -> Grid:  # noqa: ARG001
+    """Each budget with pages of half, once and twice the size that the profile has; sink and window stay."""
+    page: int = getattr(config, "page_size", 1)
+    return {
+        "budget": sorted({max(_LEAST_BUDGET, length // part) for part in _BUDGETS}),
+        "page_size": sorted({max(1, page // 2), page, 2 * page}),
+    }
+
+
+_SWEEPS = (
+    # More corrections are closer to exact retrieval and make attention wait for more recalls.
+    Sweep(
+        name="tau",
+        title="query similarity below which a KV head is corrected",
+        method="freekv",
+        cost=Cost("bytes_exposed", "recall that attention waits for", "bytes"),
+        grid=lambda *_: {"tau": (0.0, 0.7, 0.8, 0.9, 1.0)},  # arXiv 2505.13109, section 5.4
+        relative=True,
+        by_layer=True,
+        collector=Similarity,
+    ),
+    Sweep(
+        name="rank",
+        title="rank of the keys, and chunks that are kept exact",
+        method="shadowkv",
+        cost=Cost("device_kv_bytes", "memory on the device", "bytes"),
+        grid=_ranks,
+        relative=True,
+        collector=Spectrum,
+    ),
+    Sweep(
+        name="budget",
+        title="tokens attended to, and pages they are selected by",
+        method="freekv",
+        cost=_ATTENDED,
+        grid=_budgets,
+    ),
+    # The prompt decides what a threshold comes to: the realised budget is a result.
+    Sweep(
+        name="threshold",
+        title="part of the attention norm that pruning may lose",
+        method="refreekv",
+        cost=_ATTENDED,
+        grid=lambda *_: {"threshold": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0)},
+    ),
+)
+_SEARCHES = (
+    TensorTarget("heads", "razor", heads.Heads, reads_text=False),
+    TensorTarget("skew", "infinigen", moments.Skew),
+    TensorTarget("pca", "loki", moments.Axes),
+)
+SWEEPS: dict[str, Sweep] = {target.name: target for target in _SWEEPS}
+SEARCHES: dict[str, TensorTarget] = {target.name: target for target in _SEARCHES}
 
 
 def target_of(name: str) -> Sweep | TensorTarget:

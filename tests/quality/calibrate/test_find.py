@@ -11,8 +11,8 @@ from safetensors.torch import load
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
-from kvcli.quality.calibrate.find import find
 from kvcli.quality.calibrate.plan import CalibrationPlan, passages_of
+from kvcli.quality.calibrate.run import find
 from kvcli.quality.calibrate.targets import SEARCHES
 from kvcli.quality.fidelity import measure
 from kvcli.runtime.engine import engine
@@ -111,7 +111,7 @@ def test_the_file_is_taken_by_the_method_it_is_for(checkpoint, name, tmp_path):
         assert json.loads(opened.metadata()["provenance"])["model_hash"] == found.provenance["model_hash"]
     assert load(file.read_bytes()).keys() == found.source.tensors().keys()
     profile = resolve_profile(profile=str(toml))
-    assert getattr(profile.settings, search.setting) == str(file.resolve())
+    assert getattr(profile.settings, search.name) == str(file.resolve())
     assert profile.provenance["target"] == name
     text = passages_of(plan(checkpoint, SEARCHES["pca"], samples=1), open_checkpoint(checkpoint))[0]
     with engine(load_model(checkpoint), [text.capacity]) as ready:

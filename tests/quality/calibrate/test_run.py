@@ -13,8 +13,8 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.provenance import profile_mismatch, refuse_mismatch
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
+from kvcli.quality.calibrate.collectors import Spectrum
 from kvcli.quality.calibrate.plan import CalibrationPlan
-from kvcli.quality.calibrate.rank import Spectrum
 from kvcli.quality.calibrate.run import calibrate
 from kvcli.quality.calibrate.targets import SWEEPS, target_of
 from kvcli.quality.calibrate.text import built_in, from_files
