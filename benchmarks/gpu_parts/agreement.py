@@ -19,7 +19,7 @@ from torch import Tensor
 from gpu_parts.clock import captured
 from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
-from kvcli.bench.sources import seeded_tokens
+from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.page_scores import page_scores_ref
 from kvcli.kernels.softmax import Softmax

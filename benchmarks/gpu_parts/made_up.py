@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_parts.rates import pinned
 from gpu_parts.setting import Setting
-from kvcli.bench.sources import RandomKV
+from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.loading import Model, ModelSpec, load_model

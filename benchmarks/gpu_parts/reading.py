@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from gpu_parts.frame import Row
 from gpu_parts.made_up import dummy_model
 from gpu_parts.setting import Setting
-from kvcli.bench.sources import seeded_tokens
+from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import engine

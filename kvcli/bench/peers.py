@@ -18,8 +18,8 @@ from transformers import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from kvcli.bench.candidates import TimedRun
-from kvcli.bench.sources import Load, RandomKV
+from kvcli.bench.runs import Load, TimedRun
+from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.models.loading import Model
 from kvcli.telemetry.timeline import Timeline

@@ -8,10 +8,9 @@ from dataclasses import asdict, replace
 
 import torch
 
-from kvcli.bench.candidates import Candidate, TimedRun
 from kvcli.bench.phases import StepParts, middle, step_parts
 from kvcli.bench.report import Breakdown, Case, Counts, Part, Spread
-from kvcli.bench.sources import Load
+from kvcli.bench.runs import Candidate, Load, TimedRun
 from kvcli.capacity.roofline import PHASES, MachineRates, least_seconds
 from kvcli.errors import KvcliError
 from kvcli.telemetry.counters import Count, Counters

@@ -96,8 +96,8 @@ def evaluate(
     variants = compared(method, profile, settings, budget)
 
     from kvcli.models.loading import ModelSpec
-    from kvcli.quality.eval.evaluate import EvaluationPlan
     from kvcli.quality.eval.evaluate import evaluate as run
+    from kvcli.quality.eval.suite import EvaluationPlan
     from kvcli.runtime.sampling import Sampling
 
     plan = EvaluationPlan(

@@ -10,11 +10,11 @@ from families import tiny_checkpoint
 
 from kvcli.bench import profiler, rounds
 from kvcli.bench.ablations import Entry, entries
-from kvcli.bench.candidates import Decoding
 from kvcli.bench.phases import step_parts
 from kvcli.bench.profiler import ProfileRequest, profile
-from kvcli.bench.sources import Load, RandomContext, RandomKV
+from kvcli.bench.runs import Decoding, Load, RandomContext
 from kvcli.capacity import memory
+from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile

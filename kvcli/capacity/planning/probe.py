@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.models.dummy import random_model
-from kvcli.models.geometry import ModelGeometry, decoder_of, geometry_of
+from kvcli.models.geometry import LayerGeometry, ModelGeometry, decoder_of, geometry_of
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
@@ -37,6 +37,7 @@ from kvcli.store.cache import nbytes
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
 _FEW = 6
+_QUERIES = 64  # of a prompt, its last ones: what methods that look at them want
 PROMPT = 256  # tokens of the prefill that is timed
 _FREED_BYTES = 24 << 20  # less than the 32 MiB from which glibc always asks the system
 _HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
@@ -90,21 +91,22 @@ def probe(
     module = random_model(config, dtype, device).requires_grad_(False).train(False)
     model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
     with engine(model, [capacity, PROMPT]) as ready:
-        clock = _Clock(device)
-        clock.begin()
+        begun = _now(device)
         ready.prefill_into([1] * PROMPT, _NoConsumer())
-        taken = clock.stop() / len(geometry.layers)
+        taken = (_now(device) - begun) / len(geometry.layers)
         make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
         methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
-        k, v = _fill(methods, geometry, length, dtype, device)
+        noise = RandomKV(0, device, dtype)
+        noise.fill(methods, geometry.layers, length)
         sequences = [ready.sequence(method, sampling, first_token=1) for method in methods]
         _settle_allocator(device)
-        with _clocked(module, clock):
-            layers, rest = _decode(ready, sequences, clock)
+        with _clocked(module, device) as moments:
+            layers, rest = _decode(ready, sequences, moments)
     caches = [sequence.counters.cache() for sequence in sequences]
     requested = sum(cache.pages_requested for cache in caches)
     missed = sum(cache.misses for cache in caches) / requested if requested else None
-    return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(k, v, geometry, device))
+    last = geometry.layers[-1]
+    return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(noise, last, length, device))
 
 
 def _settle_allocator(device: torch.device) -> None:
@@ -116,94 +118,81 @@ def _settle_allocator(device: torch.device) -> None:
     torch.empty(_FREED_BYTES, dtype=torch.uint8, device=device).fill_(0)
 
 
-def _decode(ready: Engine, sequences: list[RunningSequence], clock: _Clock) -> tuple[list[float], float]:
+def _decode(ready: Engine, sequences: list[RunningSequence], moments: list[float]) -> tuple[list[float], float]:
     """Run steps, at most `STEPS` that count: median seconds of each layer, and of all else."""
     totals: list[float] = []
     for _ in ready.decode(sequences):
         totals.append(sequences[0].decode_ms[-1] / 1000)
         if len(totals) >= WARMUP + _FEW and sum(totals) > SECONDS:
             break
-    steps = clock.steps[WARMUP : len(totals)]
+    taken = [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
+    layers = len(ready.layers)
+    steps = [taken[step * layers : (step + 1) * layers] for step in range(WARMUP, len(totals))]
     rest = [total - sum(step) for total, step in zip(totals[WARMUP:], steps, strict=True)]
     return [statistics.median(times) for times in zip(*steps, strict=True)], statistics.median(rest)
 
 
-@torch.inference_mode()
-def _fill(
-    methods: list[AnyMethod], geometry: ModelGeometry, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Give every layer of every method made-up KV of `length` tokens; returns one layer's."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def noise(heads: int, tokens: int, d: int) -> Tensor:
-        return torch.randn(heads, tokens, d, generator=generator, dtype=dtype, device=device)
-
-    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    for layer in geometry.layers:
-        shape = layer.num_kv_heads, layer.head_dim
-        if shape not in made:
-            made[shape] = noise(shape[0], length, shape[1]), noise(shape[0], length, shape[1])
-        k, v = made[shape]
-        softmax = Softmax(layer.head_dim**-0.5)
-        for method in methods:
-            q = noise(layer.num_heads, min(length, max(1, method.query_rows)), layer.head_dim)
-            method.observe(layer.index, q, k, softmax)
-            method.prefill(layer.index, k, v, q[:, q.shape[1] - min(length, method.query_rows) :], softmax)
-    return k, v
-
-
-def _attention_rate(k: Tensor, v: Tensor, geometry: ModelGeometry, device: torch.device) -> float:
-    """Bytes a second that attention reads all of a layer with, k and v [Hk, n, d]."""
-    layer = geometry.layers[-1]
-    q = torch.randn(layer.num_heads, layer.head_dim, device=device).to(k.dtype)
-    softmax = Softmax(layer.head_dim**-0.5)
-    return nbytes(k, v) / statistics.median(timed(lambda: decode_attention(q, k, v, softmax), device))
-
-
-class _Clock:
-    """Times the layers of a step, the device waited for at every reading."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.steps: list[list[float]] = []
-        self._layer = self._step = 0.0
-
-    def begin(self) -> None:
-        """Something begins."""
-        self._step = self._now()
-
-    def stop(self) -> float:
-        """It has ended: its seconds."""
-        return self._now() - self._step
-
-    def enter(self, layer: int) -> None:
-        """A layer begins; with the first one a step does."""
-        if layer == 0:
-            self.steps.append([])
-        self._layer = self._now()
-
-    def leave(self) -> None:
-        """A layer has ended."""
-        self.steps[-1].append(self._now() - self._layer)
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
-
-
 @contextmanager
-def _clocked(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
-    hooks = []
-    for index, layer in enumerate(decoder_of(model).layers):  # type: ignore[arg-type]
-        hooks += [
-            layer.register_forward_pre_hook(lambda *_, index=index: clock.enter(index)),
-            layer.register_forward_hook(lambda *_: clock.leave()),
-        ]
+def _clocked(model: PreTrainedModel, device: torch.device) -> Iterator[list[float]]:
+    """Give the moments at which a decoder layer begins and ends, one layer after another."""
+    moments: list[float] = []
+
+    def note(*_: Any) -> None:
+        moments.append(_now(device))
+
+    layers: Any = decoder_of(model).layers
+    hooks = [hook(note) for layer in layers for hook in (layer.register_forward_pre_hook, layer.register_forward_hook)]
     try:
-        yield
+        yield moments
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _now(device: torch.device) -> float:
+    synchronize(device)
+    return time.perf_counter()
+
+
+class RandomKV:
+    """Seeded normal keys and values, the same ones in every layer and sequence; made when asked for."""
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
+        self.seed, self.device, self.dtype = seed, device, dtype
+        self._kept = torch.empty(0)
+
+    def kv(self, layer: LayerGeometry, context: int) -> Tensor:
+        """Keys and values [2, Hk, context, d] of a layer, not to be changed."""
+        shape = (2, layer.num_kv_heads, context, layer.head_dim)
+        if self._kept.shape != shape:
+            self._kept = torch.empty(0)  # the old one is freed before the new one is made
+            self._kept = self.normal(*shape)
+        return self._kept
+
+    @torch.inference_mode()
+    def fill(self, methods: Sequence[AnyMethod], layers: Sequence[LayerGeometry], context: int) -> None:
+        """Hand noise to methods, layer by layer, as the prefill of `context` tokens would."""
+        for layer in layers:
+            k, v = self.kv(layer, context)
+            softmax = Softmax(layer.head_dim**-0.5)
+            for method in methods:
+                rows = min(context, max(_QUERIES, method.query_rows))
+                q = self.normal(layer.num_heads, rows, layer.head_dim)
+                method.observe(layer.index, q, k, softmax)
+                method.prefill(layer.index, k, v, q[:, rows - min(rows, method.query_rows) :], softmax)
+
+    def normal(self, *shape: int) -> Tensor:
+        """The same noise for the same shape."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+
+
+def _attention_rate(noise: RandomKV, layer: LayerGeometry, context: int, device: torch.device) -> float:
+    """Bytes a second that attention reads all of a layer with."""
+    k, v = noise.kv(layer, context)
+    q = noise.normal(layer.num_heads, layer.head_dim)
+    softmax = Softmax(layer.head_dim**-0.5)
+    return nbytes(k, v) / statistics.median(timed(lambda: decode_attention(q, k, v, softmax), device))
 
 
 class WordlessTokenizer:

@@ -4,48 +4,24 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template, encode
+from kvcli.inputs.encoding import encode
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import refuse_mismatch
-from kvcli.inputs.variants import Variant
 from kvcli.models.fingerprint import fingerprint
-from kvcli.models.loading import Checkpoint, ModelSpec, open_checkpoint
+from kvcli.models.loading import Checkpoint, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Predictions, digest
 from kvcli.quality.eval.runner import Evaluation
+from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.quality.eval.table import EvaluationTable, results
-from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """What to evaluate. `lengths` are tokens of a prompt; `limit` documents of every task and length.
-
-    `predictions` is a file that grows while the run goes on, and from which a run that was cut off goes on.
-    """
-
-    model: ModelSpec
-    variants: Sequence[Variant]
-    tasks: Sequence[str]
-    lengths: Sequence[int] = ()
-    depths: int = 5
-    limit: int = 20
-    max_tokens: int | None = None
-    max_length: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    template: Template = field(default_factory=Template)
-    predictions: Path | None = None
 
 
 def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
@@ -59,7 +35,10 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
     most = min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None)
-    cells = suite.cells(_request(plan, checkpoint.tokenizer, most))
+    # What the chat template puts around a message is part of a prompt's length.
+    frame = len(encode(Prompt("frame", "x"), plan.template, checkpoint.tokenizer))
+    frame -= suite.count_tokens(checkpoint.tokenizer, "x")
+    cells = suite.Suite(plan, checkpoint.tokenizer, frame, most).cells()
     _check_positions(cells, checkpoint)
     _check_fit(plan, cells, checkpoint)
     for variant in plan.variants:
@@ -69,17 +48,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         done = len(predictions)
         if done:
             observer.notice(f"{done:,} answers are in {plan.predictions} already; going on from there")
-        model = checkpoint.load()
-        evaluation = Evaluation(
-            model=model,
-            variants=plan.variants,
-            sampling=plan.sampling,
-            template=plan.template,
-            predictions=predictions,
-            observer=observer,
-            max_tokens=plan.max_tokens,
-            max_length=most,
-        )
+        evaluation = Evaluation(plan, checkpoint.load(), predictions, observer, most)
         complete = True
         try:
             evaluation.run(cells)
@@ -89,23 +58,6 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         found = results(cells, plan.variants, predictions)
         environment = report.environment() | {"machine": platform.machine()}
         return EvaluationTable(environment, configuration, digest(configuration), plan.variants, found, complete)
-
-
-def _request(plan: EvaluationPlan, tokenizer: PreTrainedTokenizerBase, most: int | None) -> suite.SuiteRequest:
-    # What the chat template puts around a message is part of a prompt's length.
-    bare = len(tokenizer("x", add_special_tokens=False, verbose=False)["input_ids"])
-    frame = len(encode(Prompt("frame", "x"), plan.template, tokenizer)) - bare
-    return suite.SuiteRequest(
-        tasks=plan.tasks,
-        lengths=plan.lengths,
-        depths=plan.depths,
-        limit=plan.limit,
-        seed=plan.sampling.seed,
-        frame=frame,
-        most=most,
-        max_tokens=plan.max_tokens,
-        tokenizer=tokenizer,
-    )
 
 
 def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:

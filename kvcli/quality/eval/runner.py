@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvcli.capacity import memory
 from kvcli.errors import KvcliError
-from kvcli.inputs.encoding import Template
 from kvcli.inputs.variants import Variant
 from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
@@ -23,9 +22,9 @@ from kvcli.quality.eval.encoding import Encoded, encode_example
 from kvcli.quality.eval.example import Cell, Example
 from kvcli.quality.eval.predictions import Prediction, Predictions
 from kvcli.quality.eval.scorers import score
-from kvcli.quality.eval.suite import PERPLEXITY
+from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.sampling import Sampling, TeacherForcing
+from kvcli.runtime.sampling import TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary
@@ -53,23 +52,18 @@ class Reading:
 
 @dataclass
 class Evaluation:
-    """A model, variants and a way to sample; `run` fills `predictions`."""
+    """A plan for a model; `run` fills `predictions`. A prompt that passes `most` tokens with its answer is cut."""
 
+    plan: EvaluationPlan
     model: Model
-    variants: Sequence[Variant]
-    sampling: Sampling
-    template: Template
     predictions: Predictions
     observer: Observer
-    max_tokens: int | None = None
-    """Longest answer; None leaves it to the task."""
-    max_length: int | None = None
-    """Tokens of prompt and answer, at most: a longer prompt loses its middle."""
+    most: int | None = None
     _engine: Engine = field(init=False)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Ask every example of every cell that has no prediction yet."""
-        self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.variants))
+        self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.plan.variants))
         for number, cell in enumerate(cells, 1):
             begun, known = time.perf_counter(), len(self.predictions)
             samples = range(self._samples(cell.metric))
@@ -77,10 +71,10 @@ class Evaluation:
                 place = cell.task, cell.length, cell.depth, index
                 missing = [
                     variant
-                    for variant in self.variants
+                    for variant in self.plan.variants
                     if any((*place, variant.label, sample) not in self.predictions for sample in samples)
                 ]
-                self.observer.advance(len(self.variants) - len(missing))
+                self.observer.advance(len(self.plan.variants) - len(missing))
                 if missing:
                     self._ask(cell, index, missing)
             if len(self.predictions) > known:
@@ -89,11 +83,11 @@ class Evaluation:
 
     def _samples(self, metric: str) -> int:
         """A text that is fed is the same each time."""
-        return 1 if metric == PERPLEXITY else self.sampling.num_samples
+        return 1 if metric == PERPLEXITY else self.plan.sampling.num_samples
 
     def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
         example = cell.make(index)
-        read = encode_example(example, self.template, self.model.tokenizer, self.max_tokens, self.max_length)
+        read = encode_example(example, self.plan.template, self.model.tokenizer, self.plan.max_tokens, self.most)
         capacity = len(read.ids) + read.max_tokens
         with engine(self.model, [capacity], self.observer.notice) as self._engine:
             for group in self._groups(variants, len(read.ids), capacity):
@@ -114,7 +108,7 @@ class Evaluation:
             size = {"host": kv.host, "device": kv.device}
             if "device" not in free:
                 size = {"host": kv.host + kv.device, "device": 0}
-            size = {pool: taken[pool] + self.sampling.num_samples * size[pool] for pool in taken}
+            size = {pool: taken[pool] + self.plan.sampling.num_samples * size[pool] for pool in taken}
             if group and any(size[pool] > _SHARE * free[pool] for pool in free):
                 yield group
                 group, size = [], {pool: size[pool] - taken[pool] for pool in taken}
@@ -159,7 +153,7 @@ class Evaluation:
         return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
-        sampling = replace(self.sampling, max_tokens=read.max_tokens, ignore_eos=bool(read.fed))
+        sampling = replace(self.plan.sampling, max_tokens=read.max_tokens, ignore_eos=bool(read.fed))
         teacher = TeacherForcing(read.fed) if read.fed else None
         sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=teacher)
         sequence.prefill_ms = prefill_ms

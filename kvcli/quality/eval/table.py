@@ -7,7 +7,8 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import product
 from typing import Any
 
 from kvcli.inputs.variants import Variant
@@ -77,43 +78,32 @@ class VariantCost:
         """Return the cost of several together: bytes weighted equally, figures of a step by their steps."""
         steps = sum(cost.steps for cost in costs)
 
-        def a_step(name: str) -> float | None:
-            return sum((getattr(cost, name) or 0.0) * cost.steps for cost in costs) / steps if steps else None
+        def together(name: str) -> Any:
+            values = [getattr(cost, name) for cost in costs]
+            if name in _HELD:
+                return statistics.mean(values)
+            if name in _PER_STEP:
+                weighted = sum((value or 0.0) * cost.steps for value, cost in zip(values, costs, strict=True))
+                return weighted / steps if steps else None
+            return sum(values)
 
-        def total(name: str) -> int:
-            return sum(getattr(cost, name) for cost in costs)
-
-        return cls(
-            attended=a_step("attended"),
-            attended_share=a_step("attended_share"),
-            device_kv_bytes=statistics.mean(cost.device_kv_bytes for cost in costs),
-            host_kv_bytes=statistics.mean(cost.host_kv_bytes for cost in costs),
-            bytes_to_device_step=a_step("bytes_to_device_step"),
-            step_ms=a_step("step_ms"),
-            steps=steps,
-            heads_checked=total("heads_checked"),
-            heads_corrected=total("heads_corrected"),
-            pages_requested=total("pages_requested"),
-            misses=total("misses"),
-        )
+        return cls(**{each.name: together(each.name) for each in fields(cls)})
 
     @classmethod
     def of(cls, prediction: Prediction) -> VariantCost:
         """Return the cost of one prediction."""
         steps = prediction.steps
-        return cls(
-            attended=prediction.attended,
-            attended_share=prediction.attended_share,
-            device_kv_bytes=prediction.device_kv_bytes,
-            host_kv_bytes=prediction.host_kv_bytes,
-            bytes_to_device_step=prediction.bytes_to_device / steps if steps else None,
-            step_ms=prediction.decode_ms / steps if steps else None,
-            steps=steps,
-            heads_checked=prediction.heads_checked,
-            heads_corrected=prediction.heads_corrected,
-            pages_requested=prediction.pages_requested,
-            misses=prediction.misses,
-        )
+        figures: dict[str, Any] = {each.name: getattr(prediction, each.name, None) for each in fields(cls)}
+        if steps:
+            figures |= {
+                "bytes_to_device_step": prediction.bytes_to_device / steps,
+                "step_ms": prediction.decode_ms / steps,
+            }
+        return cls(**figures)
+
+
+_PER_STEP = ("attended", "attended_share", "bytes_to_device_step", "step_ms")
+_HELD = ("device_kv_bytes", "host_kv_bytes")
 
 
 @dataclass(frozen=True)
@@ -169,24 +159,11 @@ def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Ite
         place = prediction.task, prediction.length, prediction.depth, prediction.variant
         by_place[place].append(prediction)
     found = []
-    for cell in cells:
-        for variant in variants:
-            given = by_place[cell.task, cell.length, cell.depth, variant.label]
-            if not given:
-                continue
+    for cell, variant in product(cells, variants):
+        if given := by_place[cell.task, cell.length, cell.depth, variant.label]:
             score, passes = _figures(given)
-            found.append(
-                Result(
-                    variant=variant.label,
-                    task=cell.task,
-                    length=cell.length,
-                    depth=cell.depth,
-                    metric=cell.metric,
-                    score=score,
-                    pass_at=passes,
-                    cost=VariantCost.sum([VariantCost.of(each) for each in given]),
-                )
-            )
+            cost = VariantCost.sum([VariantCost.of(each) for each in given])
+            found.append(Result(variant.label, cell.task, cell.length, cell.depth, cell.metric, score, passes, cost))
     return found
 
 

@@ -13,8 +13,9 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.variants import variants
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.quality.eval import suite
-from kvcli.quality.eval.evaluate import EvaluationPlan, evaluate
+from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.runner import Evaluation
+from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.runtime.sampling import Sampling, TeacherForcing
 from kvcli.telemetry.observer import Observer
 

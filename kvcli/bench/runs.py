@@ -1,4 +1,9 @@
-"""What is run: a method under a profile, by kvcli's own loop."""
+"""What is run: a method under a profile by kvcli's own loop, from KV that is made up or a prompt that is really read.
+
+How long a step takes depends on how many tokens are held, not on their values, with one exception: what is selected,
+corrected and recalled follows the queries. Made-up KV spares a prefill that takes minutes on a CPU; tokens that are
+read (a document, or seeded ones) make selections that are the model's own.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+from typing_extensions import override
+
 from kvcli.bench.graph_trace import Kernel, parts_of, products_of, spans_of, traced
 from kvcli.bench.module_spans import module_spans
 from kvcli.bench.phases import StepParts
-from kvcli.bench.sources import ContextSource, Load
+from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
+from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
-from kvcli.runtime.engine import engine
+from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.store.cache import Footprint
 from kvcli.telemetry.counters import Count, Counters
@@ -22,6 +31,76 @@ from kvcli.telemetry.timeline import Timeline
 
 # The token that a context ends with: any will do, as long as it is the same in all runs.
 _FIRST_TOKEN = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run decodes: `batch` sequences after `context` tokens each, `steps` timed ones after `warmup` others."""
+
+    context: int
+    batch: int
+    warmup: int
+    steps: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of each sequence beside its context, the first one among them."""
+        return 1 + self.warmup + self.steps
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of each sequence at the end."""
+        return self.context + self.max_tokens
+
+
+class ContextSource(Protocol):
+    """Gives the methods of a run their context."""
+
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
+        """Make one method object a sequence, its context read; their spans go to `timeline`."""
+
+
+class RandomContext(ContextSource):
+    """Hands noise to the methods instead of reading."""
+
+    def __init__(self, noise: RandomKV):
+        self.noise = noise
+
+    @override
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
+        made = []
+        for row in range(load.batch):
+            context = engine.context(load.context, load.max_tokens, timeline=timeline, track=f"sequence {row}")
+            made.append(engine.method(profile, context))
+        self.noise.fill(made, engine.layers, load.context)
+        return made
+
+
+class ReadContext(ContextSource):
+    """Reads a prompt once for all profiles and keeps the result; every run continues copies of it."""
+
+    def __init__(self, ids: Sequence[int], profiles: Sequence[Profile]):
+        self.ids, self.profiles = ids, profiles
+        self._kept: dict[str, AnyMethod] = {}
+
+    @override
+    def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
+        if not self._kept:
+            contexts = [engine.context(len(self.ids), load.max_tokens) for _ in self.profiles]
+            made = [engine.method(each, context) for each, context in zip(self.profiles, contexts, strict=True)]
+            engine.prefill(self.ids, made)
+            self._kept = {each.hash: method for each, method in zip(self.profiles, made, strict=True)}
+        master = self._kept[profile.hash]
+        copies = [master.fork(Counters(len(engine.layers)), f"sequence {row}") for row in range(load.batch)]
+        for copy in copies:
+            copy.context.timeline = timeline
+        return copies
+
+
+def seeded_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    """Token ids that stand for a text."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()
 
 
 @dataclass(frozen=True)
