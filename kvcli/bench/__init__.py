@@ -2,6 +2,6 @@
 
 Start reading at `profiler.py`, which runs all cases in turn. `runs.py` decodes with kvcli's methods, `peers.py`
 with transformers' own caches; `rounds.py` interleaves their runs. `phases.py` splits a step into phases by the spans of
-a timeline (`module_spans.py`, `cuda_timeline.py`) or by the kernels of a captured step (`graph_trace.py`). `doctor.py`
+a timeline (`timelines.py`) or by the kernels of a captured step (`graph_trace.py`). `doctor.py`
 examines the machine.
 """

@@ -12,7 +12,7 @@ from kvcli.bench.phases import STEP, phase_of
 from kvcli.bench.report import Case
 from kvcli.capacity.roofline import PHASES
 from kvcli.telemetry.timeline import Span
-from kvcli.ui.html import colour
+from kvcli.ui.html import chart_of, colour, heat_map
 
 _ROW = 24  # pixels
 _MOST_TICKS = 10
@@ -40,7 +40,7 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
             rooflines.append({"case": name, "roofline": case.floor_ms})
     across = alt.Y("case:N", title=None, sort=None, axis=_NAMES)
     bars = (
-        _chart(rows)
+        chart_of(rows)
         .mark_bar(height={"band": 0.75})
         .encode(
             x=alt.X("ms:Q", title="milliseconds a step", axis=_MILLISECONDS),
@@ -51,7 +51,7 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
         )
     )
     ticks = (
-        _chart(rooflines)
+        chart_of(rooflines)
         .mark_tick(color="var(--ink)", thickness=2, height={"band": 0.95})
         .encode(
             x="roofline:Q", y=across, tooltip=["case:N", alt.Tooltip("roofline:Q", format=".3f", title="roofline, ms")]
@@ -94,10 +94,10 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
     long = max(map(len, labels), default=0) > _LONG_NAME
     legend = alt.Legend(labelLimit=320, columns=1) if long else alt.Legend()
     shade = alt.Color("method:N", title=None, scale=palette, sort=None, legend=legend)
-    measured = _chart(times).encode(x=x, color=shade)
+    measured = chart_of(times).encode(x=x, color=shade)
     line = measured.mark_line(point={"size": 50, "filled": True}).encode(y=y, tooltip=tooltip)
     spread = measured.mark_rule().encode(y="least:Q", y2="most:Q", color=shade)
-    bounds = _chart(rooflines).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
+    bounds = chart_of(rooflines).mark_line(strokeDash=[3, 4]).encode(x=x, y=y, color=shade)
     return alt.layer(bounds, spread, line).properties(height=320)
 
 
@@ -117,7 +117,7 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
     rows = [row for each in named for row in _step_rows(*each)]
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.altKey]")
     bars: alt.Chart = (
-        _chart(rows)
+        chart_of(rows)
         .mark_bar(height={"band": 0.8})
         .encode(
             x=alt.X("start:Q", title="milliseconds since the step began", axis=_MILLISECONDS),
@@ -132,7 +132,7 @@ def timeline_chart(named: Sequence[tuple[str, bool, Sequence[Span]]]) -> alt.Cha
     return bars
 
 
-def heat_map(
+def share_map(
     part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], what: str, across: str, down: str
 ) -> alt.Chart:
     """Draw the share of `part` in `whole`, both [across][down], as a heat map; cells whose whole is 0 stay empty."""
@@ -142,26 +142,7 @@ def heat_map(
         for row, (count, total) in enumerate(zip(counts, totals, strict=True))
         if total
     ]
-    # Opacity, not a range of colours, so that one colour suits light and dark pages.
-    opacity = alt.Opacity(
-        "share:Q", title=what, scale=alt.Scale(domain=[0, 1], range=[0.06, 1]), legend=alt.Legend(format="%")
-    )
-    squares: alt.Chart = (
-        _chart(rows)
-        .mark_rect(color="var(--accent)")
-        .encode(
-            x=alt.X(f"{across}:O", title=across, axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y(f"{down}:O", title=down, axis=alt.Axis(labelOverlap=True)),
-            opacity=opacity,
-            tooltip=[f"{down}:O", f"{across}:O", alt.Tooltip("share:Q", format=".0%"), "of:N"],
-        )
-        .properties(height=alt.Step(max(8, min(_ROW, 400 // (1 + len({row[down] for row in rows}))))))
-    )
-    return squares
-
-
-def _chart(rows: list[dict[str, Any]]) -> alt.Chart:
-    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
+    return heat_map(rows, across, down, "share", what)
 
 
 def _step_rows(name: str, offloaded: bool, spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -104,9 +104,9 @@ def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: st
         return
     layers = [layer or HeadCounts([], [], [], []) for layer in counts.by_head]
     some, every = ([getattr(layer, which) for layer in layers] for which in (part, whole))  # [layers][Hk] each
-    heads = charts.heat_map(some, every, name, "layer", "KV head")
+    heads = charts.share_map(some, every, name, "layer", "KV head")
     some, every = getattr(counts, part), getattr(counts, whole)  # [steps][layers] each
-    steps = charts.heat_map(some, every, name, "step", "layer")
+    steps = charts.share_map(some, every, name, "step", "layer")
     captions = (f"{case.label}: {meaning}, by {by}." for by in ("head", "step"))
     made.side_by_side(zip((heads, steps), captions, strict=True))
 

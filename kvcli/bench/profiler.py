@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from kvcli.bench.ablations import Entry
-from kvcli.bench.cuda_timeline import recording
 from kvcli.bench.peers import Transformers, left_out, peer_profiles
 from kvcli.bench.report import Case, ProfileReport
 from kvcli.bench.rounds import Rounds
 from kvcli.bench.runs import Candidate, ContextSource, Decoding, Load, RandomContext, ReadContext, seeded_tokens
+from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import measure_rates

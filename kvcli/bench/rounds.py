@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import torch
 
@@ -124,18 +124,9 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
     """Add up the counts of all sequences without the first `warmup` steps."""
     total = torch.tensor([each.counts[warmup:] for each in counters]).sum(0)  # [steps, layers, Count]
 
-    def of(count: Count) -> list[list[int]]:
-        return total[..., count].tolist()
-
-    return Counts(
-        heads_checked=of(Count.HEADS_CHECKED),
-        heads_corrected=of(Count.HEADS_CORRECTED),
-        pages_requested=of(Count.PAGES_REQUESTED),
-        misses=of(Count.MISSES),
-        bytes_to_device=of(Count.BYTES_TO_DEVICE),
-        bytes_exposed=of(Count.BYTES_EXPOSED),
-        by_head=[_add_heads([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)],
-    )
+    names = [each.name for each in fields(Counts) if each.name != "by_head"]
+    by_head = [_add_heads([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)]
+    return Counts(**{name: total[..., Count[name.upper()]].tolist() for name in names}, by_head=by_head)
 
 
 def _add_heads(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:

@@ -16,8 +16,8 @@ import torch
 from typing_extensions import override
 
 from kvcli.bench.graph_trace import Kernel, parts_of, products_of, spans_of, traced
-from kvcli.bench.module_spans import module_spans
 from kvcli.bench.phases import StepParts
+from kvcli.bench.timelines import module_spans
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile

@@ -16,7 +16,7 @@ chart shows should stand in a table, too: not everybody sees it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -78,6 +78,40 @@ document.querySelectorAll("script[type='application/vega-lite+json']").forEach((
 def colour(index: int) -> str:
     """The colour of category `index`; they come again after the last one."""
     return PALETTE[index % len(PALETTE)]
+
+
+def chart_of(rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Begin a chart of rows of plain data."""
+    import altair as alt
+
+    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
+
+
+def heat_map(
+    rows: Sequence[Mapping[str, Any]], across: str, down: str, value: str, title: str = "", text: str = ".0%"
+) -> Chart:
+    """Draw a square for each row of data, the stronger the closer its `value` is to 1; pointing at it shows the row.
+
+    The value has a `title`, its number the form `text`. One colour that the page shines through suits light and dark.
+    """
+    import altair as alt
+
+    strength = alt.Scale(domain=[0, 1], range=[0.06, 1])
+    others = [f"{key}:N" for key in (rows[0] if rows else ()) if key != value]
+    squares: Chart = (
+        chart_of(rows)
+        .mark_rect(fill="var(--accent)", stroke="var(--paper)")
+        .encode(
+            x=alt.X(f"{across}:O", sort=None, axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y(f"{down}:O", sort=None, axis=alt.Axis(labelOverlap=True)),
+            fillOpacity=alt.FillOpacity(
+                f"{value}:Q", title=title or value, scale=strength, legend=alt.Legend(format=text)
+            ),
+            tooltip=[*others, alt.Tooltip(f"{value}:Q", format=text)],
+        )
+        .properties(height=alt.Step(max(8, min(26, 400 // (1 + len({row[down] for row in rows}))))))
+    )
+    return squares
 
 
 def check_installed() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
 from kvcli.quality.calibrate.curve import value_text
 from kvcli.quality.calibrate.outcome import Calibration
-from kvcli.ui.html import PALETTE, Page, colour
+from kvcli.ui.html import PALETTE, Page, chart_of, colour, heat_map
 
-_ROW = 20  # pixels of a row of the map
 _NAMED = 12  # points, up to which each has its value beside it
 _NOTHING = 1e-9  # a figure that counts as zero
 _CHOSEN, _OTHER = 220, 50  # square pixels of a point
@@ -51,7 +50,7 @@ def page(found: Calibration) -> str:
 def _losses(found: Calibration) -> alt.LayerChart | alt.FacetChart:
     limit: float = found.provenance["max_loss"]
     curve = _curve(found, [point.added_bound for point in found.points], "nats, at most", [limit] * (limit > 0))
-    rule = _chart([{"figure": limit}] * (limit > 0)).mark_rule(strokeDash=[4, 4], color="var(--muted)")
+    rule = chart_of([{"figure": limit}] * (limit > 0)).mark_rule(strokeDash=[4, 4], color="var(--muted)")
     return alt.layer(*curve, rule.encode(y="figure:Q"))
 
 
@@ -83,7 +82,7 @@ def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequ
     spread = alt.Scale(type="log" if min(row["cost"] for row in rows) > 0 else "linear", nice=False, padding=24)
     unit = f", {cost.unit}" if cost.unit not in cost.name else ""
     shade = alt.Color("group:N", title=keys[-1].replace("_", " "), sort=None, scale=alt.Scale(range=list(PALETTE)))
-    base = _chart(rows).encode(
+    base = chart_of(rows).encode(
         x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=spread, axis=alt.Axis(format="~s", tickCount=8)),
         y=alt.Y(
             "figure:Q",
@@ -102,34 +101,19 @@ def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequ
 
 def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
     rows = [
-        {"layer": layer["layer"], "head": head, "cosine": cosine}
+        {"layer": layer["layer"], "KV head": head, "cosine": cosine}
         for layer in layers
         for head, cosine in enumerate(layer["heads"])
     ]
-    squares: alt.Chart = (
-        _chart(rows)
-        .mark_rect()
-        .encode(
-            x=alt.X("head:O", title="KV head", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("layer:O", title="layer"),
-            color=alt.Color("cosine:Q", title="cosine", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
-            tooltip=["layer:O", "head:O", alt.Tooltip("cosine:Q", format=".3f")],
-        )
-        .properties(height=_ROW * len(layers))
-    )
-    return squares
+    return heat_map(rows, "KV head", "layer", "cosine", text=".3f")
 
 
 def _below(rows: list[dict[str, float]]) -> alt.Chart:
-    line: alt.Chart = (
-        _chart(rows)
-        .mark_line(color=colour(0))
-        .encode(
-            x=alt.X("cosine:Q", title="cosine", axis=alt.Axis(tickCount=10)),
-            y=alt.Y("part:Q", title="part below", axis=alt.Axis(format="%", tickCount=5)),
-        )
+    line: alt.Chart = chart_of(rows).mark_line(color=colour(0))
+    return line.encode(
+        x=alt.X("cosine:Q", title="cosine", axis=alt.Axis(tickCount=10)),
+        y=alt.Y("part:Q", title="part below", axis=alt.Axis(format="%", tickCount=5)),
     )
-    return line
 
 
 def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
@@ -138,17 +122,9 @@ def _spectrum(layers: list[dict[str, Any]]) -> alt.Chart:
         for layer in layers
         for rank, error in enumerate(layer["error"])
     ]
-    lines: alt.Chart = (
-        _chart(rows)
-        .mark_line()
-        .encode(
-            x=alt.X("rank:Q", title="rank"),
-            y=alt.Y("error:Q", title="relative error", axis=alt.Axis(format="%")),
-            color=alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
-        )
+    lines: alt.Chart = chart_of(rows).mark_line()
+    return lines.encode(
+        x=alt.X("rank:Q", title="rank"),
+        y=alt.Y("error:Q", title="relative error", axis=alt.Axis(format="%")),
+        color=alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
     )
-    return lines
-
-
-def _chart(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
-    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]

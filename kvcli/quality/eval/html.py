@@ -12,7 +12,7 @@ from kvcli.quality.eval import layout
 from kvcli.quality.eval.layout import DepthHeatMap
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import EvaluationTable
-from kvcli.ui.html import PALETTE, Page
+from kvcli.ui.html import PALETTE, Page, chart_of
 
 _ROW = 26  # pixels of a row of a heat map
 _MARK = 0.014  # width of a mark as a part of the axis
@@ -74,7 +74,7 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
     lowest, widest = min(row["score"] for row in rows), max(row["attended"] for row in rows)
     bottom = 0 if lowest < _LOW else 10 * math.floor((lowest - 1) / 10)  # scores that are all high fill the chart
     points: alt.Chart = (
-        _chart(_apart(rows, 100 - bottom))
+        chart_of(_apart(rows, 100 - bottom))
         .mark_point(size=80, strokeWidth=2)  # outlines, which stay visible one above the other
         .encode(
             x=alt.X(
@@ -123,7 +123,7 @@ def _heat(heat_map: DepthHeatMap) -> alt.LayerChart:
         for length, score in zip(heat_map.columns, scores, strict=True)
         if score is not None
     ]
-    base = _chart(rows).encode(
+    base = chart_of(rows).encode(
         x=alt.X("length:O", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
         y=alt.Y("depth:O", title=None, sort=None),
         tooltip=["depth:O", "length:O", alt.Tooltip("score:Q", format=".1f")],
@@ -134,7 +134,3 @@ def _heat(heat_map: DepthHeatMap) -> alt.LayerChart:
     numbers = base.mark_text().encode(text=alt.Text("score:Q", format=".0f"))
     layered: alt.LayerChart = (squares + numbers).properties(height=_ROW * len(heat_map.rows))
     return layered
-
-
-def _chart(rows: Sequence[dict[str, Any]]) -> alt.Chart:
-    return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]

@@ -18,8 +18,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.variants import Variant
 from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
-from kvcli.quality.eval.encoding import Encoded, encode_example
-from kvcli.quality.eval.example import Cell, Example
+from kvcli.quality.eval.example import Cell, Encoded, Example, encode_example
 from kvcli.quality.eval.predictions import Prediction, Predictions
 from kvcli.quality.eval.scorers import score
 from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan

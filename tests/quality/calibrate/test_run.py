@@ -14,10 +14,9 @@ from kvcli.inputs.provenance import profile_mismatch, refuse_mismatch
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
 from kvcli.quality.calibrate.collectors import Spectrum
-from kvcli.quality.calibrate.plan import CalibrationPlan
+from kvcli.quality.calibrate.plan import CalibrationPlan, built_in, from_files
 from kvcli.quality.calibrate.run import calibrate
 from kvcli.quality.calibrate.targets import SWEEPS, target_of
-from kvcli.quality.calibrate.text import built_in, from_files
 from kvcli.quality.fidelity import measure
 from kvcli.runtime.engine import engine
 from kvcli.telemetry.observer import Observer

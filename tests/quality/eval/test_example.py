@@ -8,8 +8,7 @@ from families import CHAT_TEMPLATE, tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import Template
-from kvcli.quality.eval.encoding import encode_example
-from kvcli.quality.eval.example import Example
+from kvcli.quality.eval.example import Example, encode_example
 from kvcli.runtime.sampling import TeacherForcing
 
 TEXT = " ".join(f"word{number}" for number in range(80))
