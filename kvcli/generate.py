@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from kvcli.capacity import memory
+from kvcli.capacity import memory, pipelines
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, encode_all, in_common
 from kvcli.inputs.profiles import Profile, reference_profile
@@ -22,8 +22,8 @@ from kvcli.inputs.provenance import profile_mismatch
 from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
-from kvcli.runtime.compiled import cpp_compiler
 from kvcli.runtime.engine import Pipeline, engine
+from kvcli.runtime.kept_run import Asked, Keep, KeptRun
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.sampling import Sampling
@@ -49,6 +49,8 @@ class GenerationRequest:
     """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
     pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
     """How a step runs, see `kvcli.runtime.engine.Pipeline`."""
+    keep: Keep | None = None
+    """Where to keep the run, so that `resume` can go on with it."""
 
 
 def generate(
@@ -70,8 +72,44 @@ def generate(
         prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
         check(request, checkpoint, prompts, observer)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
+        kept = None
+        if request.keep is not None:
+            asked = Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts)
+            kept = KeptRun.begin(request.keep, asked, prompts)
         model = checkpoint.load()
-    generation = Generation(request, model, prompts, pipeline, observer, timeline)
+    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
+
+
+def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, model: str | None = None) -> report.Report:
+    """Go on with a generation that was kept in a directory; all of its text is announced, and comes back.
+
+    A generation that has finished is only reported. `model` is where the model is by now, if it was moved.
+
+    Raises:
+        KvcliError: as `generate` does; and where there is no run in the directory, another process is at work on it,
+            or the model or the tokenizer is another (usage), or what is kept is not whole (runtime).
+    """
+    kept = KeptRun.open(keep)
+    if (finished := kept.report()) is not None:
+        observer.notice(f"{keep.directory}: this generation has finished; here is its text")
+        for index, sequence in enumerate(finished.sequences):
+            observer.text(index, sequence.text)
+            observer.finished(index)
+        return finished
+    timeline = timeline or Timeline()
+    request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline, keep=keep)
+    observer.stage("load")
+    with timeline.span("load"):
+        checkpoint = open_checkpoint(kept.spec if model is None else replace(kept.spec, name=model))
+        kept.check(checkpoint)
+        check(request, checkpoint, kept.prompts, observer)
+        loaded = checkpoint.load()
+    return _run(Generation(request, loaded, kept.prompts, kept.asked.pipeline, observer, timeline, kept))
+
+
+def _run(generation: Generation) -> report.Report:
+    """Take all steps, show them, and report."""
+    request, observer, kept = generation.request, generation.observer, generation.kept
     try:
         with closing(generation.steps()) as steps:
             for step in steps:
@@ -79,8 +117,13 @@ def generate(
                 observer.step(max(len(sequence.token_ids) for sequence, _ in step), request.sampling.max_tokens)
     except KeyboardInterrupt:
         announce(generation.interrupt(), observer)
+        if kept is not None:
+            observer.notice(f"kvcli generate --resume {kept.directory} goes on with it")
     observer.stage_done()
-    return generation.report()
+    outcome = generation.report()
+    if kept is not None and all(sequence.finish_reason != "interrupted" for sequence in outcome.sequences):
+        kept.finish(outcome)
+    return outcome
 
 
 @dataclass
@@ -93,6 +136,7 @@ class Generation:
     pipeline: Pipeline
     observer: Observer
     timeline: Timeline = field(default_factory=Timeline)
+    kept: KeptRun | None = None
     sequences: list[RunningSequence] = field(default_factory=list, init=False)
     audits: list[Audit] = field(default_factory=list, init=False)
 
@@ -101,17 +145,26 @@ class Generation:
         request, reference = self.request, reference_profile() if self.request.audit is not None else None
         with engine(self.model, capacities(request, self.prompts), self.observer.notice) as ready:
             runner = PrefillRunner(ready, request.profile, request.sampling, self.observer, self.timeline, reference)
-            first = 0
+            if self.kept is not None and (restored := self.kept.restore(ready, self.timeline)):
+                self.sequences = restored
+                yield [(sequence, sequence.detokenizer.text) for sequence in restored]
+            read, first = {sequence.index // request.sampling.num_samples for sequence in self.sequences}, 0
             for prompts in by_document(self.prompts):
-                for sequence, piece in runner.prefill(first, prompts):
+                places = range(first, first := first + len(prompts))
+                if not read.isdisjoint(places):
+                    continue
+                for sequence, piece in runner.prefill(places.start, prompts):
                     self.sequences.append(sequence)
                     if request.audit is not None:
                         self.audits.append(Audit(ready, sequence, request.audit))
                     yield [(sequence, piece)]
-                first += len(prompts)
+                if self.kept is not None and self.sequences:
+                    self.kept.save(self.sequences, self.observer.notice)
             prepare(self.audits)
             for step in ready.decode(self.sequences, self.timeline, self.pipeline):
                 yield step
+                if self.kept is not None:
+                    self.kept.step(self.sequences, self.observer.notice)
                 conclude(self.audits)
                 prepare(self.audits)
             for sequence in self.sequences:
@@ -217,16 +270,11 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
 
 def _obstacle(request: GenerationRequest, checkpoint: Checkpoint, traced: bool) -> str | None:
     """Say why steps can be nothing but blocking, if so."""
+    if request.keep is not None and not (request.pipeline == "compiled" and checkpoint.device.type == "cpu"):
+        return "--checkpoint keeps what blocking steps leave behind"
     if request.audit is not None or traced:
         return f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
-    method = memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype)
-    if request.pipeline == "compiled" and checkpoint.device.type == "cpu":
-        if method.wants_next_query:
-            return f"method {request.profile.method!r} listens between the layers"
-        return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
-    if method.slot_rule is None:
-        return f"method {request.profile.method!r} with these settings is served by the blocking pipeline alone"
-    return None
+    return pipelines.obstacle(request.profile, request.pipeline, checkpoint)
 
 
 def _unread(prompt: EncodedPrompt, sample: int) -> report.Sequence:

@@ -1,5 +1,6 @@
 """What every method must hold to, driven by the listing: a method is tested by being there."""
 
+import json
 import sys
 
 import pytest
@@ -7,11 +8,17 @@ import torch
 
 import kvcli.kernels.block_attention as kernels
 from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, tiny_model
-from kvcli.conformance.runs import run
+from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names, own_method_names
 from kvcli.methods.base import Method
+from kvcli.runtime.decode import BlockingStepper, decode
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling
+from kvcli.store.restoring import Restoring
+from kvcli.store.state import capture
+from kvcli.telemetry.timeline import Timeline
 
 PROMPT, STEPS = 75, 40
 EXACT_STEPS = 18  # beside transformers, over every family
@@ -213,6 +220,40 @@ def test_fork_continues_like_the_original(llama, name):
     assert torch.equal(first, fork.attend(last, q, k, v, softmax))
     method.attend(last, q, 2 * k, v, softmax)
     assert fork.caches[last].length == method.caches[last].length - 1
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_sequence_goes_on_from_its_state_as_if_nothing_had_happened(name):
+    ids, written, settled = prompt(9), {}, []
+    with engine(in_memory(tiny_model("gemma2")), [PROMPT + STEPS]) as ready:
+
+        def fresh():
+            config = get_method(name).Config(**settings(name, SMALL))
+            method = get_method(name)(config, ready.layers, ready.context(PROMPT, STEPS))
+            sequence = ready.sequence(method, Sampling(max_tokens=STEPS, temperature=0.8))
+            sequence.eos = ()
+            return sequence
+
+        whole, stepper = fresh(), BlockingStepper(ready.hook, ready.rope)
+        whole.accept(*ready.prefill(ids, [whole.method], chunk=7))
+        for step, _ in enumerate(decode(stepper, [whole], Timeline())):
+            if step in (0, STEPS // 3, STEPS // 2):  # so that later states hold what was added to earlier ones
+                state = capture([whole], written)
+                settled += [part._replace(values=part.values.clone()) for part in state.added]
+                changing = [part._replace(values=part.values.clone()) for part in state.changing]
+                written, tree = state.settled, json.dumps(state.tree)
+        resumed = fresh()
+        restoring = Restoring([resumed], json.loads(tree), resumed.method.context.tiers)
+        for part in (*settled, *changing):
+            restoring.put(part)
+        restoring.finish()
+        assert resumed.token_ids == whole.token_ids[: STEPS // 2 + 2]
+        for _ in decode(stepper, [resumed], Timeline()):
+            pass
+    first, second = whole.report(), resumed.report()
+    assert second.token_ids == first.token_ids
+    assert (second.cache, second.correction, second.method) == (first.cache, first.correction, first.method)
+    assert resumed.method.footprint() == whole.method.footprint()
 
 
 @pytest.mark.parametrize("name", method_names())

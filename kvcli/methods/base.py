@@ -40,6 +40,8 @@ class AttentionObserver(Protocol):
 class SequenceContext:
     """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE."""
 
+    stateless: ClassVar[bool] = True
+
     capacity: int
     tiers: Tiers
     counters: Counters

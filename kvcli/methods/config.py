@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import override
@@ -48,6 +48,8 @@ def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> An
 
 class MethodConfig(BaseModel):
     """Settings of a method: frozen, every key known by name."""
+
+    stateless: ClassVar[bool] = True
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

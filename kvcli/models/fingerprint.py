@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from kvcli.models.loading import Checkpoint
@@ -32,6 +33,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                 file.seek(start)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()[:12]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Twelve hexadecimal digits over the vocabulary, the special tokens and the chat template."""
+    told = [sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:12]
 
 
 def _folder(checkpoint: Checkpoint) -> Path | None:

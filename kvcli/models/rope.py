@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +150,8 @@ class Rotary:
     scaling are the model's. `unrotate` inverts `rotate`: from float32 keys to 1e-6, from bfloat16 keys to the
     rounding that they carry.
     """
+
+    stateless: ClassVar[bool] = True
 
     def __init__(self, frequencies: Frequencies, layer_type: str | None, apply: Callable[..., Any], head_dim: int):
         self._frequencies = frequencies

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
+
+from kvcli.store.state import Settled
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -17,6 +20,8 @@ class StreamingDetokenizer:
     spells can depend on its left neighbour (the space that begins a word). The tokenizers library has a stream of its
     own (`DecodeStream`); it serves only its own tokenizers, and an incomplete end never comes out of it.
     """
+
+    not_state: ClassVar[tuple[str, ...]] = ("tokenizer",)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
@@ -47,6 +52,10 @@ class StreamingDetokenizer:
         self._held += self._new_text()
         self._decoded = len(self._ids)
         return self._release(len(self._held))
+
+    def settled(self) -> list[Settled]:
+        """Tokens are only added."""
+        return [Settled(self._ids, 0, len(self._ids))]
 
     def _new_text(self) -> str:
         known = self.tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class TeacherForcing:
 
 class Sampler:
     """Draws the tokens of one sequence from a generator of its own, so that its company does not matter."""
+
+    not_state: ClassVar[tuple[str, ...]] = ("warpers",)
 
     def __init__(self, sampling: Sampling, sample: int, device: torch.device):
         self.greedy = sampling.temperature == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvcli.methods.base import AnyMethod
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
+from kvcli.store.state import Settled
 from kvcli.telemetry import report
 from kvcli.telemetry.counters import Counters
 
@@ -21,6 +23,8 @@ class RunningSequence:
     `index` is its place in the report. `reference` is full attention that has read the same prompt, where the sequence
     is compared with it.
     """
+
+    not_state: ClassVar[tuple[str, ...]] = ("logits",)
 
     index: int
     source: str
@@ -85,6 +89,10 @@ class RunningSequence:
         """Finish for `reason`; returns the text that was held back."""
         self.finish_reason = reason
         return self.detokenizer.finish()
+
+    def settled(self) -> list[Settled]:
+        """What a step gave stays, its counts among it: blocking steps have counted all of their work."""
+        return [Settled(each, 0, len(each)) for each in (self.token_ids, self.decode_ms, self.counters.counts)]
 
     def report(self) -> report.Sequence:
         """Make the entry of this sequence in the run's report."""

@@ -28,6 +28,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import PageBudget, paged, slices
+from kvcli.store.state import Settled
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -169,6 +170,10 @@ class BlockCache(LayerCache):
         out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
         self.mass[:near] += mass
         return out
+
+    def settled(self) -> list[Settled]:
+        """A block's key stays."""
+        return [Settled(self.keys, 0, self.num_blocks)]
 
     @override
     def attended(self) -> Tensor:

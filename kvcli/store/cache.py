@@ -22,6 +22,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
+from kvcli.store.state import Settled
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,12 @@ class DenseCache(ResidentCache):
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
         self.length = k.shape[1]
-        self.k[:, : self.length] = k
-        self.v[:, : self.length] = v
+        self.k[:, : self.length], self.v[:, : self.length] = k, v
         return 0
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        self.k[:, self.length] = k
-        self.v[:, self.length] = v
+        self.k[:, self.length], self.v[:, self.length] = k, v
         self.length += 1
         return 0
 
@@ -211,9 +210,12 @@ class DenseCache(ResidentCache):
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally -> [H, n, d]."""
         start, self.length = self.length, self.length + k.shape[1]
-        self.k[:, start : self.length] = k
-        self.v[:, start : self.length] = v
+        self.k[:, start : self.length], self.v[:, start : self.length] = k, v
         return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
+    def settled(self) -> list[Settled]:
+        """Tokens stay as they came."""
+        return [Settled(self.kv, 2, self.length)]
 
     @override
     def attended(self) -> Tensor:
@@ -249,15 +251,13 @@ class SlidingCache(ResidentCache):
         kept = torch.arange(self.length, device=k.device)
         kept = torch.cat((kept[: self.sink], kept[self.sink :][-self.window :]))
         rows = self._row(kept)
-        self.k[:, rows] = k[:, kept]
-        self.v[:, rows] = v[:, kept]
+        self.k[:, rows], self.v[:, rows] = k[:, kept], v[:, kept]
         return 0
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
         row = self.row_of(self.length)
-        self.k[:, row] = k
-        self.v[:, row] = v
+        self.k[:, row], self.v[:, row] = k, v
         self.length += 1
         return 0
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.pages import slices
+from kvcli.store.state import Settled
 
 PIECE_BYTES = 256 << 20
 """About as much is pinned at once: small enough that the first layer need not wait for long."""
@@ -118,6 +119,11 @@ class HostPagePool:
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages apart."""
         return Footprint(host=(self.num_pages - self.shared) * self.page_bytes, shared=self.shared * self.page_bytes)
+
+    def settled(self) -> list[Settled]:
+        """Pages that were written stay; those of another pool are its own."""
+        own = ((start, piece.result()) for start, piece in self._allocating if start >= self.shared)
+        return [Settled(piece, 0, min(len(piece), max(0, self.written - start))) for start, piece in own]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
         """A copy shares what is written, and has memory of its own for what comes, pinned like this one's."""

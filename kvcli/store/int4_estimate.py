@@ -18,6 +18,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
 from kvcli.store.pages import PageBudget, slices, take
 from kvcli.store.resident_pages import ResidentPageCache
+from kvcli.store.state import Settled
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
 PIECE = 4096
@@ -40,9 +41,11 @@ class Int4Keys:
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
         self.codes = tiers.on_device(num_kv_heads, capacity, -(-head_dim // 2), dtype=torch.uint8)
         self.ranges = tiers.on_device(num_kv_heads, capacity, 2)
+        self.filled = 0  # tokens
 
     def fill(self, first: int, keys: Tensor) -> None:
         """Quantise consecutive tokens from token `first` on: keys [Hk, n, d]."""
+        self.filled = first + keys.shape[1]
         codes, ranges = self.codes[:, first:], self.ranges[:, first:]
         for part in slices(keys.shape[1], PIECE):
             codes[:, part], ranges[:, part] = quantise_four_bit(keys[:, part])
@@ -51,6 +54,10 @@ class Int4Keys:
         """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
         queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
         return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
+
+    def settled(self) -> list[Settled]:
+        """Keys stay as they came."""
+        return [Settled(self.codes, 1, self.filled), Settled(self.ranges, 1, self.filled)]
 
     def nbytes(self, tokens: int | None = None) -> int:
         """Bytes on the device, of all tokens or of the first `tokens`."""

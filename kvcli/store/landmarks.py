@@ -10,6 +10,7 @@ from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.topk import topk_pages
 from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.pages import slices
+from kvcli.store.state import Settled
 
 # Chunks summarised at once: fp32 copies of the keys stay this long.
 PIECE = 512
@@ -23,10 +24,12 @@ class Landmarks:
 
     def __init__(self, num_kv_heads: int, head_dim: int, num_chunks: int, tiers: Tiers):
         self.means = tiers.on_device(num_kv_heads, num_chunks, head_dim)
+        self.filled = 0  # chunks
         self.excluded = tiers.on_device(num_kv_heads, num_chunks, dtype=torch.bool).fill_(False)
 
     def fill(self, first: int, keys: Tensor) -> Tensor:
         """Represent consecutive full chunks from `first` on: keys [Hk, n, c, d]; returns their fits [Hk, n]."""
+        self.filled = first + keys.shape[1]
         fits = []
         for part in slices(keys.shape[1], PIECE):
             self.means[:, first:][:, part], fit = chunk_landmarks(keys[:, part])
@@ -42,6 +45,10 @@ class Landmarks:
     def scores(self, q: Tensor, num_chunks: int, scale: float) -> Tensor:
         """Score the first `num_chunks` with queries [H, d], outliers lowest: [Hk, num_chunks] in fp32."""
         return landmark_scores(q, self.means[:, :num_chunks], self.excluded[:, :num_chunks], scale)
+
+    def settled(self) -> list[Settled]:
+        """Means do not change."""
+        return [Settled(self.means, 1, self.filled)]
 
     def nbytes(self) -> int:
         """Bytes on the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ class LayerPrefetcher:
     On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
     overlap with, and it is copied at once.
     """
+
+    not_state: ClassVar[tuple[str, ...]] = ("buffers", "stream", "done")
 
     def __init__(self, capacity: int, width: int, tiers: Tiers):
         self.capacity, self.width, self.tiers = capacity, width, tiers
@@ -58,6 +60,11 @@ class LayerPrefetcher:
         self.prefetched = self.done = None
         k, v = (rows[: cache.held].transpose(0, 1) for rows in self._views(cache))
         return k, v, nbytes(k[:, early:], v[:, early:])
+
+    def restored(self) -> None:
+        """Copy again what was in the buffer whose turn it is."""
+        if self.prefetched is not None:
+            self._copy(self.prefetched, slice(self.rows))
 
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""

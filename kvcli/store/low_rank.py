@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
 from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.pages import slices
+from kvcli.store.state import Settled
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -45,6 +46,7 @@ class LowRankKeys:
         self.gram = tiers.on_device(*(width, width) if refreshable and num_chunks else (0, 0), dtype=torch.float32)
         self.squares = tiers.on_device(2, dtype=torch.float32).zero_()  # of the error and of the keys
         self.in_gram = 0  # tokens
+        self.stored = 0  # chunks
 
     @property
     def error(self) -> float | None:
@@ -96,6 +98,10 @@ class LowRankKeys:
         positions = chunks[:, None] * self.chunk + torch.arange(self.chunk, device=chunks.device)  # [m, c]
         return self.rotary.rotate(keys.flatten(0, 1), positions.flatten()).view_as(keys)
 
+    def settled(self) -> list[Settled]:
+        """Chunks do not change, unless they are factorised again."""
+        return [Settled(self.a, 0, 0 if len(self.gram) else self.stored, self.stored)]
+
     def nbytes(self) -> int:
         """Bytes on the device."""
         return nbytes(self.a, self.b, self.gram, self.squares)
@@ -116,4 +122,5 @@ class LowRankKeys:
     def _project(self, first: int, exact: Tensor) -> None:
         """Store consecutive chunks from `first` on, their un-rotated keys `exact` [n * c, Hk*d]."""
         rows = exact @ self._factor().T  # [n * c, r]
-        self.a[first : first + len(rows) // self.chunk] = rows.view(-1, self.chunk, self.rank).to(self.a.dtype)
+        self.stored = first + len(rows) // self.chunk
+        self.a[first : self.stored] = rows.view(-1, self.chunk, self.rank).to(self.a.dtype)

@@ -11,6 +11,7 @@ from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import paged
+from kvcli.store.state import Settled
 from kvcli.store.tokens import TokenBudget, TokenIndex
 
 
@@ -24,11 +25,13 @@ class OneBitIndex(TokenIndex):
         self.group = group
         self.codes = tiers.on_device(num_kv_heads, num_groups, group, -(-head_dim // 8), dtype=torch.uint8)
         self.ranges = tiers.on_device(num_kv_heads, num_groups, 2, head_dim)
+        self.filled = 0  # groups from the first one on
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
         groups, start = paged(keys, self.group), first // self.group
-        part = slice(start, start + groups.shape[1])
+        self.filled = start + groups.shape[1]
+        part = slice(start, self.filled)
         self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
 
     def scores(self, q: Tensor, tokens: range, scale: float, pooling: Pooling) -> Tensor:
@@ -52,6 +55,10 @@ class OneBitIndex(TokenIndex):
         num_kv_heads, groups, group, _ = self.codes.shape
         keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
         return self.nbytes() / keys if keys else None
+
+    def settled(self) -> list[Settled]:
+        """Full groups do not change."""
+        return [Settled(self.codes, 1, self.filled), Settled(self.ranges, 1, self.filled)]
 
     @override
     def nbytes(self) -> int:

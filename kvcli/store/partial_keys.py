@@ -9,6 +9,7 @@ from typing_extensions import override
 from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import slices
+from kvcli.store.state import Settled
 from kvcli.store.tokens import TokenBudget, TokenIndex
 
 # Tokens whose keys are projected at once: fp32 copies of them stay this long.
@@ -24,9 +25,11 @@ class PartialKeyIndex(TokenIndex):
     def __init__(self, num_kv_heads: int, head_dim: int, columns: int, capacity: int, tiers: Tiers):
         self.basis = tiers.on_device(num_kv_heads, head_dim, columns, dtype=torch.float32)
         self.keys = tiers.on_device(num_kv_heads, capacity, columns)
+        self.filled = 0  # tokens
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
+        self.filled = first + keys.shape[1]
         for part in slices(keys.shape[1], PIECE):
             self.keys[:, first:][:, part] = keys[:, part].float() @ self.basis
 
@@ -40,6 +43,10 @@ class PartialKeyIndex(TokenIndex):
         candidates = budget.candidates(length)
         scored = nbytes(self.keys[:, candidates.start : candidates.stop])
         return Traffic(scored=scored, scores=4 * self.keys.shape[0] * len(candidates))
+
+    def settled(self) -> list[Settled]:
+        """Keys stay as they came."""
+        return [Settled(self.keys, 1, self.filled)]
 
     @override
     def nbytes(self) -> int:

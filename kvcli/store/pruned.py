@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
+from kvcli.store.state import Settled
 from kvcli.store.token_major import TokenMajorCache
 
 
@@ -43,6 +44,10 @@ class PrunedCache(TokenMajorCache):
     def append(self, k: Tensor, v: Tensor) -> int:
         self.positions[:, self.held] = self.length
         return super().append(k, v)
+
+    @override
+    def settled(self) -> list[Settled]:
+        return [*super().settled(), Settled(self.positions, 1, self.held)]
 
     @override
     def attended(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvcli.kernels.page_summary import page_summary
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import PageBudget
+from kvcli.store.state import Settled
 
 Digest = Callable[[Tensor], Tensor]
 """A function from the keys of full pages [Hk, n, p, d] to their upper and lower bounds [Hk, n, 2, d]."""
@@ -20,10 +21,12 @@ class PageSummaries:
     def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
         self.digest = digest
         self.bounds = tiers.on_device(num_kv_heads, num_pages, 2, head_dim)
+        self.filled = 0  # pages from the first one on
 
     def fill(self, first: int, keys: Tensor) -> None:
         """Summarise consecutive full pages from page `first` on: keys [Hk, n, p, d]."""
-        self.bounds[:, first : first + keys.shape[1]] = self.digest(keys)
+        self.filled = first + keys.shape[1]
+        self.bounds[:, first : self.filled] = self.digest(keys)
 
     def of(self, pages: range) -> Tensor:
         """View the summaries of consecutive pages: [Hk, len(pages), 2, d]."""
@@ -35,6 +38,10 @@ class PageSummaries:
             return Traffic()
         candidates = self.of(budget.candidates(length))
         return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
+
+    def settled(self) -> list[Settled]:
+        """Full pages do not change."""
+        return [Settled(self.bounds, 1, self.filled)]
 
     def nbytes(self) -> int:
         """Bytes on the device."""

@@ -20,6 +20,7 @@ from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
 from kvcli.store.pages import PageBudget, paged
+from kvcli.store.state import Settled
 
 
 class TimestampedPageCache(LayerCache):
@@ -45,6 +46,7 @@ class TimestampedPageCache(LayerCache):
         self.k, self.v = (tiers.on_device(num_kv_heads, slots, budget.size, head_dim) for _ in range(2))
         self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
         self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
+        self.prompt_pages = 0  # full ones
 
     @property
     def evicted(self) -> int:
@@ -63,6 +65,7 @@ class TimestampedPageCache(LayerCache):
         for slots, tokens in ((self.k, k), (self.v, v)):
             slots.flatten(1, 2)[:, : self.length] = tokens
         full, held = self.length // size, self.budget.count(self.length)
+        self.prompt_pages = full
         if full:
             self.bounds[:, :full] = page_summary(paged(k[:, : full * size], size))
         self.pages[:, :held] = torch.arange(held, device=k.device)
@@ -94,6 +97,11 @@ class TimestampedPageCache(LayerCache):
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         k, v = (slots.flatten(1, 2)[:, : self._rows] for slots in (self.k, self.v))
         return decode_attention(q, k, v, softmax)
+
+    def settled(self) -> list[Settled]:
+        """Full pages of the prompt are never evicted."""
+        held = -(-self._rows // self.budget.size)
+        return [Settled(slots, 1, self.prompt_pages, held) for slots in (self.k, self.v, self.bounds)]
 
     @override
     def attended(self) -> Tensor:

@@ -10,6 +10,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import slices
+from kvcli.store.state import Settled
 
 
 class TokenMajorCache(LayerCache):
@@ -47,6 +48,10 @@ class TokenMajorCache(LayerCache):
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         k, v, _ = self.fetch()
         return decode_attention(q, k, v, softmax)
+
+    def settled(self) -> list[Settled]:
+        """Tokens stay as they came."""
+        return [Settled(self.k, 0, self.held), Settled(self.v, 0, self.held)]
 
     @override
     def attended(self) -> Tensor:
