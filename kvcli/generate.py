@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -67,17 +67,18 @@ def generate(
     """
     timeline = timeline or Timeline()
     observer.stage("load")
-    with timeline.span("load"):
-        checkpoint = open_checkpoint(spec)
-        prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
-        check(request, checkpoint, prompts, observer)
-        pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
+    with ExitStack() as until_the_end:
         kept = None
-        if request.keep is not None:
-            asked = Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts)
-            kept = KeptRun.begin(request.keep, asked, prompts)
-        model = checkpoint.load()
-    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
+        with timeline.span("load"):
+            checkpoint = open_checkpoint(spec)
+            prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
+            check(request, checkpoint, prompts, observer)
+            pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
+            if request.keep is not None:
+                asked = Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts)
+                kept = until_the_end.enter_context(closing(KeptRun.begin(request.keep, asked, prompts)))
+            model = checkpoint.load()
+        return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
 
 
 def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, model: str | None = None) -> report.Report:
@@ -89,22 +90,20 @@ def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, mod
         KvcliError: as `generate` does; and where there is no run in the directory, another process is at work on it,
             or the model or the tokenizer is another (usage), or what is kept is not whole (runtime).
     """
-    kept = KeptRun.open(keep)
-    if (finished := kept.report()) is not None:
-        observer.notice(f"{keep.directory}: this generation has finished; here is its text")
-        for index, sequence in enumerate(finished.sequences):
-            observer.text(index, sequence.text)
-            observer.finished(index)
-        return finished
     timeline = timeline or Timeline()
-    request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline, keep=keep)
-    observer.stage("load")
-    with timeline.span("load"):
-        checkpoint = open_checkpoint(kept.spec if model is None else replace(kept.spec, name=model))
-        kept.check(checkpoint)
-        check(request, checkpoint, kept.prompts, observer)
-        loaded = checkpoint.load()
-    return _run(Generation(request, loaded, kept.prompts, kept.asked.pipeline, observer, timeline, kept))
+    with closing(KeptRun.open(keep)) as kept:
+        if (finished := kept.report()) is not None:
+            observer.notice(f"{keep.directory}: this generation has finished; here is its text")
+            announce_all(finished, observer)
+            return finished
+        request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline, keep=keep)
+        observer.stage("load")
+        with timeline.span("load"):
+            checkpoint = open_checkpoint(kept.spec if model is None else replace(kept.spec, name=model))
+            kept.check(checkpoint)
+            check(request, checkpoint, kept.prompts, observer)
+            loaded = checkpoint.load()
+        return _run(Generation(request, loaded, kept.prompts, kept.asked.pipeline, observer, timeline, kept))
 
 
 def _run(generation: Generation) -> report.Report:
@@ -122,7 +121,7 @@ def _run(generation: Generation) -> report.Report:
     observer.stage_done()
     outcome = generation.report()
     if kept is not None and all(sequence.finish_reason != "interrupted" for sequence in outcome.sequences):
-        kept.finish(outcome)
+        kept.finish(outcome, observer.notice)
     return outcome
 
 
@@ -217,6 +216,13 @@ def announce(step: Step, observer: Observer) -> None:
             observer.finished(sequence.index)
 
 
+def announce_all(finished: report.Report, observer: Observer) -> None:
+    """Tell the observer all texts of a report."""
+    for index, sequence in enumerate(finished.sequences):
+        observer.text(index, sequence.text)
+        observer.finished(index)
+
+
 def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
     """Tokens of each sequence if it runs to its end."""
     return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
@@ -259,6 +265,8 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
     Raises:
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
+    if request.audit is not None and request.keep is not None:
+        raise usage_error("--audit compares with a second KV, which --checkpoint does not keep", "leave one out")
     obstacle = _obstacle(request, checkpoint, traced)
     if request.pipeline == "auto":
         return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"

@@ -118,7 +118,7 @@ class KeptRun:
         tokens = {
             f"{at}.{name}": torch.tensor(getattr(prompt, name), dtype=torch.int64)
             for at, prompt in enumerate(prompts)
-            for name in _IDS
+            for name in ("ids", "question")
         }
         files = {_ASKED: asked.model_dump_json().encode(), _PROMPTS: save(tokens)}
         return cls(Journal.begin(keep.directory, files), asked, prompts, keep.every)
@@ -138,7 +138,7 @@ class KeptRun:
             raise KvcliError(f"{keep.directory}: {_ASKED} is not of this version of kvcli: {_first(error)}") from None
         tokens = load(journal.read(_PROMPTS))
         prompts = [
-            EncodedPrompt(source, *(tokens[f"{at}.{name}"].tolist() for name in _IDS))
+            EncodedPrompt(source, tokens[f"{at}.ids"].tolist(), tokens[f"{at}.question"].tolist())
             for at, source in enumerate(asked.sources)
         ]
         for at, failed in asked.failed.items():
@@ -226,18 +226,28 @@ class KeptRun:
         try:
             self.journal.write(state)
         except OSError as error:
-            notice(f"{self.directory}: not written, {error.strerror or error}; it holds what was kept before")
+            notice(self._unwritten(error))
 
-    def finish(self, report: Report) -> None:
-        """Keep what came of it, and no state any more; raises OSError where it cannot be written."""
-        self.journal.add(_REPORT, report.to_json().encode())
-        self.journal.forget()
+    def finish(self, report: Report, notice: Callable[[str], None]) -> None:
+        """Keep what came of it, and no state any more."""
+        try:
+            self.journal.add(_REPORT, report.to_json().encode())
+            self.journal.forget()
+        except OSError as error:
+            notice(self._unwritten(error))
 
     def report(self) -> Report | None:
         """What came of it; None while it has not finished."""
         if _REPORT not in self.journal.head.files:
             return None
         return TypeAdapter(Report).validate_json(self.journal.read(_REPORT))
+
+    def _unwritten(self, error: OSError) -> str:
+        return f"{self.directory}: not written, {error.strerror or error}; it holds what was kept before"
+
+    def close(self) -> None:
+        """Let other processes go on with it."""
+        self.journal.close()
 
     def _fresh(
         self, engine: Engine, profile: Profile, sampling: Sampling, number: int, timeline: Timeline
@@ -247,9 +257,6 @@ class KeptRun:
         context = engine.context(len(prompt.ids), sampling.max_tokens, prompt.question, timeline, track)
         method = engine.method(profile, context)
         return engine.sequence(method, sampling, index=number, sample=sample, source=prompt.source)
-
-
-_IDS = ("ids", "question")
 
 
 def _first(error: ValidationError) -> str:

@@ -164,6 +164,10 @@ class Journal:
         self.commit()
         self._remove(*states)
 
+    def close(self) -> None:
+        """Let other processes work on it."""
+        self._lock.close()
+
     def _tensors(self, name: str, parts: Iterable[Part], about: Mapping[str, str]) -> None:
         tensors = {part.name: part.values.contiguous().cpu() for part in parts}
         starts = json.dumps({part.name: part.start for part in parts})

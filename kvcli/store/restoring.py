@@ -26,7 +26,7 @@ class Restoring:
         self._objects: list[Any] = []
         self._memory: dict[str, torch.UntypedStorage] = {}
         self._lists: dict[str, list[Any]] = {}
-        self._last: list[Callable[[], None]] = []
+        self._last: list[Callable[[], object]] = []
         with torch.inference_mode(False):  # what is made here can be written to wherever decoding goes on
             self._restore(root, tree["root"])
 
@@ -112,7 +112,7 @@ class Restoring:
 
     def _generator(self, fresh: torch.Generator, node: Any) -> torch.Generator:
         state = self._restore(None, node)
-        self._last.append(lambda: fresh.set_state(state) and None)
+        self._last.append(lambda: fresh.set_state(state))
         return fresh
 
     def _numbers(self, fresh: list[Any], name: str) -> list[Any]:

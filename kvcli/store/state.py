@@ -31,14 +31,14 @@ _CONSTANT += (torch.device, torch.dtype)  # type: ignore[assignment]
 
 
 class Settled(NamedTuple):
-    """The first `count` entries of a tensor's dimension `dim` never change again; those from `used` on mean nothing.
+    """The first `stop` entries of a tensor's dimension `dim` never change again; those from `used` on mean nothing.
 
     The tensor has memory of its own. Of a list of numbers, or of lists of numbers, `dim` is 0.
     """
 
     what: Tensor | list[Any]
     dim: int
-    count: int
+    stop: int
     used: int | None = None
     """None: as many as are settled."""
 
@@ -163,17 +163,18 @@ class _Capture:
 
     def part(self, name: str, settled: Settled) -> None:
         """Note memory of which a part is settled."""
-        what, dim, count, used = settled
+        what, dim, stop, used = settled
         assert isinstance(what, Tensor)
         assert what.nbytes == self.blocks[name]["bytes"], f"{name}: memory shared with what is not settled"
         self.blocks[name] |= {"dim": dim, "form": form_of(what)}
-        self.found.settled[name] = count
-        for parts, start, stop in (
-            (self.found.added, self.written.get(name, 0), count),
-            (self.found.changing, count, count if used is None else used),
+        self.found.settled[name] = stop
+        end = stop if used is None else used
+        for parts, first, last in (
+            (self.found.added, self.written.get(name, 0), stop),
+            (self.found.changing, stop, end),
         ):
-            if stop > start:
-                parts.append(Part(name, start, what.narrow(dim, start, stop - start)))
+            if last > first:
+                parts.append(Part(name, first, what.narrow(dim, first, last - first)))
 
 
 def raw(memory: torch.UntypedStorage) -> Tensor:

@@ -32,7 +32,7 @@ def read(directory):
 
 
 def reopened(journal):
-    journal._lock.close()
+    journal.close()
     return read(journal.directory)
 
 
@@ -140,7 +140,7 @@ def test_begins_again_where_it_was_cut_off_at_once(tmp_path):
 def test_forgets_all_but_the_further_files(written):
     written.add("report.json", b"done")
     written.forget()
-    written._lock.close()
+    written.close()
     again = Journal(written.directory)
     assert again.tree() is None
     assert again.read("report.json") == b"done"
