@@ -94,7 +94,9 @@ def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, mod
     with closing(KeptRun.open(keep)) as kept:
         if (finished := kept.report()) is not None:
             observer.notice(f"{keep.directory}: this generation has finished; here is its text")
-            announce_all(finished, observer)
+            for index, sequence in enumerate(finished.sequences):
+                observer.text(index, sequence.text)
+                observer.finished(index)
             return finished
         request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline, keep=keep)
         observer.stage("load")
@@ -147,12 +149,13 @@ class Generation:
             if self.kept is not None and (restored := self.kept.restore(ready, self.timeline)):
                 self.sequences = restored
                 yield [(sequence, sequence.detokenizer.text) for sequence in restored]
-            read, first = {sequence.index // request.sampling.num_samples for sequence in self.sequences}, 0
+            read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
+            stop = 0
             for prompts in by_document(self.prompts):
-                places = range(first, first := first + len(prompts))
-                if not read.isdisjoint(places):
+                first, stop = stop, stop + len(prompts)
+                if not read.isdisjoint(range(first, stop)):
                     continue
-                for sequence, piece in runner.prefill(places.start, prompts):
+                for sequence, piece in runner.prefill(first, prompts):
                     self.sequences.append(sequence)
                     if request.audit is not None:
                         self.audits.append(Audit(ready, sequence, request.audit))
@@ -214,13 +217,6 @@ def announce(step: Step, observer: Observer) -> None:
             observer.text(sequence.index, piece)
         if not sequence.running:
             observer.finished(sequence.index)
-
-
-def announce_all(finished: report.Report, observer: Observer) -> None:
-    """Tell the observer all texts of a report."""
-    for index, sequence in enumerate(finished.sequences):
-        observer.text(index, sequence.text)
-        observer.finished(index)
 
 
 def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.encoding import EncodedPrompt
 from kvcli.inputs.profiles import Profile
+from kvcli.inputs.prompts import Prompt
 from kvcli.methods import get_method
 from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint, ModelSpec
@@ -46,11 +47,26 @@ class Keep:
     every: int = EVERY
 
 
-class FailedEncoding(BaseModel):
-    """Why a prompt has no tokens."""
+class KeptPrompt(BaseModel):
+    """What a prompt is called, and why it has no tokens, if so."""
 
-    what: str
-    hint: str
+    source: str
+    question: str
+    id: str | None
+    failed: tuple[str, str] | None
+    """What is wrong, and the way out."""
+
+    @classmethod
+    def of(cls, encoded: EncodedPrompt) -> KeptPrompt:
+        """Take down all but the tokens."""
+        text, error = encoded.prompt or Prompt(encoded.source, ""), encoded.error
+        failed = None if error is None else (error.what, error.hint)
+        return cls(source=encoded.source, question=text.question, id=text.id, failed=failed)
+
+    def encoded(self, ids: list[int], question: list[int]) -> EncodedPrompt:
+        """Put the tokens to it."""
+        error = None if self.failed is None else KvcliError(*self.failed)
+        return EncodedPrompt(self.source, ids, question, error, Prompt(self.source, "", self.question, self.id))
 
 
 class Asked(BaseModel):
@@ -69,8 +85,7 @@ class Asked(BaseModel):
     profile: dict[str, Any]
     sampling: dict[str, Any]
     pipeline: Pipeline
-    sources: list[str]
-    failed: dict[int, FailedEncoding]
+    prompts: list[KeptPrompt]
 
     @classmethod
     def of(
@@ -96,12 +111,7 @@ class Asked(BaseModel):
             profile=profile.as_dict(),
             sampling=asdict(sampling),
             pipeline=pipeline,
-            sources=[prompt.source for prompt in prompts],
-            failed={
-                index: FailedEncoding(what=prompt.error.what, hint=prompt.error.hint)
-                for index, prompt in enumerate(prompts)
-                if prompt.error is not None
-            },
+            prompts=[KeptPrompt.of(prompt) for prompt in prompts],
         )
 
 
@@ -138,11 +148,9 @@ class KeptRun:
             raise KvcliError(f"{keep.directory}: {_ASKED} is not of this version of kvcli: {_first(error)}") from None
         tokens = load(journal.read(_PROMPTS))
         prompts = [
-            EncodedPrompt(source, tokens[f"{at}.ids"].tolist(), tokens[f"{at}.question"].tolist())
-            for at, source in enumerate(asked.sources)
+            prompt.encoded(tokens[f"{at}.ids"].tolist(), tokens[f"{at}.question"].tolist())
+            for at, prompt in enumerate(asked.prompts)
         ]
-        for at, failed in asked.failed.items():
-            prompts[at] = replace(prompts[at], error=KvcliError(failed.what, failed.hint))
         return cls(journal, asked, prompts, keep.every)
 
     @property
@@ -202,7 +210,7 @@ class KeptRun:
         if kept is None:
             return []
         profile, sampling = self.profile, self.sampling
-        sequences = [self._fresh(engine, profile, sampling, number, timeline) for number in kept["sequences"]]
+        sequences = [self._fresh(engine, profile, sampling, *each, timeline) for each in kept["sequences"]]
         try:
             restoring = Restoring(sequences, kept["state"], sequences[0].method.context.tiers)
             for part in self.journal.parts():
@@ -222,7 +230,8 @@ class KeptRun:
     def save(self, sequences: Sequence[RunningSequence], notice: Callable[[str], None]) -> None:
         """Keep the state of all sequences that were read; where the disk does not take it, the run goes on without."""
         state = capture(list(sequences), self.journal.written)
-        state.tree = {"sequences": [sequence.index for sequence in sequences], "state": state.tree}
+        made = [(sequence.index, sequence.method.context.capacity) for sequence in sequences]
+        state.tree = {"sequences": made, "state": state.tree}
         try:
             self.journal.write(state)
         except OSError as error:
@@ -250,11 +259,11 @@ class KeptRun:
         self.journal.close()
 
     def _fresh(
-        self, engine: Engine, profile: Profile, sampling: Sampling, number: int, timeline: Timeline
+        self, engine: Engine, profile: Profile, sampling: Sampling, number: int, capacity: int, timeline: Timeline
     ) -> RunningSequence:
         index, sample = divmod(number, sampling.num_samples)
         prompt, track = self.prompts[index], f"sequence {number}"
-        context = engine.context(len(prompt.ids), sampling.max_tokens, prompt.question, timeline, track)
+        context = engine.context(len(prompt.ids), sampling.max_tokens, prompt.question, timeline, track, capacity)
         method = engine.method(profile, context)
         return engine.sequence(method, sampling, index=number, sample=sample, source=prompt.source)
 

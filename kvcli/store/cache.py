@@ -19,6 +19,9 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
+from kvcli.store.footprint import Footprint as Footprint
+from kvcli.store.footprint import Traffic as Traffic
+from kvcli.store.footprint import nbytes as nbytes
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
@@ -78,37 +81,6 @@ class Tiers:
         else:
             self.staging.upload(target, gather)
         return target
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds."""
-
-    device: int = 0
-    host: int = 0
-    shared: int = 0
-
-    def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(self.device + other.device, self.host + other.host, self.shared + other.shared)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a decode step has to move in one layer of one sequence.
-
-    Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` that are selected by.
-    `recalled` is what comes from the host when none of the selected KV is on the device yet.
-    """
-
-    attended: int = 0
-    scored: int = 0
-    scores: int = 0
-    recalled: int = 0
-
-
-def nbytes(*tensors: Tensor) -> int:
-    """Sum the bytes of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def token_mask(k: Tensor, length: int, *tokens: range) -> Tensor:

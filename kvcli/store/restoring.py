@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.store.cache import Tiers
-from kvcli.store.state import Part, form_of, raw, view
+from kvcli.store.state import Part, form_of, is_record, raw, view
 
 
 class Restoring:
@@ -74,8 +75,8 @@ class Restoring:
     def _named(self, fresh: Any, value: list[Any]) -> Any:
         module, name, values = value
         made = getattr(sys.modules.get(module), name, None)
-        if not (isinstance(made, type) and issubclass(made, tuple) and hasattr(made, "_fields")):
-            raise ValueError(f"no named tuple {module}.{name}")
+        if not (isinstance(made, type) and (is_record(made) or (issubclass(made, tuple) and hasattr(made, "_fields")))):
+            raise ValueError(f"no named tuple or frozen dataclass {module}.{name}")
         return made(*self._tuple(fresh, values))
 
     def _deque(self, fresh: Any, value: list[Any]) -> deque[Any]:  # noqa: ARG002
@@ -105,10 +106,13 @@ class Restoring:
             self._last.append(fresh.restored)
         return fresh
 
-    def _future(self, fresh: Any, node: Any) -> Any:
-        if self._restore(fresh.result(), node) is not fresh.result():
-            raise ValueError("memory of another size")
-        return fresh
+    def _future(self, fresh: Any, node: Any) -> Future[Any]:
+        old = fresh.result() if isinstance(fresh, Future) else None
+        if (new := self._restore(old, node)) is old and isinstance(fresh, Future):
+            return fresh
+        future: Future[Any] = Future()
+        future.set_result(new)
+        return future
 
     def _generator(self, fresh: torch.Generator, node: Any) -> torch.Generator:
         state = self._restore(None, node)

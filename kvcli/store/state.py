@@ -3,7 +3,8 @@
 `capture` walks from an object through its attributes: numbers, text, tensors, random generators; lists, tuples, dicts
 and deques of these; and further objects. `kvcli.store.restoring` walks the same way through an object that was made
 afresh with the same settings, and gives it that state. What a fresh object has anyway is no state: functions, types,
-frozen dataclasses, and classes that say `stateless = True`. A class can say more about its instances:
+frozen dataclasses of more than numbers and text, and classes that say `stateless = True`. A class can say more about
+its instances:
 
     not_state       names of attributes that are left alone
     restored()      called at the end, to make again what was left alone
@@ -20,7 +21,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +129,12 @@ class _Capture:
 
     def object(self, value: Any, way: str) -> Any:
         kind = type(value)
-        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        if frozen or isinstance(value, _CONSTANT) or getattr(kind, "stateless", False):
+        if is_record(kind):
+            values = [getattr(value, each.name) for each in fields(kind)]
+            if all(each is None or isinstance(each, bool | int | float | str) for each in values):
+                return {"named": [kind.__module__, kind.__qualname__, values]}
+            return {"constant": None}
+        if isinstance(value, _CONSTANT) or getattr(kind, "stateless", False):
             return {"constant": None}
         if id(value) in self.objects:
             return {"same": self.objects[id(value)]}
@@ -180,6 +185,11 @@ class _Capture:
 def raw(memory: torch.UntypedStorage) -> Tensor:
     """View memory as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def is_record(kind: type) -> bool:
+    """Tell whether a class is a frozen dataclass."""
+    return is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def form_of(tensor: Tensor) -> list[Any]:

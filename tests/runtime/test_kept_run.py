@@ -57,9 +57,12 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
-def asked(keep=None, method="freekv", prompts=PROMPTS, **sampling):
+QUESTIONS = tuple(Prompt("a", TEXT, question, f"q{at}") for at, question in enumerate(("what?", "which number?")))
+
+
+def asked(keep=None, method="freekv", prompts=PROMPTS, overrides=SMALL, **sampling):
     sampling = Sampling(**{"max_tokens": TOKENS, "ignore_eos": True, **sampling})
-    return GenerationRequest(resolve_profile(method, overrides=SMALL), prompts, sampling, keep=keep)
+    return GenerationRequest(resolve_profile(method, overrides=overrides), prompts, sampling, keep=keep)
 
 
 def outcome(report):
@@ -90,6 +93,20 @@ def test_goes_on_as_if_it_had_not_been_cut_off(checkpoint, tmp_path, watcher, sa
     last = Watcher()
     assert outcome(resume(keep, last)) == outcome(expected)
     assert last.texts == whole.texts
+
+
+@pytest.mark.parametrize("method", ["freekv", "shadowkv", "infllm"])
+def test_questions_on_one_document_share_its_pages_again(checkpoint, tmp_path, method):
+    options = {"method": method, "prompts": QUESTIONS, "overrides": {"budget": 48} if method == "shadowkv" else SMALL}
+    expected = generate(ModelSpec(checkpoint), asked(**options), Watcher())
+    keep = cut_off(checkpoint, tmp_path, Watcher(at_step=10), **options)
+    report = resume(keep, Watcher())
+    assert outcome(report) == outcome(expected)
+    assert [each.id for each in report.sequences] == ["q0", "q1"]
+    assert (report.memory.host_kv_bytes, report.memory.device_kv_bytes) == (
+        expected.memory.host_kv_bytes,
+        expected.memory.device_kv_bytes,
+    )
 
 
 def test_loses_no_more_than_the_steps_since_the_last_writing(checkpoint, tmp_path):

@@ -1,0 +1,38 @@
+"""How much memory a cache takes, and how much of it a step moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds."""
+
+    device: int = 0
+    host: int = 0
+    shared: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.device + other.device, self.host + other.host, self.shared + other.shared)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a decode step has to move in one layer of one sequence.
+
+    Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` that are selected by.
+    `recalled` is what comes from the host when none of the selected KV is on the device yet.
+    """
+
+    attended: int = 0
+    scored: int = 0
+    scores: int = 0
+    recalled: int = 0
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Sum the bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
