@@ -210,7 +210,9 @@ class KeptRun:
         if kept is None:
             return []
         profile, sampling = self.profile, self.sampling
-        sequences = [self._fresh(engine, profile, sampling, *each, timeline) for each in kept["sequences"]]
+        sequences = [
+            self._fresh(engine, profile, sampling, number, capacity, timeline) for number, capacity in kept["sequences"]
+        ]
         try:
             restoring = Restoring(sequences, kept["state"], sequences[0].method.context.tiers)
             for part in self.journal.parts():
