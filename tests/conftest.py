@@ -9,12 +9,8 @@ import os
 import shutil
 import signal
 
-import pytest
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-pytest.register_assert_rewrite("kvcli.conformance.test_method")

@@ -122,23 +122,23 @@ def build(tree: Path, kind: str) -> Path:
 def test_wheel_and_source_distribution_hold_every_file_once(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("kvcli", "kernels", "profiles"):
+    linked = ("kernels", "profiles", "tests/conformance")  # into the package
+    for name in ("kvcli", *linked):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     (tree / "docs").mkdir()
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "docs/kvcli.1"):
         shutil.copy(ROOT / name, tree / name)
     wheel, source = members(build(tree, "wheel")), build(tree, "sdist")
 
-    files = [path.relative_to(tree) for top in ("kvcli", "kernels", "profiles") for path in (tree / top).rglob("*")]
-    expected = {path.as_posix() for path in files if (tree / path).is_file() and path.parts[0] == "kvcli"}
-    expected |= {
-        f"kvcli/{path.as_posix()}" for path in files if path.suffix in (".py", ".toml") and path.parts[0] != "kvcli"
-    }
+    expected = {path.relative_to(tree).as_posix() for path in (tree / "kvcli").rglob("*") if path.is_file()}
+    for name in linked:
+        files = [path for path in (tree / name).iterdir() if path.suffix in (".py", ".toml")]
+        expected |= {f"kvcli/{path.parent.name}/{path.name}" for path in files}
     assert {name for name in wheel if not re.match(r"[^/]+\.(dist-info|data)/", name)} == expected
     assert any(name.endswith(".data/data/share/man/man1/kvcli.1") for name in wheel)
     packed = members(source)
     assert {name for name in packed if name.startswith("kvcli/")} == expected
-    assert not [name for name in packed if name.startswith(("kernels/", "profiles/"))]
+    assert not [name for name in packed if name.startswith(linked)]
 
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
