@@ -70,11 +70,12 @@ def _filled(text: str, name: str, part: str) -> str:
 
 
 def short_table(cards: dict[str, Card]) -> str:
-    """The methods as the README lists them: what a step attends to, where KV lies, the paper."""
-    lines = ["| method | what a step attends to | KV | paper |", "| --- | --- | --- | --- |"]
+    """The methods as the README lists them: what a step attends to, where KV lies, what runs it on a GPU, the paper."""
+    lines = ["| method | what a step attends to | KV | GPU step | paper |", "| --- | --- | --- | --- | --- |"]
     for name, card in cards.items():
         place = "host" if card.offloads else "device"
-        lines.append(f"| `{name}` | {card.title} | {place} | {card.paper.removeprefix('arXiv ')} |")
+        paper = card.paper.removeprefix("arXiv ")
+        lines.append(f"| `{name}` | {card.title} | {place} | {card.gpu_step} | {paper} |")
     return "\n".join(lines) + "\n"
 
 

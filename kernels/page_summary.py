@@ -1,6 +1,11 @@
-"""Per-channel bounds of the keys of a page (Quest, section 3.2; FreeKV, section 3.2).
+"""Per-channel bounds of the keys of a page (Quest, section 3.2; FreeKV, section 3.2), or a cuboid about them (ArkVale).
 
-Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the maximum, [:, :, 1] the minimum over the page.
+    bounds    max_t k_t and min_t k_t
+    cuboid    c + r and c - r      c = (max + min) / 2      r = mean_t |c - k_t|
+
+The cuboid is narrower than the bounds: a single outlier moves its centre, but hardly its width.
+
+Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower.
 `summarise_filled_page` does it for the page that the newest token has filled, in summaries [b, Hk, n, 2, d].
 """
 
@@ -21,10 +26,19 @@ def page_summary_ref(keys: Tensor) -> Tensor:
     return torch.stack((high, low), dim=2)
 
 
-def summarise_filled_page_ref(rows: PagedKV, summary: Tensor) -> None:
+def page_cuboid(keys: Tensor) -> Tensor:
+    """Make the cuboids of full pages, in the dtype of the keys."""
+    low, high = (bound.to(torch.promote_types(keys.dtype, torch.float32)) for bound in torch.aminmax(keys, dim=2))
+    centre = (high + low) / 2  # [Hk, n, d]
+    radius = (keys - centre[:, :, None]).abs().mean(2)
+    return torch.stack((centre + radius, centre - radius), 2).to(keys.dtype)
+
+
+def summarise_filled_page_ref(rows: PagedKV, summary: Tensor, cuboid: bool = False) -> None:
     """Sequence by sequence."""
+    digest = page_cuboid if cuboid else page_summary_ref
     for b, page, start in filled_pages(rows):
-        summary[b, :, page] = page_summary_ref(rows.k[b, :, None, start : start + rows.layout.size])[:, 0]
+        summary[b, :, page] = digest(rows.k[b, :, None, start : start + rows.layout.size])[:, 0]
 
 
 @jit
@@ -36,6 +50,7 @@ def _store_bounds(
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CUBOID: tl.constexpr,
 ) -> None:
     """Summarise one page of keys, rows of D elements `stride` apart."""
     c = tl.arange(0, BLOCK_D)
@@ -48,6 +63,16 @@ def _store_bounds(
         some = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
         high = tl.maximum(high, tl.max(tl.where(inside, some, float("-inf")), axis=0))
         low = tl.minimum(low, tl.min(tl.where(inside, some, float("inf")), axis=0))
+    if CUBOID:
+        centre = (high + low) / 2
+        apart = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, SIZE, BLOCK_R):
+            row = start + tl.arange(0, BLOCK_R)
+            inside = (row < SIZE)[:, None] & (c < D)[None, :]
+            at = row.to(tl.int64)[:, None] * stride + c[None, :]
+            some = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
+            apart += tl.sum(tl.where(inside, tl.abs(some - centre[None, :]), 0.0), axis=0)
+        high, low = centre + apart / SIZE, centre - apart / SIZE
     tl.store(summary + c, high.to(summary.dtype.element_ty), mask=c < D)
     tl.store(summary + D + c, low.to(summary.dtype.element_ty), mask=c < D)
 
@@ -67,7 +92,7 @@ def _prompt_kernel(
 ) -> None:
     page, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     source = keys + h * keys_head + page * keys_page
-    _store_bounds(source, keys_row, summary + (h * num_pages + page) * 2 * D, SIZE, D, BLOCK_R, BLOCK_D)
+    _store_bounds(source, keys_row, summary + (h * num_pages + page) * 2 * D, SIZE, D, BLOCK_R, BLOCK_D, False)
 
 
 @jit
@@ -86,6 +111,7 @@ def _filled_kernel(
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CUBOID: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0)  # a KV head of a sequence
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
@@ -95,7 +121,7 @@ def _filled_kernel(
     page = length // SIZE - 1
     source = k + b * k_batch + h * k_head + slot_of(page, first, ring).to(tl.int64) * SIZE * k_row
     target = summary + (pair.to(tl.int64) * num_pages + page) * 2 * D
-    _store_bounds(source, k_row, target, SIZE, D, BLOCK_R, BLOCK_D)
+    _store_bounds(source, k_row, target, SIZE, D, BLOCK_R, BLOCK_D, CUBOID)
 
 
 def page_summary(keys: Tensor) -> Tensor:
@@ -112,7 +138,7 @@ def page_summary(keys: Tensor) -> Tensor:
     return summary
 
 
-def summarise_filled_page(rows: PagedKV, summary: Tensor) -> None:
+def summarise_filled_page(rows: PagedKV, summary: Tensor, cuboid: bool = False) -> None:
     """Summarise the page of every sequence whose length is a whole number of pages; its newest token is appended.
 
     Writes `summary` [b, Hk, n, 2, d] at that page and nothing else. May be captured in a CUDA graph. Raises ValueError
@@ -122,12 +148,13 @@ def summarise_filled_page(rows: PagedKV, summary: Tensor) -> None:
     rows.check()
     require_whole("summary", summary, (b, num_kv_heads, summary.shape[2], 2, d), rows.k.dtype)
     if not takes(rows.k):
-        return summarise_filled_page_ref(rows, summary)
+        return summarise_filled_page_ref(rows, summary, cuboid)
     launch(
         _filled_kernel,
         (b * num_kv_heads,),
         *(rows.k, rows.lengths, summary, *rows.k.stride()[:3], summary.shape[2], layout.first, layout.ring),
         HK=num_kv_heads,
+        CUBOID=cuboid,
         **_blocks(layout.size, d),
     )
     return None

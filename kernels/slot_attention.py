@@ -5,6 +5,9 @@
 f is the model's softcap. j runs over the rows of the slots that hold a token (`kvcli.kernels.slot_layout`), the newest
 among them, or over those of the last `span` tokens. Query heads h of one KV head are rows h*G .. h*G+G-1.
 
+A layer that evicts says itself into which row of every KV head the newest token goes (`NewToken.at`), and one that
+leaves tokens of its slots out, which of their rows are `kept`.
+
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
 `merge_parts` makes one of them. The program whose part holds the newest token takes its key and value from `new` and
 writes them to the slot: it is the only one that reads or writes that row.
@@ -40,10 +43,11 @@ BLOCKS = {2: (8192, 4), 4: (2048, 8)}
 
 
 class NewToken(NamedTuple):
-    """Keys and values [b, Hk, d] of the newest token of every sequence."""
+    """Keys and values [b, Hk, d] of the newest token of every sequence; `at` [b, Hk] int32, its rows where given."""
 
     k: Tensor
     v: Tensor
+    at: Tensor | None = None
 
 
 def slot_attention_ref(
@@ -54,17 +58,21 @@ def slot_attention_ref(
     new: NewToken | None = None,
     heads: Tensor | None = None,
     span: int | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Plain torch in the precision of its input (at least fp32), sequence by sequence."""
     num_kv_heads = rows.k.shape[1]
     heads = torch.ones(rows.k.shape[:2], dtype=torch.bool, device=q.device) if heads is None else heads
     if new is not None:
         _append(rows, new, heads)
-    positions = row_positions(rows.lengths, rows.layout, rows.resident).expand(*rows.k.shape[:3])
+    positions = row_positions(rows.lengths, rows.layout, rows.resident).expand(*rows.k.shape[:2], -1)
     seen = positions >= (0 if span is None else (rows.lengths - span).clamp_min(0)[:, None, None])
+    if kept is not None:
+        seen = seen & kept
     groups = q.view(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [b, Hk, G, d]
     for b, h in heads.nonzero().tolist():
-        k, v = (x[b, h : h + 1].masked_fill(~seen[b, h, :, None], 0) for x in (rows.k, rows.v))
+        k, v = (x[b, h][positions[b, h].clamp_min(0)] if rows.in_place else x[b, h] for x in (rows.k, rows.v))
+        k, v = (x.masked_fill(~seen[b, h, :, None], 0)[None] for x in (k, v))
         part, lse = block_attention_ref(groups[b, h : h + 1], k, v, softmax, seen[b, h])
         if softmax.sinks is not None:
             part = add_sinks(part, lse, softmax.sinks.view(num_kv_heads, -1)[h])
@@ -73,10 +81,11 @@ def slot_attention_ref(
 
 def _append(rows: PagedKV, new: NewToken, heads: Tensor) -> None:
     size, newest = rows.layout.size, rows.lengths - 1
-    row = slot_of_page(newest // size, rows.layout) * size + newest % size
+    row = newest if rows.in_place else slot_of_page(newest // size, rows.layout) * size + newest % size
+    at = row[:, None].expand(heads.shape) if new.at is None else new.at
     for b, h in (heads & (newest >= 0)[:, None]).nonzero().tolist():
-        rows.k[b, h, row[b]] = new.k[b, h]
-        rows.v[b, h, row[b]] = new.v[b, h]
+        rows.k[b, h, at[b, h]] = new.k[b, h]
+        rows.v[b, h, at[b, h]] = new.v[b, h]
 
 
 @jit
@@ -86,9 +95,11 @@ def _attend_kernel(
     v: tl.tensor,
     new_k: tl.tensor,
     new_v: tl.tensor,
+    new_at: tl.tensor,
     resident: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
+    kept: tl.tensor,
     parts: tl.tensor,
     norms: tl.tensor,
     q_batch: tl.tensor,
@@ -102,6 +113,7 @@ def _attend_kernel(
     sink: tl.tensor,
     first: tl.tensor,
     ring: tl.tensor,
+    window: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     span: tl.tensor,
@@ -109,6 +121,8 @@ def _attend_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -137,7 +151,10 @@ def _attend_kernel(
     v += b * kv_batch + h * kv_head
     new_row = tl.full([], -1, tl.int32)
     if new_k is not None:
-        new_row = slot_of(newest_page, first, ring) * SIZE + (length - 1) % SIZE
+        if new_at is not None:
+            new_row = tl.load(new_at + pair)
+        else:
+            new_row = slot_of(newest_page, first, ring) * SIZE + (length - 1) % SIZE
         new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
@@ -147,12 +164,15 @@ def _attend_kernel(
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
-        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring)
+        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring, window, GROUP)
         position = page * SIZE + row % SIZE  # negative in an empty slot
         seen = (row < end) & (position >= 0) & (position < length) & (row != new_row)
         if span is not None:
             seen = seen & (position >= length - span)
-        at = row.to(tl.int64)[:, None] * kv_row + c[None, :]
+        if kept is not None:
+            seen = seen & (tl.load(kept + pair.to(tl.int64) * num_rows + row, mask=row < end, other=0) != 0)
+        place = position if IN_PLACE else row
+        at = place.to(tl.int64)[:, None] * kv_row + c[None, :]
         inside = seen[:, None] & (c < D)[None, :]
         keys = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
@@ -178,7 +198,8 @@ def _attend_kernel(
         out = out * fade[:, None] + weight[:, None] * token_v.to(tl.float32)[None, :]
         highest = top
         if is_mine:
-            at = new_row.to(tl.int64) * kv_row + c
+            place = length - 1 if IN_PLACE else new_row
+            at = place.to(tl.int64) * kv_row + c
             tl.store(k + at, token_k, mask=c < D)
             tl.store(v + at, token_v, mask=c < D)
 
@@ -212,19 +233,22 @@ def slot_attention(
     new: NewToken | None = None,
     heads: Tensor | None = None,
     span: int | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Append `new`, where it is given, to the rows and attend to them, the newest token included; writes `out`.
 
     heads [b, Hk] bool: only these KV heads append and attend, the others' rows and outputs stay as they are, so that
-    heads which have to wait can attend in a call of their own. A sequence of length 0 gets zeros. May be captured in a
+    heads which have to wait can attend in a call of their own. kept [b, Hk, slots * size] bool: other rows of the slots
+    are not attended to; the newest token's is among them. A sequence of length 0 gets zeros. May be captured in a
     CUDA graph: shapes alone decide what is launched and allocated (partial results, on the current stream).
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
-    _check(q, rows, softmax, out, new, heads)
+    _check(q, rows, softmax, out, new, heads, kept)
     if not takes(q):
-        return slot_attention_ref(q, rows, softmax, out, new, heads, span)
-    (b, num_heads, d), (_, num_kv_heads, num_rows, _) = q.shape, rows.k.shape
+        return slot_attention_ref(q, rows, softmax, out, new, heads, span, kept)
+    (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
+    num_rows = rows.layout.total * rows.layout.size
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
     elements, warps = BLOCKS[q.element_size()]
     block_n = max(16, min(64, elements // block_d))
@@ -234,13 +258,15 @@ def slot_attention(
     launch(
         _attend_kernel,
         (b * num_kv_heads, splits),
-        *(q, rows.k, rows.v, *(new or (None, None)), rows.resident, rows.lengths, heads, parts, norms),
-        *(*q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
-        *(num_rows, layout.sink, layout.first, layout.ring, softmax.scale, softmax.softcap, span),
+        *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
+        *(parts, norms, *q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
+        *(num_rows, layout.sink, layout.first, layout.ring, layout.window, softmax.scale, softmax.softcap, span),
         HK=num_kv_heads,
         G=groups,
         D=d,
         SIZE=layout.size,
+        GROUP=layout.group,
+        IN_PLACE=rows.in_place,
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
         BLOCK_G=max(16, power_of_two(groups)),
@@ -261,7 +287,15 @@ def _splits(q: Tensor, pairs: int, blocks: int) -> int:
     return 1 << (splits.bit_length() - 1)  # few values, for each is compiled anew
 
 
-def _check(q: Tensor, rows: PagedKV, softmax: Softmax, out: Tensor, new: NewToken | None, heads: Tensor | None) -> None:
+def _check(
+    q: Tensor,
+    rows: PagedKV,
+    softmax: Softmax,
+    out: Tensor,
+    new: NewToken | None,
+    heads: Tensor | None,
+    kept: Tensor | None,
+) -> None:
     rows.check()
     (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
     if num_heads % num_kv_heads:
@@ -272,7 +306,11 @@ def _check(q: Tensor, rows: PagedKV, softmax: Softmax, out: Tensor, new: NewToke
         require(name, x, (b, num_kv_heads, d), q.dtype)
     if new is not None and not same_strides(new.k, new.v):
         raise ValueError(f"new k and v have different strides: {new.k.stride()} and {new.v.stride()}")
+    if new is not None and new.at is not None:
+        require_whole("rows of the new token", new.at, (b, num_kv_heads), torch.int32)
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    if kept is not None:
+        require_whole("kept", kept, (b, num_kv_heads, rows.layout.total * rows.layout.size), torch.bool)
     if softmax.sinks is not None:
         require_whole("sinks", softmax.sinks, (num_heads,))

@@ -5,11 +5,15 @@
 
 P = (length - 1) / p is the page of the newest token, p the tokens in a page. The last part is a ring, so that no page
 ever moves: a new page takes the slot of the one that leaves the window. Until a sequence outgrows its slots, slot s
-holds page s, in the ring too, and `resident` [b, Hk, selected] must say so (sink + j in entry j). Row r of a slot is
+holds page s, in the ring too, whatever `resident` [b, Hk, selected] says. Row r of a slot is
 token page * p + r; there is no token in an empty slot (page -1), nor at or beyond the length.
 
 The one formula serves every kind of layer: pages under a budget; everything (`SlotLayout.everything`); a sliding
 window (pages of one token, no sinks, nothing selected); sinks and a window.
+
+Where tokens are indexed a `group` at a time, those of the unfilled group cannot be selected: the ring has slots for
+them, they are attended to in any case, and so many less are selected. Rows may also lie `in_place`: k and v hold every
+token at its position, and the slots only say which of them are attended to.
 
 Lengths [b] are int32 and count the newest token; a sequence of length 0 takes no part. Page numbers are int32.
 """
@@ -28,12 +32,13 @@ EMPTY = -1
 
 
 class SlotLayout(NamedTuple):
-    """Slots of `size` tokens, a power of two: `sink` and `selected` ones and a ring of `window`."""
+    """Slots of `size` tokens, a power of two: `sink` and `selected` ones and a ring of `window`, or of a `group`."""
 
     size: int
     sink: int
     selected: int
     window: int
+    group: int = 1
 
     @classmethod
     def everything(cls, slots: int, size: int = 1) -> SlotLayout:
@@ -48,18 +53,24 @@ class SlotLayout(NamedTuple):
     @property
     def total(self) -> int:
         """How many slots there are."""
+        return self.first + (self.window if self.group == 1 else self.ring)
+
+    @property
+    def budget(self) -> int:
+        """Pages that are attended to once a sequence has more of them."""
         return self.first + self.window
 
     @property
     def ring(self) -> int:
         """Period of the ring; one where there is none, since kernels divide by it."""
-        return max(1, self.window)
+        return max(self.window, self.group)
 
 
 class PagedKV(NamedTuple):
     """The slots of a layer and what they hold: k, v [b, Hk, layout.total * layout.size, d], any strides but the last.
 
-    lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing.
+    lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing. `in_place`: k and v
+    [b, Hk, tokens, d] hold every token at its position instead.
     """
 
     k: Tensor
@@ -67,12 +78,14 @@ class PagedKV(NamedTuple):
     lengths: Tensor
     layout: SlotLayout
     resident: Tensor | None = None
+    in_place: bool = False
 
     def check(self) -> None:
         """Raise ValueError where shapes, dtypes or strides are not what kernels read."""
-        b, num_kv_heads, _, d = self.k.shape
+        b, num_kv_heads, num_rows, d = self.k.shape
+        num_rows = num_rows if self.in_place else self.layout.total * self.layout.size
         for name, x in (("k", self.k), ("v", self.v)):
-            require(name, x, (b, num_kv_heads, self.layout.total * self.layout.size, d), self.k.dtype)
+            require(name, x, (b, num_kv_heads, num_rows, d), self.k.dtype)
         if not same_strides(self.k, self.v):
             raise ValueError(f"k and v have different strides: {self.k.stride()} and {self.v.stride()}")
         require_whole("lengths", self.lengths, (b,), torch.int32)
@@ -89,13 +102,24 @@ def page_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
 
 def active(lengths: Tensor, layout: SlotLayout) -> Tensor:
     """Tell which sequences have outgrown their slots, so that something is left out: [b] bool."""
-    return page_count(lengths, layout) > layout.total
+    return page_count(lengths, layout) > layout.budget
+
+
+def candidates_end(lengths: Tensor, layout: SlotLayout) -> Tensor:
+    """Give the page behind the last that can be selected: lengths [b] -> [b]."""
+    count = page_count(lengths, layout)
+    return torch.minimum(count - layout.window, count // layout.group * layout.group)
 
 
 def candidates(lengths: Tensor, layout: SlotLayout, pages: int) -> Tensor:
     """Flag the pages that can be selected, neither sink nor window, of the first `pages`: [b, pages] bool."""
     page = torch.arange(pages, device=lengths.device)
-    return (page >= layout.sink) & (page < page_count(lengths, layout)[:, None] - layout.window)
+    return (page >= layout.sink) & (page < candidates_end(lengths, layout)[:, None])
+
+
+def selected_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
+    """Give how many pages a sequence that has outgrown its slots selects: lengths [b] -> [b]."""
+    return layout.budget - layout.sink - (page_count(lengths, layout) - candidates_end(lengths, layout))
 
 
 def slot_of_page(pages: Tensor, layout: SlotLayout) -> Tensor:
@@ -108,11 +132,15 @@ def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = No
     slot = torch.arange(layout.total, device=lengths.device)
     newest = (lengths[:, None] - 1) // layout.size
     ring = slot + (newest - slot).clamp_min(0) // layout.ring * layout.ring
+    outgrown = active(lengths, layout)[:, None]
+    if layout.group > 1:  # what can be selected is not attended to as one of the newest
+        ring = ring.masked_fill(outgrown & (ring < candidates_end(lengths, layout)[:, None]), EMPTY)
     pages = torch.where(slot < layout.first, slot, ring)[:, None]  # [b, 1, total]
     if resident is None:
         return pages
     pages = pages.repeat(1, resident.shape[1], 1)
-    pages[:, :, layout.sink : layout.first] = resident
+    selected = pages[:, :, layout.sink : layout.first]
+    selected.copy_(resident.where(outgrown[:, None], selected))
     return pages
 
 
@@ -133,12 +161,23 @@ def filled_pages(rows: PagedKV) -> list[tuple[int, int, int]]:
 
 @jit
 def page_in_slot(
-    slot: tl.tensor, newest_page: tl.tensor, resident: tl.tensor, sink: tl.tensor, first: tl.tensor, ring: tl.tensor
+    slot: tl.tensor,
+    newest_page: tl.tensor,
+    resident: tl.tensor,
+    sink: tl.tensor,
+    first: tl.tensor,
+    ring: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
 ) -> tl.tensor:
     """Look slots up as `slot_pages` does, inside a kernel; `resident` points to the row of one head, or is None."""
     page = tl.where(slot < first, slot, slot + tl.maximum(newest_page - slot, 0) // ring * ring)
+    outgrown = newest_page >= first + window
+    if GROUP > 1:
+        end = tl.minimum(newest_page + 1 - window, (newest_page + 1) // GROUP * GROUP)
+        page = tl.where((slot >= first) & (page < tl.where(outgrown, end, 0)), -1, page)
     if resident is not None:
-        selected = (slot >= sink) & (slot < first)
+        selected = (slot >= sink) & (slot < tl.where(outgrown, first, 0))
         page = tl.where(selected, tl.load(resident + slot - sink, mask=selected, other=-1), page)
     return page
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
-from kvcli.kernels.slot_layout import SlotLayout, candidates
+from kvcli.kernels.slot_layout import SlotLayout, candidates, selected_count
 
 BLOCK = 4096  # scores that a program holds; more of them it would have to read for every bit anew
 
@@ -39,13 +39,19 @@ def topk_pages_ref(scores: Tensor, k: int) -> Tensor:
 
 
 def topk_pages_device_ref(
-    scores: Tensor, lengths: Tensor, layout: SlotLayout, selected: Tensor, heads: Tensor | None = None
+    scores: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    selected: Tensor,
+    heads: Tensor | None = None,
+    wanted: Tensor | None = None,
 ) -> None:
     """Select among the candidates of one sequence after the other."""
     allowed = candidates(lengths, layout, scores.shape[2])
+    most = selected_count(lengths, layout) if wanted is None else wanted
     for b, mask in enumerate(allowed):
         pages, rows = mask.nonzero()[:, 0], slice(None) if heads is None else heads[b]
-        k = min(selected.shape[2], len(pages))
+        k = max(0, min(selected.shape[2], len(pages), int(most[b])))
         chosen = torch.full_like(selected[b, rows], -1)
         if k and len(chosen):
             chosen[:, :k] = pages[topk_pages_ref(scores[b, rows][:, pages], k)].sort(-1).values
@@ -74,6 +80,7 @@ def _topk_kernel(
     names: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
+    wanted: tl.tensor,
     selected: tl.tensor,
     best: tl.tensor,
     num_entries: tl.tensor,
@@ -82,6 +89,7 @@ def _topk_kernel(
     HK: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,10 +102,16 @@ def _topk_kernel(
     if heads is not None:
         if tl.load(heads + pair) == 0:
             return
-    low, high = 0, num_entries
+    low, high, k = 0, num_entries, K
     if lengths is not None:
-        low = sink
-        high = tl.minimum(num_entries, tl.cdiv(tl.load(lengths + pair // HK), SIZE) - window)
+        count = tl.cdiv(tl.load(lengths + pair // HK), SIZE)
+        end = tl.minimum(count - window, count // GROUP * GROUP)
+        k = K - (count - end - window)  # the tokens of an unfilled group take the places of so many
+        if names is None:
+            low = sink
+            high = tl.minimum(num_entries, end)
+    if wanted is not None:
+        k = tl.load(wanted + pair // HK)
     low, high = tl.maximum(low, part * PART), tl.minimum(high, (part + 1) * PART)
     row = scores + pair.to(tl.int64) * num_entries
     if names is not None:
@@ -112,12 +126,12 @@ def _topk_kernel(
         for start in range(low + BLOCK_N, high, BLOCK_N):
             key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
             reached += ((key >= trial) & inside).to(tl.int32)
-        threshold = tl.where(tl.sum(reached, axis=0) >= K, trial, threshold)
+        threshold = tl.where(tl.sum(reached, axis=0) >= k, trial, threshold)
     above = tl.zeros([BLOCK_N], tl.int32)
     for start in range(low, high, BLOCK_N):
         key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
         above += ((key > threshold) & inside).to(tl.int32)
-    room = K - tl.sum(above, axis=0)  # for entries that equal the threshold
+    room = k - tl.sum(above, axis=0)  # for entries that equal the threshold
     taken, equal = 0, 0
     for start in range(low, high, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
@@ -148,13 +162,20 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
 
 
 def topk_pages_device(
-    scores: Tensor, lengths: Tensor, layout: SlotLayout, selected: Tensor, heads: Tensor | None = None
+    scores: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    selected: Tensor,
+    heads: Tensor | None = None,
+    wanted: Tensor | None = None,
 ) -> None:
     """Select k candidate pages, neither sink nor window, of every head of a batch: `selected` [b, Hk, k] int32.
 
     scores [b, Hk, n] fp32, lengths [b] int32. The selection is in ascending order, with -1 behind it where there are
-    less than k candidates. heads [b, Hk] bool: the others' selections are left as they are. May be captured in a CUDA
-    graph. Raises ValueError for shapes or dtypes that the kernel cannot read.
+    less than k candidates, or less are wanted: `wanted` [b] int32, from 1 to k, by default as many as the layout has
+    places for. heads [b, Hk] bool: the others' selections are left as they are. May be captured in a CUDA graph.
+
+    Raises ValueError for shapes or dtypes that the kernel cannot read.
     """
     b, num_kv_heads, _ = scores.shape
     require_whole("scores", scores, scores.shape, torch.float32)
@@ -162,24 +183,34 @@ def topk_pages_device(
     require_whole("selected", selected, (b, num_kv_heads, selected.shape[2]), torch.int32)
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    if wanted is not None:
+        require_whole("wanted", wanted, (b,), torch.int32)
     if not takes(scores):
-        return topk_pages_device_ref(scores, lengths, layout, selected, heads)
-    return _select(scores, lengths, layout, selected, heads)
+        return topk_pages_device_ref(scores, lengths, layout, selected, heads, wanted)
+    return _select(scores, lengths, layout, selected, heads, wanted)
 
 
-def _select(scores: Tensor, lengths: Tensor | None, layout: SlotLayout, selected: Tensor, heads: Tensor | None) -> None:
+def _select(
+    scores: Tensor,
+    lengths: Tensor | None,
+    layout: SlotLayout,
+    selected: Tensor,
+    heads: Tensor | None,
+    wanted: Tensor | None = None,
+) -> None:
     """Launch, in two stages where a head has more pages than a program holds; ties go to the lower page in both."""
     (b, num_kv_heads, num_pages), k = scores.shape, selected.shape[2]
     pairs, parts = b * num_kv_heads, -(-num_pages // BLOCK)
-    rule = {"HK": num_kv_heads, "K": k, "SIZE": layout.size, "BLOCK_K": power_of_two(k)}
+    rule = {"HK": num_kv_heads, "K": k, "SIZE": layout.size, "GROUP": layout.group, "BLOCK_K": power_of_two(k)}
     candidate = num_pages, layout.sink, layout.window
     if parts == 1:
-        _launch((pairs, 1), num_pages, scores, None, lengths, heads, selected, None, *candidate, **rule)
+        _launch((pairs, 1), num_pages, scores, None, lengths, heads, wanted, selected, None, *candidate, **rule)
         return
     best = torch.empty(pairs, parts * k, dtype=torch.float32, device=scores.device)
     pages = torch.empty(pairs, parts * k, dtype=torch.int32, device=scores.device)
-    _launch((pairs, parts), BLOCK, scores, None, lengths, heads, pages, best, *candidate, **rule)
-    _launch((pairs, 1), parts * k, best, pages, None, heads, selected, None, parts * k, 0, 0, **rule)
+    _launch((pairs, parts), BLOCK, scores, None, lengths, heads, wanted, pages, best, *candidate, **rule)
+    again = parts * k, *candidate[1:]
+    _launch((pairs, 1), parts * k, best, pages, lengths, heads, wanted, selected, None, *again, **rule)
 
 
 def _launch(grid: tuple[int, int], part: int, *args: Any, **constants: int) -> None:

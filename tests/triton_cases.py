@@ -54,6 +54,8 @@ class Sizes(NamedTuple):
 
 # One sequence takes no part, one has not outgrown its slots and has just filled a page, two have outgrown them.
 ODD = Sizes(lengths=(0, 12, 41, 52), hk=2, g=3, d=20, layout=SlotLayout(size=4, sink=2, selected=3, window=2))
+# Tokens one by one, indexed eight at a time.
+TOKENS = SlotLayout(size=1, sink=2, selected=20, window=3, group=8)
 REAL = Sizes(lengths=(4096, 9000), hk=8, g=4, d=128, layout=SlotLayout(size=32, sink=16, selected=32, window=16))
 
 
@@ -215,6 +217,11 @@ def _with_few_programs(*args: Any) -> None:
     gather.gather_pages(*args, programs=3)
 
 
+@functools.wraps(summary.summarise_filled_page)
+def _cuboids(*args: Any) -> None:
+    summary.summarise_filled_page(*args)
+
+
 POOLINGS = [f"{how}_{what}" for what, how in itertools.product(("q", "qk", "s"), ("max", "mean"))]
 
 
@@ -229,6 +236,12 @@ def _(draw: Draw, s: Sizes) -> Call:
 def _(draw: Draw, s: Sizes) -> Call:
     out = draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
     return Call((rows_of(draw, s), out), [out])
+
+
+@case(_cuboids, summary.summarise_filled_page_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    out = draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
+    return Call((rows_of(draw, s), out, True), [out])
 
 
 @case(scores.page_scores, scores.page_scores_ref, POOLINGS)
@@ -253,16 +266,19 @@ def _(draw: Draw, s: Sizes) -> Call:
     return Call((draw.fp32(_tied(draw, s.hk, n)), k))
 
 
-@case(topk.topk_pages_device, topk.topk_pages_device_ref, ["short", "long"], exact=True)
+@case(topk.topk_pages_device, topk.topk_pages_device_ref, ["short", "wanted", "tokens", "long"], exact=True)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     """Long: the pages of a head are several programs', and the sequences end in different ones."""
     pages, lengths = s.pages, list(s.lengths)
+    wanted = draw.ints([1 + b % s.layout.selected for b in range(s.b)]) if variant == "wanted" else None
+    if variant == "tokens":
+        s, pages = s._replace(layout=TOKENS), max(s.lengths)
     if variant == "long":
         pages = 9000 if s is ODD else 32768
         lengths[-2:] = [4101 * s.layout.size, (pages - 1) * s.layout.size]
     out = draw.ints(torch.full((s.b, s.hk, s.layout.selected), -7))
     found = draw.fp32(_tied(draw, s.b, s.hk, pages))
-    return Call((found, draw.ints(lengths), s.layout, out, draw.mask(s.b, s.hk)), [out])
+    return Call((found, draw.ints(lengths), s.layout, out, draw.mask(s.b, s.hk), wanted), [out])
 
 
 def _tied(draw: Draw, *shape: int) -> Tensor:
@@ -312,18 +328,29 @@ def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
+ATTENTION += ["append at", "kept", "tokens append", "in place append"]
 
 
 @case(slot.slot_attention, slot.slot_attention_ref, ATTENTION)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
-    layout = {"ring": SlotLayout(1, 1, 0, 37), "everything": SlotLayout.everything(s.pages, s.layout.size)}.get(variant)
-    rows = rows_of(draw, s, layout)
+    everything = SlotLayout.everything(s.pages, s.layout.size)
+    layouts = {"ring": SlotLayout(1, 1, 0, 37), "everything": everything, "append at": everything}
+    rows = rows_of(draw, s, TOKENS if "tokens" in variant else layouts.get(variant))
+    if variant == "in place append":
+        kv = draw(s.b, 2, s.hk, s.pages * s.layout.size, s.d)
+        rows = rows._replace(k=kv[:, 0], v=kv[:, 1], in_place=True)
     q, out = draw(s.b, s.hk * s.g, 2, s.d)[:, :, 1], draw.poisoned(s.b, s.hk * s.g, s.d)
     sinks = draw.fp32(torch.randn(s.hk * s.g, generator=draw.generator)) if "sinks" in variant else None
     softmax = Softmax(s.d**-0.5, 2.5 if "softcap" in variant else None, sinks)
     new = slot.NewToken(*draw(2, s.b, s.hk, s.d)) if "append" in variant or variant == "ring" else None
     heads = draw.mask(s.b, s.hk) if "heads" in variant else None
-    return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None), [out, rows.k, rows.v])
+    if variant == "append at":
+        at = draw.ints(torch.rand(s.b, s.hk, generator=draw.generator).cpu() * torch.tensor(s.lengths)[:, None])
+        new = new._replace(at=at)
+        for x in (rows.k, rows.v):
+            x.nan_to_num_()
+    kept = draw.mask(s.b, s.hk, rows.layout.total * rows.layout.size) if variant == "kept" else None
+    return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None, kept), [out, rows.k, rows.v])
 
 
 @case(merge.merge_parts, merge.merge_parts_ref, ["plain", "sinks", "sinks some heads"])

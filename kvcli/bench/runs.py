@@ -159,7 +159,7 @@ class Decoding:
                 ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
-            overlapped = self.model.device.type == "cuda" and methods[0].slot_rule is not None
+            overlapped = self.model.device.type == "cuda" and methods[0].step_plan is not None
             if timeline.enabled and overlapped:
                 replays = stack.enter_context(traced())
             elif timeline.enabled:

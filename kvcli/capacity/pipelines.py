@@ -15,6 +15,6 @@ def obstacle(profile: Profile, pipeline: str, checkpoint: Checkpoint) -> str | N
         if method.wants_next_query:
             return f"method {profile.method!r} listens between the layers"
         return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
-    if method.slot_rule is None:
+    if method.step_plan is None:
         return f"method {profile.method!r} with these settings is served by the blocking pipeline alone"
     return None

@@ -107,11 +107,11 @@ def _checked(name: str, method_class: type[AnyMethod]) -> type[AnyMethod]:
         KvcliError: it is not, or does not.
     """
     from kvcli.methods.base import Method
-    from kvcli.methods.card import Card
+    from kvcli.methods.card import STATED
 
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise KvcliError(f"method {name!r} is no subclass of Method", "see CONTRIBUTING.md", ExitCode.USAGE)
-    missing = [each for each in ("Config", *Card.__dataclass_fields__) if not hasattr(method_class, each)]
+    missing = [each for each in ("Config", *STATED) if not hasattr(method_class, each)]
     if missing:
         raise KvcliError(f"method {name!r} does not state {', '.join(missing)}", "see CONTRIBUTING.md", ExitCode.USAGE)
     return method_class

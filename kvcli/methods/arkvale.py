@@ -14,16 +14,22 @@ pages attended to are the best.
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
+from kvcli.kernels.page_summary import page_cuboid
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.choices import best_then_resident
+from kvcli.steps.page_bounds import PageBoundsIndex
+from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
@@ -55,7 +61,16 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
             self.context.capacity,
             self.config.pages,
             self.context.tiers,
-            cuboid_digest,
+            page_cuboid,
+        )
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(
+            index=partial(PageBoundsIndex, pooling=self.config.pooling, cuboid=True),
+            choose=partial(best_then_resident, part=self.config.top_part),
+            fetch=FromHost(),
         )
 
     def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
@@ -82,16 +97,3 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
         best = rank < max(1, round(self.config.top_part * cache.budget.selected))
         standing = rank + pages * ~(best | resident)
         return topk_pages(-standing, cache.budget.selected) + first
-
-
-def cuboid_digest(keys: Tensor) -> Tensor:
-    """Digest full pages, in the dtype of the keys: [Hk, n, p, d] -> [Hk, n, 2, d], as `page_summary` lays bounds out.
-
-        c = (max + min) / 2      r = mean_t |c - k_t|      upper bound c + r, lower bound c - r
-
-    The cuboid is narrower than the true bounds: a single outlier moves its centre, but hardly its width.
-    """
-    low, high = (bound.to(torch.promote_types(keys.dtype, torch.float32)) for bound in torch.aminmax(keys, dim=2))
-    centre = (high + low) / 2  # [Hk, n, d]
-    radius = (keys - centre[:, :, None]).abs().mean(2)
-    return torch.stack((centre + radius, centre - radius), 2).to(keys.dtype)

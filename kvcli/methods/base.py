@@ -20,8 +20,8 @@ from torch import Tensor
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
-from kvcli.store.layer_slots import SlotRule
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -226,8 +226,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Take a layer's queries of the preview, q [H, n, d] at positions 1 to n; of its last tokens if it is long."""
 
     @property
-    def slot_rule(self) -> SlotRule | None:
-        """What `kvcli.runtime.gpu` does over slots in layers of `new_cache`; None: only this class knows."""
+    def step_plan(self) -> StepPlan | None:
+        """What a step does in layers of `new_cache`, stated for `kvcli.runtime.gpu`; None: only this class knows."""
         return None
 
     def footprint(self) -> Footprint:

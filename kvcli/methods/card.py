@@ -29,6 +29,7 @@ LEGEND = {
     "offload": "KV lies in host memory",
     "group-consistent": "as published, all query heads of a KV head read the same KV; pooled: kvcli sees to it by "
     "pooling their scores",
+    "GPU step": "what runs a step on a GPU: graph, one CUDA graph of all of it; blocking, phase after phase",
     "device memory": "KV on the device for each layer, in tokens: "
     + ", ".join(f"{letter} {meaning}" for letter, meaning in MEMORY_SYMBOLS.items()),
 }
@@ -37,7 +38,10 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Card:
-    """The class attributes of the same names (see `Method`), as they are with the method's default settings."""
+    """The class attributes of the same names (see `Method`), as they are with the method's default settings.
+
+    `gpu_step` follows from what the class states: "graph" where it has a `step_plan` of its own.
+    """
 
     title: str
     paper: str
@@ -45,12 +49,20 @@ class Card:
     offloads: bool
     group_consistent: bool
     device_memory: str
+    gpu_step: str
 
     @property
-    def capabilities(self) -> tuple[str, str, str, str]:
+    def capabilities(self) -> tuple[str, ...]:
         """Cells of a table under the heads of `LEGEND`."""
         pooled = "yes" if self.group_consistent else "pooled"
-        return ("yes" if self.long_generation else "no", "yes" if self.offloads else "no", pooled, self.device_memory)
+        offloads = "yes" if self.offloads else "no"
+        return "yes" if self.long_generation else "no", offloads, pooled, self.gpu_step, self.device_memory
+
+
+STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
+"""What a method states by class attributes of the same names."""
+
+GRAPH, BLOCKING = "graph", "blocking"
 
 
 def read_card(name: str) -> Card:
@@ -62,24 +74,36 @@ def read_card(name: str) -> Card:
         KvcliError: it cannot be imported.
     """
     if name in own_method_names():
-        return Card(**_stated(name))
+        (stated,) = [each for each in _classes(name).values() if "title" in each and each["defined in"] == name]
+        return Card(**{key: value for key, value in stated.items() if key != "defined in"})
     method = get_method(name)
-    return Card(**{field: getattr(method, field) for field in Card.__dataclass_fields__})
+    from kvcli.methods.base import Method
+
+    gpu_step = BLOCKING if method.step_plan is Method.step_plan else GRAPH
+    return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step)
 
 
-def _stated(module: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _classes(module: str) -> dict[str, dict[str, Any]]:
+    """What the classes that a method's file knows state themselves, or derive, by their names."""
+    known: dict[str, dict[str, Any]] = {}
     for node in _statements(module):
         match node:
-            case ast.ImportFrom(module=str(imported)) if imported.startswith("kvcli.methods."):
-                found |= _stated(imported.rpartition(".")[2])
-            case ast.ClassDef(body=body):
+            case ast.ImportFrom(module=str(imported), names=names) if imported.startswith("kvcli.methods."):
+                there = {} if imported == "kvcli.methods.base" else _classes(imported.rpartition(".")[2])
+                known |= {each.name: there[each.name] for each in names if each.name in there}
+            case ast.ClassDef(name=name, bases=bases, body=body):
+                stated: dict[str, Any] = {"gpu_step": BLOCKING}
+                for base in bases:
+                    stated |= known.get(base.id, {}) if isinstance(base, ast.Name) else {}
                 for statement in body:
                     match statement:
                         case ast.Assign(targets=[ast.Name(id=attribute)], value=ast.Constant(value=value)):
-                            if attribute in Card.__dataclass_fields__:
-                                found[attribute] = value
-    return found
+                            if attribute in STATED:
+                                stated[attribute] = value
+                        case ast.FunctionDef(name="step_plan"):
+                            stated["gpu_step"] = GRAPH
+                known[name] = stated | {"defined in": module}
+    return known
 
 
 def setting_names(name: str) -> list[str]:

@@ -12,6 +12,7 @@ must select the same pages and give the same output.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -26,7 +27,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.layer_slots import RecallBy, SlotRule
+from kvcli.steps.page_bounds import PageBoundsIndex
+from kvcli.steps.plan import Correction, FromHost, RecallBy, StepPlan
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.telemetry.counters import Count
 
@@ -90,10 +92,14 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
 
     @property
     @override
-    def slot_rule(self) -> SlotRule:
-        c = self.config
-        pooling = (c.pooling, c.correction_pooling, c.score_scale)
-        return SlotRule(self.correct_below, *pooling, c.recall, c.double_buffer)
+    def step_plan(self) -> StepPlan:
+        config = self.config
+        return StepPlan(
+            index=partial(PageBoundsIndex, pooling=config.pooling, score_scale=config.score_scale),
+            when="after",
+            fetch=FromHost(config.recall, config.double_buffer),
+            correction=Correction(self.correct_below, config.correction_pooling),
+        )
 
     def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to the last step's selection, corrected where the query turned; then prepare the next step."""

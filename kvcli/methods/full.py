@@ -9,8 +9,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import DenseCache
-from kvcli.store.layer_slots import SlotRule
 
 
 class FullConfig(MethodConfig):
@@ -34,8 +34,8 @@ class Full(Method[FullConfig, DenseCache]):
 
     @property
     @override
-    def slot_rule(self) -> SlotRule:
-        return SlotRule()
+    def step_plan(self) -> StepPlan:
+        return StepPlan()
 
     @override
     def retrieve_window(

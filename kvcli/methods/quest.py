@@ -7,7 +7,10 @@ pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 25
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
@@ -16,6 +19,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.page_bounds import PageBoundsIndex
+from kvcli.steps.plan import StepPlan
 from kvcli.store.resident_pages import ResidentPageCache
 
 
@@ -45,6 +50,11 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
         return ResidentPageCache(
             layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
         )
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(partial(PageBoundsIndex, pooling=self.config.pooling))
 
     def retrieve(self, layer: int, cache: ResidentPageCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, then attend."""

@@ -28,6 +28,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.plan import StepPlan
 from kvcli.store.pruned import PrunedCache
 from kvcli.telemetry.counters import Count
 
@@ -93,6 +94,11 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.count(layer, Count.BYTES_EXPOSED, moved)
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan | None:
+        return None if self.config.offload else StepPlan()
 
     def statistics(self) -> dict[str, Any]:
         """Say the realised budget, the mean over layers of kept / prompt, and the tokens each layer kept.

@@ -25,6 +25,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.plan import StepPlan
 from kvcli.store.pruned import PrunedCache
 
 
@@ -96,6 +97,11 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
                 votes = window_votes(q, k, softmax, self.config.kernel)  # [Hk, s - window]
                 cache.load_subset(k, v, kept_tokens(votes, window, budget))
         self.kept[layer] = cache.held
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan()
 
     def statistics(self) -> dict[str, Any]:
         """Say how many tokens each layer kept of the prompt; sliding-window layers, which are not cut, do not count."""

@@ -19,8 +19,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import SlidingCache
-from kvcli.store.layer_slots import SlotRule
 
 
 class StreamingConfig(MethodConfig):
@@ -59,9 +60,8 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
 
     @property
     @override
-    def slot_rule(self) -> SlotRule | None:
-        """Sinks that move are not in it."""
-        return SlotRule() if self.config.positions == "original" else None
+    def step_plan(self) -> StepPlan:
+        return StepPlan(prepare=MovingSinks if self.config.positions == "cache" else None)
 
     def retrieve(self, layer: int, cache: SlidingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to what is left, with the sinks moved up to the window where positions count within the cache."""
@@ -73,3 +73,32 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
             moved = rotary.rotate(self.unrotated_sinks[layer], original + cache.dropped)
             cache.k[:, : cache.sink] = moved
         return super().retrieve(layer, cache, q, softmax)
+
+
+class MovingSinks:
+    """Moves the sinks of a batch up to their windows, where tokens between them were dropped: rows of its slots."""
+
+    def __init__(self, slots: BatchSlots):
+        layout, (first, *others) = slots.rows.layout, slots.rotary
+        self.lengths, self.held = slots.rows.lengths, layout.total
+        self.original = torch.arange(layout.sink, device=self.lengths.device)
+        sinks = slots.rows.k[:, :, : layout.sink]  # [b, Hk, sink, d]
+        alike = all(rotary is first for rotary in others)
+        rows = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(slots.rotary))]
+        self.parts = [
+            (part, sinks[part], rotary.unrotate(sinks[part], self.original), rotary)
+            for part, rotary in zip(rows, slots.rotary, strict=False)
+            if rotary is not None
+        ]
+
+    def __call__(self) -> None:
+        """Take the sinks out of their rotation as long as they stand where they were, and rotate them to where they go.
+
+        The last of them was appended a step before the first of them moves, or earlier.
+        """
+        dropped = (self.lengths - self.held).clamp_min(0)[:, None, None]  # [b, 1, 1]
+        for part, sinks, unrotated, rotary in self.parts:
+            by, stays = dropped[part], (dropped[part] == 0)[..., None]
+            unrotated.copy_(rotary.unrotate(sinks, self.original).where(stays, unrotated))
+            positions = (self.original + by).expand(sinks.shape[:3])
+            sinks.copy_(sinks.where(stays, rotary.rotate(unrotated, positions).to(sinks.dtype)))

@@ -35,7 +35,7 @@ from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
 
 Pipeline = Literal["blocking", "overlapped", "compiled"]
-"""How a step runs: phase after phase; over slots (`kvcli.runtime.gpu`), for methods with a `slot_rule` whose phases are
+"""How a step runs: phase after phase; over slots (`kvcli.runtime.gpu`), for methods with a `step_plan` whose phases are
 neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed

@@ -22,7 +22,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.resolve_pages import resolve_pages
-from kvcli.kernels.slot_layout import EMPTY, SlotLayout
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
@@ -128,18 +128,14 @@ class OffloadedPageCache(PagedCache, LayerCache):
         budget = self.budget
         first, passed = budget.sink + budget.selected, max(0, budget.count(self.length) - budget.total)
         self.kv[:, :, first:] = self.kv[:, :, first:].roll(passed % budget.window, 2)
-        layout = SlotLayout(budget.size, budget.sink, budget.selected, budget.window)
+        tensors = {"resident": self.resident.int(), "bounds": self.summaries.bounds}
         pool = self.pool
-        return LayerSlots(
-            self.kv.flatten(2, 3), layout, self.resident.int(), self.summaries.bounds, pool.pieces, pool.layout
-        )
+        return LayerSlots(self.kv.flatten(2, 3), budget.slots, tensors, pieces=pool.pieces, host_layout=pool.layout)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
-        assert slots.resident is not None
-        assert slots.bounds is not None
         self.kv = slots.kv.view(2, *self.resident.shape[:1], self.budget.total, self.budget.size, -1)
-        self.resident, self.summaries.bounds = slots.resident, slots.bounds
+        self.resident, self.summaries.bounds = slots.tensors["resident"], slots.tensors["bounds"]
 
     @override
     def footprint(self) -> Footprint:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kernels.slot_layout import SlotLayout
+
 
 @dataclass(frozen=True)
 class PageBudget:
@@ -32,6 +34,11 @@ class PageBudget:
     def total(self) -> int:
         """Pages attended to once the context has outgrown the budget."""
         return self.sink + self.selected + self.window
+
+    @property
+    def slots(self) -> SlotLayout:
+        """Lay the pages attended to out in slots."""
+        return SlotLayout(self.size, self.sink, self.selected, self.window)
 
     def count(self, length: int) -> int:
         """Pages that `length` tokens occupy."""

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.state import Settled
 from kvcli.store.token_major import TokenMajorCache
 
@@ -55,6 +57,17 @@ class PrunedCache(TokenMajorCache):
         return mask.scatter_(1, self.positions[:, : self.held].long(), True)
 
     @override
+    def as_slots(self) -> LayerSlots | None:
+        if self.offload:
+            return None
+        kv = self.kv.transpose(1, 2)  # [2, Hk, rows, d]
+        return LayerSlots(kv, SlotLayout.everything(kv.shape[2]), dropped=self.length - self.held)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self._hold_in(slots.kv.transpose(1, 2))
+
+    @override
     def footprint(self) -> Footprint:
         return super().footprint() + Footprint(device=nbytes(self.positions))
 
@@ -68,7 +81,7 @@ class PrunedCache(TokenMajorCache):
         num_kv_heads, self.held = rows.shape
         room = self.held + self.capacity - self.length
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
-            self.k, self.v = (self._rows(room, num_kv_heads, k.shape[2]) for _ in range(2))
+            self._hold_in(self._rows(2, room, num_kv_heads, k.shape[2]))
             self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
         self._fill(self.k, k.take_along_dim(rows[..., None], 1))
         self._fill(self.v, v.take_along_dim(rows[..., None], 1))

@@ -11,6 +11,7 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, PagedCache, paged, take
 from kvcli.store.summaries import PageSummaries
 
@@ -38,6 +39,15 @@ class ResidentPageCache(PagedCache, DenseCache):
         if row == 0:
             self._summarise(page - 1, page)
         return 0
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        return LayerSlots(self.kv, self.budget.slots, {"bounds": self.summaries.bounds}, in_place=True)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.summaries.bounds = slots.tensors["bounds"]
 
     def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sink, window and `pages` [Hk, k] of each KV head -> [H, d]."""

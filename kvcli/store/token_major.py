@@ -14,7 +14,7 @@ from kvcli.store.state import Settled
 
 
 class TokenMajorCache(LayerCache):
-    """Every token, k and v [capacity, Hk, d], on the device or, with `offload`, in host memory.
+    """Every token, k and v [capacity, Hk, d] in one piece kv, on the device or, with `offload`, in host memory.
 
     Any range of tokens is contiguous and crosses the bus in one piece.
     """
@@ -22,7 +22,7 @@ class TokenMajorCache(LayerCache):
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
         self.tiers, self.offload = tiers, offload
-        self.k, self.v = (self._rows(capacity, num_kv_heads, head_dim) for _ in range(2))
+        self._hold_in(self._rows(2, capacity, num_kv_heads, head_dim))
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -51,7 +51,7 @@ class TokenMajorCache(LayerCache):
 
     def settled(self) -> list[Settled]:
         """Tokens stay as they came."""
-        return [Settled(self.k, 0, self.held), Settled(self.v, 0, self.held)]
+        return [Settled(self.kv, 1, self.held)]
 
     @override
     def attended(self) -> Tensor:
@@ -75,6 +75,10 @@ class TokenMajorCache(LayerCache):
         # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
         for part in slices(tokens.shape[1], max(1, OFFLOAD_BYTES // nbytes(rows[:1]))):
             rows[part].copy_(tokens[:, part].transpose(0, 1).contiguous(), non_blocking=True)
+
+    def _hold_in(self, kv: Tensor) -> None:
+        self.kv = kv
+        self.k, self.v = kv
 
     def _rows(self, *shape: int) -> Tensor:
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)

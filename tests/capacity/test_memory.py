@@ -9,6 +9,7 @@ from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method, method_names
+from kvcli.methods.card import read_card
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.sampling import Sampling
@@ -135,15 +136,8 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
 
 
-def test_which_shipped_profiles_a_pipeline_over_slots_serves():
-    """What docs/troubleshooting.md says of `--pipeline overlapped`; StreamingLLM's sinks move by default."""
-
-    geometry = geometry_of(tiny_config("llama"), torch.float32)
-
-    def served(profile):
-        return memory.planned_method(profile, geometry, 4096, torch.float32).slot_rule is not None
-
-    profiles = [resolve_profile(profile=name) for name in profile_names()]
-    assert {each.method for each in profiles if served(each)} == {"freekv", "full"}
-    assert all(served(each) for each in profiles if each.method in ("freekv", "full"))
-    assert served(resolve_profile("streaming", overrides={"positions": "original"}))
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promises(name):
+    geometry, shipped = geometry_of(tiny_config("llama"), torch.float32), resolve_profile(profile=name)
+    plan = memory.planned_method(shipped, geometry, 4096, torch.float32).step_plan
+    assert read_card(shipped.method).gpu_step == ("blocking" if plan is None else "graph")

@@ -7,6 +7,7 @@ from command import assert_refused, environment
 
 from kvcli.inputs.profiles import profile_names
 from kvcli.methods import get_method, method_names
+from kvcli.methods.card import read_card
 
 
 def test_the_list_names_every_method_and_profile(warm):
@@ -22,7 +23,8 @@ def test_the_list_says_what_each_can_do_within_the_terminal(warm, columns):
     lines = warm("methods", COLUMNS=str(columns)).stdout.splitlines()
     assert max(map(len, lines)) <= columns
     (row,) = [number for number, line in enumerate(lines) if line.startswith("shadowkv ")]
-    assert " ".join(lines[row].split()) == "shadowkv no yes yes O(B + L·r/w + L/p + g) arXiv 2410.21465"
+    gpu_step = read_card("shadowkv").gpu_step
+    assert " ".join(lines[row].split()) == f"shadowkv no yes yes {gpu_step} O(B + L·r/w + L/p + g) 2410.21465"
     assert lines[row + 1] == f"  {get_method('shadowkv').title}"
     assert lines[row + 2] == "  profiles shadowkv, shadowkv-plus"
 
@@ -39,7 +41,7 @@ def test_the_list_waits_for_no_torch():
 def test_markdown_is_the_list_alone(warm):
     lines = warm("methods", "--markdown").stdout.splitlines()
     assert [line.split("`")[1] for line in lines if line.startswith("| `")] == method_names()
-    assert "| `quest` | pages by bounds on their keys | yes | no | pooled | O(L) |" in "\n".join(lines)
+    assert "| `quest` | pages by bounds on their keys | yes | no | pooled | graph | O(L) |" in "\n".join(lines)
     assert "[2406.10774](https://arxiv.org/abs/2406.10774)" in "\n".join(lines)
     assert_refused(warm("methods", "--markdown", "--json"), 2, "not --json")
     assert_refused(warm("methods", "freekv", "--markdown"), 2, "freekv")

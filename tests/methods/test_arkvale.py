@@ -8,7 +8,7 @@ import torch
 from driver import HK, D, Stream
 from oracle import G, attention, best, group, same, softmax
 
-from kvcli.methods.arkvale import cuboid_digest
+from kvcli.kernels.page_summary import page_cuboid
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 4  # in pages of 4 tokens
 SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}
@@ -102,7 +102,7 @@ def test_two_sequences_side_by_side():
 
 def test_digest_is_a_cuboid_about_the_middle_with_the_mean_distance():
     keys = torch.randn(HK, 5, 7, 6, generator=torch.Generator().manual_seed(0))
-    digest = cuboid_digest(keys)
+    digest = page_cuboid(keys)
     assert digest.shape == (HK, 5, 2, 6)
     for head, page, channel in itertools.product(range(HK), range(5), range(6)):
         values = keys[head, page, :, channel].double().tolist()

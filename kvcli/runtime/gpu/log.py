@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.query_similarity import Turn
+from kvcli.kernels.slot_layout import SlotLayout, active, selected_count
 from kvcli.telemetry.counters import Count, Counters
 
 STEPS = 256
@@ -26,25 +27,35 @@ class LayerStepStats(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggedLayer:
-    """A layer whose steps are logged: KV heads, pages that each selects, and a page of one of them."""
+    """A layer that chooses: KV heads, the layout of its slots, bytes of a page of one head in host memory, if any.
+
+    A layer that `speculates` chooses as its `turn` says, others at every step of a sequence that has outgrown its
+    slots.
+    """
 
     layer: int
     num_kv_heads: int
-    selected: int
-    page_size: int
+    layout: SlotLayout
     block_bytes: int
+    speculates: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers that a KV head of it finds at a step: none where everything follows from lengths."""
+        return len(LayerStepStats._fields) if self.block_bytes else 0
 
 
 class Log:
-    """Steps of b sequences, in the layers that retrieve; `found` is where they write what the present step finds."""
+    """Steps of b sequences, in the layers that choose; `found` is where they write what the present step finds."""
 
     def __init__(self, layers: Sequence[LoggedLayer], lengths: Sequence[int], device: torch.device):
         self.layers, self.lengths = layers, lengths
-        self.sizes = [3 * len(lengths) * layer.num_kv_heads for layer in layers]
+        self.sizes = [layer.size * len(lengths) * layer.num_kv_heads for layer in layers]
         self.present = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
         self.found = {
-            layer.layer: LayerStepStats(*part.view(3, len(lengths), layer.num_kv_heads))
+            layer.layer: LayerStepStats(*part.view(layer.size, len(lengths), layer.num_kv_heads))
             for layer, part in zip(layers, torch.split(self.present, self.sizes), strict=True)
+            if layer.size
         }
         self.steps = torch.zeros(STEPS, len(self.present), dtype=torch.int32, device=device)
         self.next = torch.zeros(1, dtype=torch.int64, device=device)
@@ -55,16 +66,20 @@ class Log:
 
     def take(self) -> None:
         """Keep what this step found; the same work at every step, so that it may be captured in a graph."""
-        self.steps.index_copy_(0, self.next, self.present[None])
-        self.next.add_(1).remainder_(STEPS)
+        if len(self.present):
+            self.steps.index_copy_(0, self.next, self.present[None])
+            self.next.add_(1).remainder_(STEPS)
 
     def count(self, counters: Sequence[Counters], steps: range) -> None:
         """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts no more of them."""
         rows = self.steps[[step % STEPS for step in steps]].cpu()
         lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
         for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
-            found = LayerStepStats(*part.view(len(steps), 3, len(self.lengths), layer.num_kv_heads).unbind(1))
-            heads = _by_head(layer, found)
+            shape = len(steps), len(self.lengths), layer.num_kv_heads
+            found = LayerStepStats(*torch.zeros(len(LayerStepStats._fields), *shape, dtype=torch.int32))
+            if layer.size:
+                found = LayerStepStats(*part.view(len(steps), layer.size, *shape[1:]).unbind(1))
+            heads = _by_head(layer, found, lengths)
             amounts = _amounts(layer, heads, found, lengths).tolist()
             for step, of_step in zip(steps, amounts, strict=True):
                 for own, counts in zip(counters, of_step, strict=True):
@@ -76,13 +91,14 @@ class Log:
                     own.sum_heads(layer.layer, count, of_heads[timed, row].sum(0).tolist())
 
 
-def _by_head(layer: LoggedLayer, found: LayerStepStats) -> dict[Count, Tensor]:
-    """What each KV head of a layer did: found [steps, b, Hk] each -> [steps, b, Hk] each."""
+def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
+    """What each KV head of a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
     corrected = found.turn == Turn.CORRECTED
+    chose = found.turn != Turn.IDLE if layer.speculates else active(lengths, layer.layout)[..., None]
     return {
         Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
         Count.HEADS_CORRECTED: corrected,
-        Count.PAGES_REQUESTED: layer.selected * (found.turn != Turn.IDLE),
+        Count.PAGES_REQUESTED: (selected_count(lengths, layer.layout)[..., None] * chose).expand_as(corrected),
         Count.MISSES: found.missed_now + found.missed_later,
     }
 
@@ -90,12 +106,13 @@ def _by_head(layer: LoggedLayer, found: LayerStepStats) -> dict[Count, Tensor]:
 def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepStats, lengths: Tensor) -> Tensor:
     """What a layer did: of its heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
     sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
-    now = found.missed_now.sum(-1)
+    indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
+    written = (lengths % indexed == 0) * (layer.num_kv_heads * layer.layout.group * layer.block_bytes)
     amounts = {
         **sums,
         Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),
         Count.BYTES_TO_DEVICE: sums[Count.MISSES] * layer.block_bytes,
-        Count.BYTES_TO_HOST: (lengths % layer.page_size == 0) * (layer.num_kv_heads * layer.block_bytes),
-        Count.BYTES_EXPOSED: now * layer.block_bytes,
+        Count.BYTES_TO_HOST: written,
+        Count.BYTES_EXPOSED: found.missed_now.sum(-1) * layer.block_bytes,
     }
     return torch.stack([amounts[count] for count in Count], -1)

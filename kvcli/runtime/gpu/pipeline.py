@@ -7,26 +7,26 @@ addresses are the same at every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvcli.kernels.slot_attention import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
-from kvcli.runtime.gpu.layers import PlainLayer, Scratch, SlotLayer, SpeculativeLayer
+from kvcli.runtime.gpu.layers import PlannedLayer
+from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
-from kvcli.runtime.gpu.slots import BatchSlots
 from kvcli.runtime.gpu.streams import Streams
 from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
+from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.plan import StepPlan
 
 RECALL_STREAMS = 2
 """Streams that layers take in turns: one may still recall while the next selects."""
 
 
 class SlotPipeline:
-    """Serves a batch, one prefilled method object of `slot_rule` a sequence; takes their caches over.
+    """Serves a batch, one prefilled method object with a `step_plan` a sequence; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `rates` are for measurements, see `kvcli.runtime.gpu.synthetic`.
 
@@ -41,38 +41,43 @@ class SlotPipeline:
         streams: Streams,
         rates: DecisionRates | None = None,
     ):
-        rule = methods[0].slot_rule
-        if rule is None:
+        plan = methods[0].step_plan
+        if plan is None:
             raise ValueError("this method cannot be served over slots")
         device = methods[0].context.tiers.device
-        self.methods, self.rule, self.streams, self.rates = methods, rule, streams, rates
-        self.first_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros_like(self.first_lengths)
-        self.running = torch.zeros_like(self.first_lengths)
-        slots = [BatchSlots.of(caches, self.lengths) for caches in zip(*(m.caches for m in methods), strict=True)]
-        retrieving = [_retrieving(layer, each) for layer, each in enumerate(slots) if each.host is not None]
-        self.log = Log(retrieving if rule.correct_below else [], lengths, device)
-        self.scratch: dict[tuple[Any, ...], Scratch] = {}
+        self.methods, self.streams, self.rates = methods, streams, rates
+        self.lengths = StepLengths(lengths, len(methods[0].caches), device)
+        slots = [self._slots(layer) for layer in range(len(methods[0].caches))]
+        chosen = {layer for layer in methods[0].retrieval if plan.index is not None}
+        self.log = Log(
+            [_logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen], lengths, device
+        )
         self.forced: SyntheticDecisions | None = None
-        self.layers = [self._layer(layer, each) for layer, each in enumerate(slots)]
+        self.layers = [
+            self._layer(layer, each, plan if layer in methods[0].retrieval else StepPlan())
+            for layer, each in enumerate(slots)
+        ]
         self.steps = self.counted = 0
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host has to know something of a step, so that it cannot be captured."""
+        return any(layer.waits_for_device for layer in self.layers)
 
     def start(self) -> None:
         """Let the sequences take part. A step before that changes nothing: it can be tried out."""
-        self.lengths.copy_(self.first_lengths)
-        self.running.fill_(1)
+        self.lengths.start()
         self.log.start()
 
     def end(self, row: int) -> None:
         """Let a sequence take part no more."""
-        self.lengths[row] = 0
-        self.running[row] = 0
+        self.lengths.end(row)
 
     def advance(self) -> None:
         """Begin a step: the newest token of every sequence counts."""
-        self.lengths.add_(self.running)
+        self.lengths.advance()
         if self.forced is not None:
-            self.forced.advance(self.lengths)
+            self.forced.advance(self.lengths.seen)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
@@ -95,34 +100,32 @@ class SlotPipeline:
         if self.steps - self.counted == STEPS:
             self.count()
 
-    def _layer(self, layer: int, slots: BatchSlots) -> SlotLayer:
-        if layer not in self.log.found:
-            return PlainLayer(slots)
+    def _slots(self, layer: int) -> BatchSlots:
+        caches = [method.caches[layer] for method in self.methods]
+        parts = [part for part in (cache.as_slots() for cache in caches) if part is not None]
+        if len(parts) < len(caches):
+            raise ValueError(f"not all of {len(caches)} caches have slots")
+        held = self.lengths.of(layer, parts)
+        return BatchSlots.of(caches, parts, held, [method.context.rotary[layer] for method in self.methods])
+
+    def _layer(self, layer: int, slots: BatchSlots, plan: StepPlan) -> PlannedLayer:
+        outgrown = self.lengths.outgrown(slots.rows)
         stream = f"recall {layer % RECALL_STREAMS}"
-        scratch = self._scratch("correction", slots), self._scratch(stream, slots)
-        threshold = self.rule.correct_below[layer]
-        parts = (slots, self.rule, threshold, self.log.found[layer], self.streams, stream, scratch)
-        if self.rates is None:
-            return SpeculativeLayer(*parts)
+        parts = (layer, slots, plan, outgrown, self.log.found.get(layer), self.streams, stream)
+        if self.rates is None or plan.correction is None:
+            return PlannedLayer(*parts)
         if self.forced is None:
             num_layers, num_kv_heads = len(self.methods[0].caches), slots.rows.k.shape[1]
             self.forced = SyntheticDecisions(
-                self.rates, num_layers, num_kv_heads, slots.rows.layout, self.first_lengths
+                self.rates, num_layers, num_kv_heads, slots.rows.layout, self.lengths.first
             )
         told = SyntheticDecisionLayer(*parts)
         told.follow(self.forced, layer)
         return told
 
-    def _scratch(self, stream: str, slots: BatchSlots) -> Scratch:
-        assert slots.bounds is not None
-        key = (stream, slots.bounds.shape[:3])
-        if key not in self.scratch:
-            self.scratch[key] = Scratch(slots)
-        return self.scratch[key]
 
-
-def _retrieving(layer: int, slots: BatchSlots) -> LoggedLayer:
+def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:
     _, num_kv_heads, _, d = slots.rows.k.shape
     layout = slots.rows.layout
-    block_bytes = 2 * layout.size * d * slots.rows.k.element_size()
-    return LoggedLayer(layer, num_kv_heads, layout.selected, layout.size, block_bytes)
+    block_bytes = 0 if slots.host is None else 2 * layout.size * d * slots.rows.k.element_size()
+    return LoggedLayer(layer, num_kv_heads, layout, block_bytes, plan.correction is not None)

@@ -19,7 +19,7 @@ from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import PagedKV
-from kvcli.store.layer_slots import SlotRule
+from kvcli.steps.plan import FromHost
 
 
 class Recall(Protocol):
@@ -100,6 +100,6 @@ class Copy(Recall):
             self.free[turn].record()
 
 
-def recall_of(rule: SlotRule) -> Recall:
-    """Choose the back end that a rule names."""
-    return Gather() if rule.recall == "gather" else Copy(rule.double_buffer)
+def recall_of(fetch: FromHost) -> Recall:
+    """Choose the back end that a plan names."""
+    return Gather() if fetch.recall == "gather" else Copy(fetch.double_buffer)

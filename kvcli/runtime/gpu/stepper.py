@@ -18,7 +18,6 @@ from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
-from kvcli.runtime.gpu.layers import SpeculativeLayer
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import Streams, streams_for
 from kvcli.runtime.gpu.synthetic import DecisionRates
@@ -95,7 +94,7 @@ class SlotStepper(Stepper):
     def _run(self) -> None:
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
-        self.positions.copy_((self.pipeline.lengths - 1).clamp_min(0)[:, None])
+        self.positions.copy_((self.pipeline.lengths.seen - 1).clamp_min(0)[:, None])
         self.logits = self.hook.run(self.pipeline, self.tokens, self.positions)[:, 0]
         if self.greedy:
             best = self.logits.max(-1, keepdim=True)
@@ -121,7 +120,7 @@ class SlotStepper(Stepper):
             for _ in range(WARM_UP):
                 self._run()
         torch.cuda.current_stream(device).wait_stream(beside)
-        if any(isinstance(layer, SpeculativeLayer) and layer.recall.waits_for_device for layer in self.pipeline.layers):
+        if self.pipeline.waits_for_device:
             return  # asked for, so nothing to tell
         gc.collect()  # memory that is freed while a graph is captured may break it off
         graph = torch.cuda.CUDAGraph()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
-from kvcli.runtime.gpu.layers import Scratch, SpeculativeLayer
+from kvcli.runtime.gpu.layers import PlannedLayer
 
 PATTERNS = 64
 """Steps after which the same heads are corrected again."""
@@ -60,15 +61,17 @@ class SyntheticDecisions:
         self.step.add_(1)
 
 
-class SyntheticDecisionLayer(SpeculativeLayer):
+class SyntheticDecisionLayer(PlannedLayer):
     """A layer that compares, scores and selects, and then does as it is told; the log has what it found itself."""
 
     def follow(self, forced: SyntheticDecisions, layer: int) -> None:
         """Take what to do from `forced`, as layer `layer`."""
-        self.forced = forced
-        self.waiting, self.others, self.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
+        assert self.speculation is not None
+        self.forced, heads = forced, self.speculation
+        heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 
-    def select(self, heads: Tensor, scratch: Scratch, softmax: Softmax) -> Tensor:
+    @override
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Tensor:
         """Do the work, and take the pages that were told."""
-        super().select(heads, scratch, softmax)
+        super().select(q, heads, softmax)
         return self.forced.selected

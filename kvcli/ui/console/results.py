@@ -54,11 +54,14 @@ def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
 
 def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]) -> RenderableType:
     """What every method can do, with what its steps attend to below it, and profiles where there are several."""
-    widths = (13, 6, 9, 12, 24)
-    heads = (("", "long", "", "group-", "", ""), ("method", "gen.", "offload", "consistent", "device memory", "paper"))
+    widths = (12, 5, 8, 7, 10, 23)
+    heads = (
+        ("", "long", "", "group-", "GPU", "", ""),
+        ("method", "gen.", "offload", "cons.", "step", "device memory", "paper"),
+    )
     lines = [Text(_laid_out(cells, widths).rstrip(), style="dim") for cells in heads]
     for name, card in cards.items():
-        cells = _laid_out(("", *card.capabilities, card.paper), widths)
+        cells = _laid_out(("", *card.capabilities, card.paper.removeprefix("arXiv ")), widths)
         lines.append(Text.assemble((f"{name:<{widths[0]}}", "bold cyan"), cells[widths[0] :]))
         lines.append(Text(f"  {card.title}", style="dim"))
         if len(profiles.get(name, ())) > 1:

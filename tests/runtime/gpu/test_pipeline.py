@@ -94,11 +94,11 @@ def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
 
     def feed(self):  # the last thing that is done before the first step
         if not tried:
-            self.pipeline.lengths.zero_()
-            self.pipeline.running.zero_()
+            self.pipeline.lengths.seen.zero_()
+            self.pipeline.lengths.running.zero_()
             for _ in range(3):
                 self._run()
-                tried.append(self.pipeline.lengths.tolist())
+                tried.append(self.pipeline.lengths.seen.tolist())
             self.pipeline.start()
         original(self)
 
@@ -146,7 +146,7 @@ def test_the_caller_has_its_tensors_back():
 def test_what_has_no_slots_is_refused():
     layers = [LayerGeometry(0, 4, 2, 8, None, True)]
     with pytest.raises(ValueError, match="cannot be served"):
-        SlotPipeline([new_method("quest", {"budget": 96, "page_size": 8}, layers, 50)], [5], SerialStreams())
+        SlotPipeline([new_method("infllm", {}, layers, 50)], [5], SerialStreams())
 
 
 def test_kernels_do_what_their_references_do(monkeypatch):

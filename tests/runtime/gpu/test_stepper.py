@@ -83,7 +83,7 @@ def test_why_a_capture_fails_is_told(monkeypatch):
     tried, notices = [], []
     one = object.__new__(stepper.SlotStepper)
     model = SimpleNamespace(device=torch.device("cpu"))
-    one.hook, one.pipeline = SimpleNamespace(model=model), SimpleNamespace(layers=[])
+    one.hook, one.pipeline = SimpleNamespace(model=model), SimpleNamespace(waits_for_device=False)
     one.graph, one._run = None, step
     one._capture(notices.append)
     assert tried == [1] * stepper.WARM_UP

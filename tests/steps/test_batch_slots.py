@@ -4,7 +4,7 @@ from engine import new_method
 from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.runtime.gpu.slots import BatchSlots
+from kvcli.steps.batch_slots import BatchSlots
 from kvcli.store.cache import Footprint
 
 HK, D = 2, 8
@@ -26,13 +26,17 @@ def prefilled(length, capacity):
     return method
 
 
+def slots_of(caches, lengths):
+    return BatchSlots.of(caches, [cache.as_slots() for cache in caches], lengths)
+
+
 def test_every_row_holds_the_token_that_the_layout_says():
     lengths = [61, 22, 3]
     methods = [prefilled(length, length + 9) for length in lengths]
     before = sum((method.footprint() for method in methods), Footprint())
     tensor = torch.tensor(lengths, dtype=torch.int32)
     for layer in range(len(LAYERS)):
-        slots = BatchSlots.of([method.caches[layer] for method in methods], tensor)
+        slots = slots_of([method.caches[layer] for method in methods], tensor)
         slots.rows.check()
         positions = row_positions(tensor, slots.rows.layout, slots.rows.resident).expand(*slots.rows.k.shape[:3])
         for b in range(len(lengths)):
@@ -49,7 +53,7 @@ def test_every_row_holds_the_token_that_the_layout_says():
 
 def test_caches_are_views_of_the_batch():
     methods = [prefilled(61, 70), prefilled(40, 70)]
-    slots = BatchSlots.of([method.caches[2] for method in methods], torch.tensor([61, 40], dtype=torch.int32))
+    slots = slots_of([method.caches[2] for method in methods], torch.tensor([61, 40], dtype=torch.int32))
     slots.rows.k[1, 0, 3] = 7.0
     assert float(methods[1].caches[2].kv[0, 0, 0, 3, 0]) == 7.0
     assert slots.host is not None
@@ -59,5 +63,5 @@ def test_caches_are_views_of_the_batch():
 def test_a_single_sequence_is_not_copied():
     method = prefilled(61, 70)
     address = method.caches[0].kv.data_ptr()
-    slots = BatchSlots.of([method.caches[0]], torch.tensor([61], dtype=torch.int32))
+    slots = slots_of([method.caches[0]], torch.tensor([61], dtype=torch.int32))
     assert slots.rows.k.data_ptr() == address

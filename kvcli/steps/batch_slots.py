@@ -1,0 +1,74 @@
+"""The caches of a batch, side by side: one layer of all sequences in tensors whose shapes never change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.slot_layout import PagedKV
+from kvcli.store.cache import LayerCache
+from kvcli.store.layer_slots import LayerSlots
+
+if TYPE_CHECKING:
+    from kvcli.models.rope import Rotary
+
+
+@dataclass(frozen=True)
+class BatchSlots:
+    """A layer of b sequences: its rows, its other `tensors` [b, ...] by the names that the caches give them, and more.
+
+    `host` are the pages of layers that have any in host memory; `rotary` is the layer's rotation in each sequence.
+    """
+
+    rows: PagedKV
+    tensors: Mapping[str, Tensor]
+    host: HostPages | None
+    rotary: Sequence[Rotary | None] = ()
+
+    @classmethod
+    def of(
+        cls,
+        caches: Sequence[LayerCache],
+        parts: Sequence[LayerSlots],
+        lengths: Tensor,
+        rotary: Sequence[Rotary | None] = (),
+    ) -> BatchSlots:
+        """Take over the layer's cache of every sequence, which from then on is a view of this; `parts` are its slots.
+
+        `lengths` [b] int32 is what kernels will read; its values do not matter yet. A single sequence is not copied;
+        of several, each cache is copied to its place and then freed.
+        """
+        kv = _side_by_side([part.kv for part in parts])  # [b, 2, Hk, rows, d]
+        tensors = {name: _side_by_side([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        for row, (cache, part) in enumerate(zip(caches, parts, strict=True)):
+            own = {name: tensors[name][row][_corner(x)] for name, x in part.tensors.items()}
+            cache.adopt_slots(part._replace(kv=kv[row][_corner(part.kv)], tensors=own))
+        longest = max((part.layout for part in parts), key=lambda layout: layout.total)
+        rows = PagedKV(kv[:, 0], kv[:, 1], lengths, longest, tensors.get("resident"), parts[0].in_place)
+        return cls(rows, tensors, _host_pages(parts, kv.device), rotary)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Stack tensors whose sizes may differ; what is beyond the end of one is not initialised."""
+    if len(parts) == 1:
+        return parts[0][None]
+    shapes = [part.shape for part in parts]
+    batch = parts[0].new_empty(len(parts), *(max(sizes) for sizes in zip(*shapes, strict=True)))
+    for target, part in zip(batch, parts, strict=True):
+        target[_corner(part)] = part
+    return batch
+
+
+def _corner(part: Tensor) -> tuple[slice, ...]:
+    """Where a tensor lies in a larger one."""
+    return tuple(slice(size) for size in part.shape)
+
+
+def _host_pages(parts: Sequence[LayerSlots], device: torch.device) -> HostPages | None:
+    pieces = [part.pieces for part in parts if part.pieces is not None]
+    return HostPages.of(pieces, parts[0].host_layout, device) if pieces else None

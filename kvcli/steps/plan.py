@@ -1,0 +1,85 @@
+"""What the retrieval layers of a method do at a step, stated once; `kvcli.runtime.gpu` carries it out for any method.
+
+Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.choices import best_scores
+
+RecallBy = Literal["gather", "copy"]
+
+
+class StepIndex(Protocol):
+    """What the pages of a layer of a batch are scored by."""
+
+    needs_newest: bool
+    """Whether the newest token is appended, and `update` called, before scoring; else after attention."""
+
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+        """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
+
+        heads [b, Hk] bool: only these KV heads need to be scored.
+        """
+
+    def update(self) -> None:
+        """Take in what the newest tokens, which are appended, have completed."""
+
+
+class Choice(Protocol):
+    """A rule by which scores choose."""
+
+    def __call__(self, scores: Tensor, slots: BatchSlots, heads: Tensor | None) -> Tensor:
+        """Choose by scores [b, Hk, n] for `heads` [b, Hk]: [b, Hk, selected] int32, -1 behind them."""
+
+
+class Resident(NamedTuple):
+    """Everything is on the device: attention reads the chosen rows where they lie."""
+
+
+class FromHost(NamedTuple):
+    """Chosen pages lie in host memory; those that are missing are brought into their slots.
+
+    By a kernel that reads pinned memory (gather), or copied one after another through one or two staging buffers.
+    """
+
+    recall: RecallBy = "gather"
+    double_buffer: bool = True
+
+
+Fetch = Resident | FromHost
+RESIDENT = Resident()
+
+
+class Correction(NamedTuple):
+    """Which KV heads do not reuse what the step before chose: those whose query cosine with it is below a threshold.
+
+    `below` has one a layer; above 1 all heads are corrected, below -1 none. Cosines are pooled over the query heads.
+    """
+
+    below: tuple[float, ...]
+    pooling: Literal["mean", "max"] = "mean"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
+
+    `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names.
+    `index` and `prepare` are made for every layer of a batch; `prepare` is called before all else.
+    """
+
+    index: Callable[[BatchSlots], StepIndex] | None = None
+    choose: Choice = best_scores
+    when: Literal["before", "after"] = "before"
+    fetch: Fetch = RESIDENT
+    correction: Correction | None = None
+    prepare: Callable[[BatchSlots], Callable[[], None]] | None = None

@@ -1,0 +1,125 @@
+"""Every method that states its step, over slots against the blocking pipeline: driven by the listing."""
+
+import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_model
+
+from kvcli.kernels import _triton
+from kvcli.methods import get_method, method_names
+from kvcli.methods.card import read_card
+from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.gpu.streams import SerialStreams
+
+SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12, "local": 1}
+SMALL |= {"outliers": 2, "group": 8}
+# One has outgrown its budget, one does while it decodes, one never does.
+LENGTHS = (91, 33, 7)
+STEPS = 34
+STATED = [name for name in method_names() if read_card(name).gpu_step == "graph"]
+
+
+def settings(name, **changed):
+    fields = get_method(name).Config.model_fields
+    return {key: value for key, value in SMALL.items() if key in fields} | changed
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def variants():
+    """Every method as it is, and with each of its switches and words turned."""
+    for name in STATED:
+        yield pytest.param(name, {}, id=name)
+        for key, field in get_method(name).Config.model_fields.items():
+            if isinstance(field.default, bool):
+                yield pytest.param(name, {key: not field.default}, id=f"{name}-{key}")
+            if key == "positions":
+                yield pytest.param(name, {key: "cache"}, id=f"{name}-cache")
+
+
+class Watched:
+    """A stepper whose logits are kept, step by step."""
+
+    def __init__(self, stepper):
+        self.stepper, self.logits = stepper, []
+
+    def step(self, batch):
+        rows = self.stepper.step(batch)
+        self.logits.append(torch.stack([logits for logits, _ in rows]))
+        return rows
+
+    def finish(self):
+        self.stepper.finish()
+
+
+def decoded(model, name, wanted, ids, steps, eos=(), over_slots=False):
+    """The finished sequences, and the logits [b, vocab] of every step."""
+    made = []
+
+    def step(hook, rope, sequences):
+        stepper = (
+            SlotStepper(hook, sequences, rope, streams=SerialStreams()) if over_slots else BlockingStepper(hook, rope)
+        )
+        made.append(Watched(stepper))
+        return made[0]
+
+    return run(model, name, wanted, ids, steps, eos=eos, step=step), made[0].logits
+
+
+def assert_same(one, other):
+    (sequences, logits), (others, expected) = one, other
+    for found, wanted in zip(logits, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    for sequence, reference in zip(sequences, others, strict=True):
+        assert sequence.token_ids == reference.token_ids
+        assert sequence.finish_reason == reference.finish_reason
+        found, wanted = sequence.report(), reference.report()
+        assert found.correction == wanted.correction
+        assert found.cache == wanted.cache
+        assert sequence.counters.counts == reference.counters.counts
+        assert sequence.method.statistics() == reference.method.statistics()
+
+
+@pytest.mark.parametrize(("name", "switch"), list(variants()))
+def test_steps_are_those_of_the_blocking_pipeline(name, switch):
+    """A ragged batch across page boundaries: the same tokens, sets, counts and statistics, logits within rounding."""
+    case = (tiny_model("llama"), name, settings(name, **switch), prompts(*LENGTHS), STEPS)
+    assert_same(decoded(*case, over_slots=True), decoded(*case))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", STATED)
+def test_steps_with_sliding_layers_softcaps_and_attention_sinks(name, family):
+    case = (tiny_model(family), name, settings(name), prompts(63, 45), 9)
+    assert_same(decoded(*case, over_slots=True), decoded(*case))
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
+    model, ids = tiny_model("llama"), prompts(*LENGTHS)
+    (first, *others), _ = decoded(model, name, settings(name), ids, 20)
+    stop = next(token for token in first.token_ids[2:] if all(token not in each.token_ids for each in others))
+    case = (model, name, settings(name), ids, 20, (stop,))
+    overlapped, logits = decoded(*case, over_slots=True)
+    assert_same((overlapped, logits), decoded(*case))
+    assert len(logits[-1]) < len(logits[0])
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_steps_by_kernels(name, monkeypatch):
+    """The same by the Triton kernels, under their interpreter."""
+    case = (tiny_model("llama"), name, settings(name), prompts(61), 4)
+    expected = decoded(*case)
+    start = SlotPipeline.start
+
+    def started(self):
+        monkeypatch.setattr(_triton, "on_cpu", True)  # from here on: the prompt was read before
+        start(self)
+
+    monkeypatch.setattr(SlotPipeline, "start", started)
+    assert_same(decoded(*case, over_slots=True), expected)
