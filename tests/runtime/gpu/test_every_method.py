@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from engine import run
+from engine import new_method, run
 from families import VOCAB, tiny_model
 
 from kvcli.kernels import _triton
 from kvcli.methods import get_method, method_names
 from kvcli.methods.card import read_card
+from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -32,14 +33,14 @@ def prompts(*lengths):
 
 
 def variants():
-    """Every method as it is, and with each of its switches and words turned."""
+    """Every method as it is, and with each of its switches and words turned, as far as its step is stated then."""
+    layers = [LayerGeometry(index, 4, 2, 8, None, True) for index in range(2)]
     for name in STATED:
-        yield pytest.param(name, {}, id=name)
-        for key, field in get_method(name).Config.model_fields.items():
-            if isinstance(field.default, bool):
-                yield pytest.param(name, {key: not field.default}, id=f"{name}-{key}")
-            if key == "positions":
-                yield pytest.param(name, {key: "cache"}, id=f"{name}-cache")
+        fields = get_method(name).Config.model_fields
+        switches = [{key: not field.default} for key, field in fields.items() if isinstance(field.default, bool)]
+        for switch in [{}, *switches, *([{"positions": "cache"}] if "positions" in fields else [])]:
+            if new_method(name, settings(name, **switch), layers, 200).step_plan is not None:
+                yield pytest.param(name, switch, id="-".join([name, *switch]))
 
 
 class Watched:
