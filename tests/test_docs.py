@@ -91,7 +91,7 @@ def test_the_walk_through_the_code_names_what_exists():
         path.name for path in (ROOT / "kvcli").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert rooms - {"__init__.py", "__main__.py", "errors.py", "sizes.py"} <= set(
-        re.findall(r"\| `kvcli/(\w[\w.]*)", text)
+        re.findall(r"`kvcli/(\w[\w.]*)", text)
     )
     for step in re.split(r"\n(?=\d\. |\||\n)", text):
         names = re.findall(r"`([^`\n]+)`", step)

@@ -1,7 +1,5 @@
 """The charts of a profile's HTML page. Imported only where a page is wanted, because Altair is optional."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil, floor, log10
 from typing import Any

@@ -3,8 +3,6 @@
 A check that raises an exception is reported as a finding, too. No check changes anything.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -8,8 +8,6 @@ Phases overlap. A moment at which a kernel of the step's own lane runs is that k
 time is hidden. A moment that retrieval has for itself is exposed, and one at which nothing runs is the host's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

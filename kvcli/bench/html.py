@@ -1,7 +1,5 @@
 """A profile as an HTML page: the main result, charts, the same figures as tables, and the machine."""
 
-from __future__ import annotations
-
 from kvcli.bench import charts
 from kvcli.bench.profiler import Outcome, case_name
 from kvcli.bench.report import Case, ProfileReport

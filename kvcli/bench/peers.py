@@ -4,8 +4,6 @@ Their KV is always random, because the time of full attention does not depend on
 peers: its releases (0.5.5) need transformers below 5.3, which cannot be installed beside the version that kvcli needs.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise

@@ -7,8 +7,6 @@ Only one lane, that of the step itself, is what the step waits for. What runs on
 overlapped: reported beside, as far as the step was not waiting for the very same phase.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

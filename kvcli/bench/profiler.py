@@ -5,8 +5,6 @@ them alike; ratios are taken within a round. Runs that are split into phases are
 without clocks inside, so that the two can be compared.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +13,10 @@ from typing import Any
 
 import torch
 
-from kvcli.bench.ablations import Entry
 from kvcli.bench.peers import Transformers, left_out, peer_profiles
 from kvcli.bench.report import Case, ProfileReport
 from kvcli.bench.rounds import Rounds
-from kvcli.bench.runs import Candidate, ContextSource, Decoding, Load, RandomContext, ReadContext, seeded_tokens
+from kvcli.bench.runs import Candidate, ContextSource, Decoding, Entry, Load, RandomContext, ReadContext, seeded_tokens
 from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV

@@ -1,7 +1,5 @@
 """All candidates under one load: run in turn, split into phases, and summed up as cases."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace

@@ -5,8 +5,6 @@ corrected and recalled follows the queries. Made-up KV spares a prefill that tak
 read (a document, or seeded ones) make selections that are the model's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +18,9 @@ from kvcli.bench.phases import StepParts
 from kvcli.bench.timelines import module_spans
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
-from kvcli.inputs.profiles import Profile
+from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.inputs.variants import Variant
+from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
@@ -31,6 +31,28 @@ from kvcli.telemetry.timeline import Timeline
 
 # The token that a context ends with: any will do, as long as it is the same in all runs.
 _FIRST_TOKEN = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method under one profile; `kind` is "method", or "ablation" where a part of it is switched off."""
+
+    label: str
+    kind: str
+    profile: Profile
+
+
+def entries(compared: Sequence[Variant], ablate: bool) -> tuple[Entry, ...]:
+    """List what is compared; with `ablate` each method comes after the ablations that it declares."""
+    found = []
+    for variant in compared:
+        profile = variant.profile
+        steps = get_method(profile.method).ablation if ablate else {}
+        for name, settings in steps.items():
+            reduced = resolve_profile(profile.method, None, {**profile.settings.model_dump(), **settings})
+            found.append(Entry(f"{variant.name}, {name}", "ablation", reduced))
+        found.append(Entry(variant.name, "method", profile))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

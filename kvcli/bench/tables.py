@@ -1,7 +1,5 @@
 """A profile as tables and notes, for the terminal and for the HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

@@ -10,8 +10,6 @@ host does not wait until the spans are asked for. A captured graph has no spans 
 kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a container lets this process take: the limits of its control group (version 2), where it has any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")

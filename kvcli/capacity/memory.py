@@ -5,8 +5,6 @@ Where the prompt decides how much a method keeps, the count is the most that it 
 The workspace of the prefill is an estimate of the largest tensors that exist at once.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

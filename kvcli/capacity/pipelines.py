@@ -1,7 +1,5 @@
 """Which pipelines can serve a method on a machine; found out before the weights are read."""
 
-from __future__ import annotations
-
 from kvcli.capacity.memory import planned_method
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Checkpoint

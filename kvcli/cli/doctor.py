@@ -1,7 +1,5 @@
 """`kvcli doctor`: whether this machine is ready, and what to do where it is not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

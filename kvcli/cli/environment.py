@@ -1,7 +1,5 @@
 """Environment variables that set options: those that are unknown, and those that a bad value came from."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

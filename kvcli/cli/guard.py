@@ -1,7 +1,5 @@
 """The end of every command: whatever happens becomes an exit code and, at most, two lines on stderr."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -67,7 +67,7 @@ def profile(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.bench.ablations import entries
+    from kvcli.bench.runs import entries
     from kvcli.inputs.prompts import read_document
 
     check_files(

@@ -1,7 +1,5 @@
 """Which files a command reads, so that none of its outputs takes the place of one."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping

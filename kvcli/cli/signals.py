@@ -1,7 +1,5 @@
 """Ctrl-C and the signals by which schedulers and terminals end a process, all treated alike."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The standard streams of the process, where the caller closed them or they can take no more."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

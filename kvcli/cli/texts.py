@@ -1,7 +1,5 @@
 """The texts of a generation, in the form in which stdout and files get them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """The TOML file of a profile, and single values in TOML: parsed and validated, whatever they hold."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Iterable

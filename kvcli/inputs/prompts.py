@@ -1,7 +1,5 @@
 """Prompts from files, standard input and -p."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Whether a calibrated profile fits the model that it is used with."""
 
-from __future__ import annotations
-
 from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
 from kvcli.models.fingerprint import fingerprint

@@ -1,7 +1,5 @@
 """How to choose tokens and when to stop, as asked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvcli.errors import usage_error

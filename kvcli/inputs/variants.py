@@ -1,7 +1,5 @@
 """What is compared: methods and profiles, each with every budget that is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches

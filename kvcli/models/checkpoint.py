@@ -4,8 +4,6 @@ Directories are checked before transformers sees them: it reads a missing direct
 a damaged file only after minutes of loading.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

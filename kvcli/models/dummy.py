@@ -1,7 +1,5 @@
 """Made-up models: the right shapes with random weights, to measure time and memory without a checkpoint."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (

@@ -1,7 +1,5 @@
 """Telling models apart by their files, without reading gigabytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ Nothing is allocated: the model is built on the meta device, and each attention 
 numbers are those that the model itself passes to its attention function, whatever its config calls them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

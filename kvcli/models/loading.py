@@ -4,8 +4,6 @@ Nothing is ever silently random: a weight that the files lack is an error, and r
 `load_format="dummy"`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,22 +15,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, quiet
 from kvcli.models.dummy import fallback_tokenizer, random_model
-from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+from kvcli.models.geometry import ModelGeometry, geometry_of
 from kvcli.models.place import bundled_model, find
-
-__all__ = [
-    "Checkpoint",
-    "LayerGeometry",
-    "Model",
-    "ModelGeometry",
-    "ModelSpec",
-    "geometry_of",
-    "load_model",
-    "open_checkpoint",
-    "read_config",
-    "resolve_device",
-    "resolve_dtype",
-]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

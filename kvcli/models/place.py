@@ -1,7 +1,5 @@
 """Where a model's files are; found out without torch, so that a name that means nothing is refused at once."""
 
-from __future__ import annotations
-
 import re
 from difflib import get_close_matches
 from pathlib import Path

@@ -5,8 +5,6 @@ looked at, as one window, what the sequence has written since. It takes a full K
 sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counters of a sequence: exact counts by step and layer, and by KV head, read once at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import add

@@ -1,7 +1,5 @@
 """Spans on the host clock, and the Chrome trace they make (opens in Perfetto)."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a terminal must not see: control characters in texts that others wrote, shown as escapes instead."""
 
-from __future__ import annotations
-
 # C0 without newline and tab, DEL, C1. rich leaves ESC and C1 as they are. The longer form is the one that JSON knows:
 # JSON has escaped the first 32 characters itself and holds the others as they are.
 _ESCAPES = {code: f"\\x{code:02x}" for code in range(32) if chr(code) not in "\n\t"}

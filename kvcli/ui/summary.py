@@ -1,7 +1,5 @@
 """What a report says, in words and numbers a person reads; the console lays it out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
 from typing import Any

@@ -9,10 +9,9 @@ import pytest
 from families import tiny_checkpoint
 
 from kvcli.bench import profiler, rounds
-from kvcli.bench.ablations import Entry, entries
 from kvcli.bench.phases import step_parts
 from kvcli.bench.profiler import ProfileRequest, profile
-from kvcli.bench.runs import Decoding, Load, RandomContext
+from kvcli.bench.runs import Decoding, Entry, Load, RandomContext, entries
 from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate

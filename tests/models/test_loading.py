@@ -8,15 +8,8 @@ from safetensors.torch import load_file
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models import checkpoint
-from kvcli.models.loading import (
-    ModelSpec,
-    geometry_of,
-    load_model,
-    open_checkpoint,
-    read_config,
-    resolve_device,
-    resolve_dtype,
-)
+from kvcli.models.geometry import geometry_of
+from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -4,8 +4,6 @@ Memory is counted as `generate` counts it before it refuses a run (`kvcli.capaci
 `kvcli.capacity.planning.estimate`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product

@@ -5,8 +5,6 @@ far queries turn from one step to the next. With random weights they turn comple
 a query wants recall most of it: their worst case.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

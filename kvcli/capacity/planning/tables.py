@@ -1,7 +1,5 @@
 """Plans as tables and notes; the console renders them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvcli.capacity.memory import RUNTIME_BYTES

@@ -8,8 +8,6 @@ side by side, are close to a matrix of low rank. What part of their norm lies ou
 each prompt on its own, as the method factorises each on its own; then the mean over the prompts.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -7,8 +7,6 @@ are shown. A bound lies two standard errors above its figure, and the choice kee
 what holds on these passages by luck alone should not be promised for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev

@@ -4,8 +4,6 @@ They are found on random tokens that repeat (`kvcli.runtime.retrieval_heads`), a
 text plays no part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A calibration as one page: the curve, and what else was seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

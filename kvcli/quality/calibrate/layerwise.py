@@ -6,8 +6,6 @@ decide what is tried: from the cheapest value everywhere on, the layer comes nex
 squared error for what it costs. What comes of it is measured as any value is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

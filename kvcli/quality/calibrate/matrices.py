@@ -1,7 +1,5 @@
 """Targets that end in tensors: what a method needs for a model, found once on text, in a file beside a profile."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

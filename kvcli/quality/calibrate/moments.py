@@ -4,8 +4,6 @@ Loki's principal axes of the keys (arXiv 2406.02542, section 4), by the covarian
 InfiniGen's skew (arXiv 2406.19707, section 4), by the moments of queries and keys.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 

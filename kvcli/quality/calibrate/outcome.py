@@ -1,7 +1,5 @@
 """The result of a calibration: as a list, tables and JSON, and as a profile that `--profile` takes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

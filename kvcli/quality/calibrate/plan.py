@@ -1,7 +1,5 @@
 """The options of a calibration, the text they come to as passages, and the provenance of the result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

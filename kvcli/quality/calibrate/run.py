@@ -1,7 +1,5 @@
 """One calibration from its options to its result: load, read every passage, and choose, or find tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Targets whose values are tried: the settings, what they cost, and what else is measured on the way (`collectors`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Everything that can be calibrated, by name: sweeps over values, and tensors that are found."""
 
-from __future__ import annotations
-
 from difflib import get_close_matches
 
 from kvcli.errors import ExitCode, KvcliError

@@ -1,7 +1,5 @@
 """One evaluation from its options to its table: load a model, ask, count."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace

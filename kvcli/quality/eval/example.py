@@ -1,7 +1,5 @@
 """One example of a task, as text and in tokens, and the cells of a table, each with the examples that it averages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -13,8 +13,6 @@ prompts for chat models and LongBench v2 by the likelihood of four letters. Here
 the benchmarks' own for open models, and every answer is generated, which is what a KV-cache method takes part in.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ Needs the extra `lm-eval`. Tasks that compare likelihoods of given answers are r
 read, and what a method does when it decodes would not show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A table of results as one HTML page: scores, heat maps, costs and where they come from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Arguments are those of `scorers.Scorer`. The references of a choice are the right option's text and its letter.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A table of results as text: figures rounded, with their units; the console lays it out."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Answers with their scores, a line of JSON each, in a file that only grows: an interrupted run goes on from it."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

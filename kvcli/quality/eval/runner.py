@@ -3,8 +3,6 @@
 Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

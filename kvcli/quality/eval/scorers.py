@@ -8,8 +8,6 @@ that load data from the hub, those of LongBench need fuzzywuzzy, which is under 
 the words of summaries, which the benchmark does not, and read a choice by its last letter instead of its first.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

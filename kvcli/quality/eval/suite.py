@@ -5,8 +5,6 @@ depth), `ppl` (how likely the right answer about four needles is, fed token by t
 of a file is after what stands before it), or a JSONL file of a benchmark (`formats`).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

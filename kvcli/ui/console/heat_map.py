@@ -1,7 +1,5 @@
 """Heat maps in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

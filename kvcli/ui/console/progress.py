@@ -1,7 +1,5 @@
 """A run while it goes on: bars, notes, and text handed to whoever writes it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What commands print on stdout: tables, lists and pages of text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

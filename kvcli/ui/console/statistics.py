@@ -1,7 +1,5 @@
 """A generation when it is over: its statistics and its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

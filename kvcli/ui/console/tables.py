@@ -1,7 +1,5 @@
 """What the shown is made of: grids, tables and bars."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich.console import Console, RenderableType

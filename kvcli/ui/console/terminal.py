@@ -1,7 +1,5 @@
 """Consoles: where text for people goes, what a terminal gets to see of it, and lines on stderr."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from io import StringIO
 
