@@ -7,7 +7,7 @@ from families import EAGER, FAMILIES, VOCAB, tiny_checkpoint, tiny_config, tiny_
 from safetensors.torch import load_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models import checkpoint
+from kvcli.models import place
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config, resolve_device, resolve_dtype
 
@@ -68,7 +68,7 @@ def test_opening_reads_no_weights(tmp_path, monkeypatch):
 def test_no_name_is_the_bundled_model(tmp_path, monkeypatch):
     package = tmp_path / "demo"
     tiny_checkpoint("llama", package)
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(place, "__file__", str(tmp_path / "place.py"))
     model = load_model(ModelSpec(device="cpu"))
     assert (model.name, model.source) == ("demo", "bundled")
     (package / "config.json").unlink()
