@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.api import Answer, LanguageModel, load
+    from kvcli.api import Answer, LanguageModel, load, resume
     from kvcli.methods import register
 
-__all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "register"]
+__all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "register", "resume"]
 __version__ = "0.1.0"
 
-_LAZY = {"Answer": "kvcli.api", "LanguageModel": "kvcli.api", "load": "kvcli.api", "register": "kvcli.methods"}
+_LAZY = {
+    "Answer": "kvcli.api",
+    "LanguageModel": "kvcli.api",
+    "load": "kvcli.api",
+    "register": "kvcli.methods",
+    "resume": "kvcli.api",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from kvcli.capacity.memory import available
@@ -22,11 +23,13 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import KvcliError, usage_error
-from kvcli.generate import Generation, GenerationRequest, announce, check, choose_pipeline
+from kvcli.generate import Generation, GenerationRequest, announce, begin_to_keep, check, choose_pipeline
+from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.runtime.kept_run import EVERY, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
@@ -93,7 +96,8 @@ class LanguageModel:
         Args:
             document: a text, or several.
             prompt: the question after each of them; without it the texts stand alone.
-            options: `method`, `profile`, `system`, `raw`, `chat_template_kwargs`, `audit`, `pipeline` and `observer` (a
+            options: `method`, `profile`, `system`, `raw`, `chat_template_kwargs`, `audit`, `pipeline`, `checkpoint` (a
+                directory that `resume` goes on with), `every` and `observer` (a
                 `kvcli.telemetry.observer.Observer`) as on the command line, settings of the sampling and of the method.
 
         Returns:
@@ -107,14 +111,7 @@ class LanguageModel:
         with closing(generation.steps()) as steps:
             for step in steps:
                 announce(step, observer)
-        report, samples = generation.report(), generation.request.sampling.num_samples
-        for sequence in report.sequences:
-            if sequence.error is not None:
-                raise KvcliError(f"{sequence.source}: {sequence.error}")
-        answers = [
-            Answer(replace(report, sequences=report.sequences[start : start + samples]))
-            for start in range(0, len(report.sequences), samples)
-        ]
+        answers = _answers(generation.report(), generation.request.sampling.num_samples)
         return answers[0] if isinstance(document, str) else answers
 
     def stream(self, document: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
@@ -166,7 +163,8 @@ class LanguageModel:
             raise failed
         check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self))
         pipeline = choose_pipeline(request, self.checkpoint)
-        return Generation(request, self.loaded, prompts, pipeline, observer), observer
+        kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
+        return Generation(request, self.loaded, prompts, pipeline, observer, kept=kept), observer
 
 
 def load(
@@ -185,6 +183,28 @@ def load(
     return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline)))
 
 
+def resume(directory: str | Path, *, model: str | None = None, observer: Observer | None = None) -> list[Answer]:
+    """Go on with what `generate(..., checkpoint=directory)` kept: an answer for each text, as if nothing had ended it.
+
+    `model` is where the model is by now, if it was moved.
+
+    Raises:
+        KvcliError: there is no run in the directory, another process is at work on it, the model is another, or a
+            file is not as it was written.
+    """
+    kept = KeptRun.open(Keep(Path(directory)))
+    return _answers(go_on(kept, observer or Observer(), model=model), kept.sampling.num_samples)
+
+
+def _answers(report: Report, samples: int) -> list[Answer]:
+    """Part a report by texts; raises KvcliError where one could not be continued."""
+    for sequence in report.sequences:
+        if sequence.error is not None:
+            raise KvcliError(f"{sequence.source}: {sequence.error}")
+    starts = range(0, len(report.sequences), samples)
+    return [Answer(replace(report, sequences=report.sequences[start : start + samples])) for start in starts]
+
+
 def _request(
     texts: Sequence[str],
     prompt: str | None,
@@ -196,6 +216,8 @@ def _request(
     chat_template_kwargs: dict[str, Any] | None = None,
     audit: int | None = None,
     pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
+    checkpoint: str | Path | None = None,
+    every: int = EVERY,
     observer: Observer | None = None,
     **settings: Any,
 ) -> tuple[GenerationRequest, Observer]:
@@ -213,5 +235,6 @@ def _request(
         template=Template(system, raw, chat_template_kwargs or {}),
         audit=audit,
         pipeline=pipeline,
+        keep=None if checkpoint is None else Keep(Path(checkpoint), every),
     )
     return request, observer or Observer()

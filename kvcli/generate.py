@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from kvcli.capacity import memory, pipelines
-from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, encode_all, in_common
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.inputs.prompts import Prompt
@@ -67,38 +66,36 @@ def generate(
     """
     timeline = timeline or Timeline()
     observer.stage("load")
-    with ExitStack() as until_the_end:
-        kept = None
-        with timeline.span("load"):
-            checkpoint = open_checkpoint(spec)
-            prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
-            check(request, checkpoint, prompts, observer)
-            pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
-            if request.keep is not None:
-                asked = Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts)
-                kept = until_the_end.enter_context(closing(KeptRun.begin(request.keep, asked, prompts)))
-            model = checkpoint.load()
-        return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
+    with timeline.span("load"):
+        checkpoint = open_checkpoint(spec)
+        prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
+        check(request, checkpoint, prompts, observer)
+        pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
+        kept = begin_to_keep(request, checkpoint, prompts, pipeline)
+        model = checkpoint.load()
+    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
 
 
-def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, model: str | None = None) -> report.Report:
+def resume(
+    kept: KeptRun, observer: Observer, timeline: Timeline | None = None, model: str | None = None
+) -> report.Report:
     """Go on with a generation that was kept in a directory; all of its text is announced, and comes back.
 
     A generation that has finished is only reported. `model` is where the model is by now, if it was moved.
 
     Raises:
-        KvcliError: as `generate` does; and where there is no run in the directory, another process is at work on it,
-            or the model or the tokenizer is another (usage), or what is kept is not whole (runtime).
+        KvcliError: as `generate` does; and where the model or the tokenizer is another (usage), or what is kept is not
+            whole (runtime).
     """
     timeline = timeline or Timeline()
-    with closing(KeptRun.open(keep)) as kept:
+    with closing(kept):
         if (finished := kept.report()) is not None:
-            observer.notice(f"{keep.directory}: this generation has finished; here is its text")
+            observer.notice(f"{kept.directory}: this generation has finished; here is its text")
             for index, sequence in enumerate(finished.sequences):
                 observer.text(index, sequence.text)
                 observer.finished(index)
             return finished
-        request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline, keep=keep)
+        request = GenerationRequest(kept.profile, (), kept.sampling, pipeline=kept.asked.pipeline)
         observer.stage("load")
         with timeline.span("load"):
             checkpoint = open_checkpoint(kept.spec if model is None else replace(kept.spec, name=model))
@@ -110,7 +107,7 @@ def resume(keep: Keep, observer: Observer, timeline: Timeline | None = None, mod
 
 def _run(generation: Generation) -> report.Report:
     """Take all steps, show them, and report."""
-    request, observer, kept = generation.request, generation.observer, generation.kept
+    request, observer = generation.request, generation.observer
     try:
         with closing(generation.steps()) as steps:
             for step in steps:
@@ -118,13 +115,10 @@ def _run(generation: Generation) -> report.Report:
                 observer.step(max(len(sequence.token_ids) for sequence, _ in step), request.sampling.max_tokens)
     except KeyboardInterrupt:
         announce(generation.interrupt(), observer)
-        if kept is not None:
-            observer.notice(f"kvcli generate --resume {kept.directory} goes on with it")
+        if generation.kept is not None:
+            observer.notice(f"kvcli generate --resume {generation.kept.directory} goes on with it")
     observer.stage_done()
-    outcome = generation.report()
-    if kept is not None and all(sequence.finish_reason != "interrupted" for sequence in outcome.sequences):
-        kept.finish(outcome, observer.notice)
-    return outcome
+    return generation.report()
 
 
 @dataclass
@@ -144,9 +138,11 @@ class Generation:
     def steps(self) -> Generator[Step, None, None]:
         """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
         request, reference = self.request, reference_profile() if self.request.audit is not None else None
-        with engine(self.model, capacities(request, self.prompts), self.observer.notice) as ready:
+        kept = self.kept
+        ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice)
+        with ready_for as ready, nullcontext() if kept is None else closing(kept):
             runner = PrefillRunner(ready, request.profile, request.sampling, self.observer, self.timeline, reference)
-            if self.kept is not None and (restored := self.kept.restore(ready, self.timeline)):
+            if kept is not None and (restored := kept.restore(ready, self.timeline)):
                 self.sequences = restored
                 yield [(sequence, sequence.detokenizer.text) for sequence in restored]
             read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
@@ -160,19 +156,21 @@ class Generation:
                     if request.audit is not None:
                         self.audits.append(Audit(ready, sequence, request.audit))
                     yield [(sequence, piece)]
-                if self.kept is not None and self.sequences:
-                    self.kept.save(self.sequences, self.observer.notice)
+                if kept is not None and self.sequences:
+                    kept.save(self.sequences, self.observer.notice)
             prepare(self.audits)
             for step in ready.decode(self.sequences, self.timeline, self.pipeline):
                 yield step
-                if self.kept is not None:
-                    self.kept.step(self.sequences, self.observer.notice)
+                if kept is not None:
+                    kept.step(self.sequences, self.observer.notice)
                 conclude(self.audits)
                 prepare(self.audits)
             for sequence in self.sequences:
                 if sequence.error is not None:
                     prompt = self.prompts[sequence.index // request.sampling.num_samples]
                     sequence.error += f": {describe_origin(ready, prompt.ids)}"
+            if kept is not None:
+                kept.finish(self.report(), self.observer.notice)
 
     def interrupt(self) -> Step:
         """End what still runs; returns it with the text that was held back."""
@@ -256,29 +254,24 @@ def check(
 
 
 def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:
-    """Choose how steps run; those that are `traced` or audited are blocking.
+    """Choose how steps run; those that are `traced`, audited or kept are blocking.
 
     Raises:
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
-    if request.audit is not None and request.keep is not None:
-        raise usage_error("--audit compares with a second KV, which --checkpoint does not keep", "leave one out")
-    obstacle = _obstacle(request, checkpoint, traced)
-    if request.pipeline == "auto":
-        return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
-    if request.pipeline != "blocking" and obstacle is not None:
-        hint = "leave --pipeline out, or take --pipeline blocking"
-        raise usage_error(f"--pipeline {request.pipeline}: {obstacle}", hint)
-    return request.pipeline
+    watching = "--audit" if request.audit is not None else "--trace" if traced else None
+    return pipelines.choose(request.pipeline, request.profile, checkpoint, watching, request.keep is not None)
 
 
-def _obstacle(request: GenerationRequest, checkpoint: Checkpoint, traced: bool) -> str | None:
-    """Say why steps can be nothing but blocking, if so."""
-    if request.keep is not None and not (request.pipeline == "compiled" and checkpoint.device.type == "cpu"):
-        return "--checkpoint keeps what blocking steps leave behind"
-    if request.audit is not None or traced:
-        return f"{'--trace' if request.audit is None else '--audit'} looks into the phases of a step"
-    return pipelines.obstacle(request.profile, request.pipeline, checkpoint)
+def begin_to_keep(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], pipeline: Pipeline
+) -> KeptRun | None:
+    """Make the directory that a run is to be kept in, if it is; raises KvcliError (usage) where it cannot be."""
+    if request.keep is None:
+        return None
+    return KeptRun.begin(
+        request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts
+    )
 
 
 def _unread(prompt: EncodedPrompt, sample: int) -> report.Sequence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -26,12 +27,13 @@ from kvcli.cli.options import (
 )
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import check_files
+from kvcli.cli.resume import resume_run
 from kvcli.errors import usage_error
 
 if TYPE_CHECKING:
     from kvcli.inputs.profiles import Profile
 
-_INPUT = Panel("Input", env=True)
+_INPUT, _KEEPING = Panel("Input", env=True), Panel("Going on")
 
 
 def generate(
@@ -111,6 +113,17 @@ def generate(
         bool, SAMPLING.flag("--ignore-eos", "Go on to --max-tokens past the end-of-text token.")
     ] = False,
     num_samples: options.NumSamples = 1,
+    checkpoint: Annotated[
+        Path | None,
+        _KEEPING.option("--checkpoint", "DIR", "Keep the run in a new directory, for --resume after whatever ends it."),
+    ] = None,
+    every: Annotated[
+        int, _KEEPING.option("--every", "N", "Tokens from one writing of the checkpoint to the next.", positive_count)
+    ] = 32,
+    resume: Annotated[
+        Path | None,
+        _KEEPING.option("--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."),
+    ] = None,
     pipeline: Annotated[
         Literal["auto", "blocking", "overlapped", "compiled"],
         METHOD.option(
@@ -162,6 +175,10 @@ def generate(
     from kvcli.inputs.prompts import read_prompts
     from kvcli.inputs.sampling import Sampling
 
+    if resume is not None:
+        _hush_libraries(verbose)
+        shown = {"quiet": quiet, "verbose": verbose, "timeline": timeline, "stats": stats}
+        raise typer.Exit(resume_run(context, resume, every, model, output, trace, as_json=as_json, **shown))
     outputs = {"-o": output, "--trace": trace}
     check_files(outputs, model=model, load_format=load_format, documents=files, profiles=[profile], settings=settings)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
@@ -179,6 +196,7 @@ def generate(
     from kvcli.generate import GenerationRequest
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
+    from kvcli.runtime.kept_run import Keep
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
@@ -188,7 +206,8 @@ def generate(
         )
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
-    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline)
+    keep = None if checkpoint is None else Keep(checkpoint, every)
+    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline, keep)
     try:
         spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
         report = run(spec, request, show.observer, spans)

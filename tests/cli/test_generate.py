@@ -305,3 +305,49 @@ def test_what_only_the_blocking_pipeline_does(generate, document, arguments, nam
 def test_without_a_compiler_nothing_is_compiled(generate, document, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     assert_refused(generate(document, "--device", "cpu", "--pipeline", "compiled"), 2, "--pipeline", "C++ compiler")
+
+
+KEPT = ["--max-tokens", 60, "--temperature", "0.7", "--seed", 5, *RETRIEVE]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(model, document, generate, tmp_path):
+    """The text is that of a run that nobody killed, and a second --resume shows it again."""
+    whole = json.loads(generate(document, "-p", "which fox?", *KEPT, "--json").stdout)["sequences"][0]
+    kept = tmp_path / "kept"
+    arguments = ["generate", "-m", model, document, "-p", "which fox?", *KEPT, "--checkpoint", kept, "--every", 4]
+    with subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        while not (kept / "segment-000004.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    assert not (kept / "report.json").exists()
+    resumed = kvcli("generate", "--resume", kept, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    (again,) = json.loads(resumed.stdout)["sequences"]
+    for clock in ("timing", "steps"):
+        whole.pop(clock), again.pop(clock)
+    assert again | {"source": ""} == whole | {"source": ""}
+    shown = kvcli("generate", "--resume", kept)
+    assert (shown.stdout.strip(), shown.returncode) == (whole["text"].strip(), 0)
+    assert "has finished" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume", "nowhere"], "holds no journal.json"),
+        (["--resume", ".", "--max-tokens", "9"], "--max-tokens does not go with --resume"),
+        (["--resume", ".", "--method", "quest"], "--method does not go with --resume"),
+        (["--resume", ".", "fox.txt"], "FILE does not go with --resume"),
+        (["--resume", "."], "holds no journal.json"),
+        (["fox.txt", "--checkpoint", "."], "holds something else, fox.txt"),
+        (["fox.txt", "--checkpoint", "new", "--every", "0"], "--every"),
+        (["fox.txt", "--checkpoint", "new", "--audit", "2"], "--audit"),
+        (["fox.txt", "--checkpoint", "/proc/new"], "No such file"),
+    ],
+)
+def test_what_cannot_be_kept_or_gone_on_with_is_one_line(warm, tmp_path, arguments, words):
+    (tmp_path / "fox.txt").write_text(WORDS)
+    assert_refused(warm("generate", "-q", *arguments, cwd=tmp_path), 2, words)

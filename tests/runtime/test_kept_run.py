@@ -10,7 +10,8 @@ from families import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.generate import GenerationRequest, generate, resume
+from kvcli.generate import GenerationRequest, generate
+from kvcli.generate import resume as go_on
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
@@ -23,6 +24,10 @@ TEXT = "the quick brown fox jumps over the lazy dog and the number of the third 
 PROMPTS = (Prompt("a", TEXT, "what is the number?"), Prompt("b", "a short one"), Prompt("c", TEXT[40:]))
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
 TOKENS, EVERY = 20, 4
+
+
+def resume(keep, *watcher, **options):
+    return go_on(KeptRun.open(keep), *watcher, **options)
 
 
 class CutOff(BaseException):
