@@ -6,8 +6,6 @@ Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] or [Hk, m, n] (Tru
 [Hk, m] in fp32. The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 import torch

@@ -5,8 +5,6 @@
 Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one KV head are rows h*G .. h*G+G-1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 What is public is used where it is needed. Everything here has no public counterpart in the supported versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

@@ -8,8 +8,6 @@ Mean and variance per channel are merged window by window (Chan, Golub and LeVeq
     mean = mean_a + delta * n_b / n          M2 = M2_a + M2_b + delta^2 * n_a * n_b / n          variance = M2 / (n - 1)
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ Windows, blocks, representatives, positions and exactness are InfLLM's. Keys hav
 heads they serve. A question longer than a window counts by its last tokens.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean

@@ -15,8 +15,6 @@ the code goes on evicting. Both temperatures are 1, as in the code without a tab
 them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with 1,024 tokens a layer).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a method says of itself, read from its file without running it, so that a listing need not wait for torch."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

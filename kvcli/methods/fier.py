@@ -12,8 +12,6 @@ tokens that are missing on the device; what is attended to is the same. In the c
 page of size 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -9,8 +9,6 @@ query and recalls before attending. The first retrieval of a sequence has nothin
 must select the same pages and give the same output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Full attention: the whole KV cache on the device. What every other method is measured against."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from typing_extensions import override
 

@@ -9,8 +9,6 @@ Decided where the paper, written for one KV head a query head, says nothing: the
 mean over its query heads. Budget and recent tokens include the current one, at whose arrival the eviction happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -15,8 +15,6 @@ layer that was told nothing, the model's first where it is not dense, chooses wi
 token of one KV head is a page of size 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

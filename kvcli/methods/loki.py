@@ -10,8 +10,6 @@ over the candidates, and pooled over the query heads of a KV head. The paper's p
 tokens here. In the counters one token of one KV head is a page of size 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -5,8 +5,6 @@ during the last one the first, for the next token. Each step moves the whole KV 
 retrieval saves. Blocking semantics on the CPU; on CUDA the prefetch runs on a stream of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

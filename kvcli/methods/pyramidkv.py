@@ -9,8 +9,6 @@ the last layer gets what this leaves, so that the mean stays (for prompts shorte
 all layers the same). Only layers that are cut count, not sliding-window ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from typing_extensions import override

@@ -5,8 +5,6 @@ to the best pages beside sink and window. Per query head as published, the selec
 pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

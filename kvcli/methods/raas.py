@@ -14,8 +14,6 @@ code pages have 16 tokens, too, and the newest is never evicted; it has no sinks
 here with the first.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor

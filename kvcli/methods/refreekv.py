@@ -13,8 +13,6 @@ Memory: it is planned for a prompt of which everything is kept, for what is drop
 after prefill is that of the tokens kept, and of room for those to come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

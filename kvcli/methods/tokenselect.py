@@ -12,8 +12,6 @@ without keeping choices, though; one leading layer is dense. All KV stays on the
 one KV head is a page of size 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ Decided as in the paper's algorithm and reference code: the mean is over all que
 heads hold the same tokens. The budget includes the current token, at whose arrival the eviction happens.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from typing_extensions import override
 

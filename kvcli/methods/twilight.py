@@ -10,8 +10,6 @@ tokens. A KV head attends to what any of its query heads keeps. In the counters,
 many tokens were kept of theirs is in the statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ memory, where the libraries that torch calls reach half of it for small matrices
 a C++ compiler, and some seconds at the first step.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Text as it comes: tokens to pieces that never break a character or show the beginning of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

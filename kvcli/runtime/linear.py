@@ -1,7 +1,5 @@
 """The linear layers of a model on the CPU, run at the memory's speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType

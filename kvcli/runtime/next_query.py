@@ -8,8 +8,6 @@ The projection is done here once more, apart from the model: the query's weights
 `check_next_queries` holds that against the queries that the model itself makes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Where NaN or infinity in a model's logits comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From logits to the next token: greedy, or drawn after transformers' own warpers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import ClassVar, cast
 

@@ -1,7 +1,5 @@
 """One sequence while it runs: its tokens, its KV, its sampler, and what is known about it so far."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -4,8 +4,6 @@ Layer-major prefill (kvcli/runtime/prefill.py) is exact and costs O(s^2) attenti
 attends to, so that a prompt costs O(s), and nothing is ever as long as the prompt but the method's own store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Statistics of retrieval by blocks, kept as sums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The safetensors files that a calibration writes: one tensor `layer.{index}` for each layer, or one in all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten

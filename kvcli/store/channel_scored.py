@@ -1,7 +1,5 @@
 """Layers on the device whose tokens are scored by some channels of their keys (TokenSelect; Loki, arXiv 2406.02542)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

@@ -1,7 +1,5 @@
 """A layer that holds a fixed number of tokens: a new one replaces the one with the lowest score (H2O, TOVA)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

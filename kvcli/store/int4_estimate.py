@@ -3,8 +3,6 @@
 Pages are scored by their summaries; the attention weights of their tokens are estimated by keys of four bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

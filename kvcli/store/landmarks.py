@@ -1,7 +1,5 @@
 """The landmarks by which chunks of a layer are selected (ShadowKV, arXiv 2410.21465, section 3.2)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

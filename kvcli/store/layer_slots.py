@@ -1,7 +1,5 @@
 """Caches laid out in slots (`kvcli.kernels.slot_layout`), for pipelines that run a whole batch by kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Keys of one bit a channel, by which single tokens are scored (FIER, arXiv 2508.08256, section 3.3)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

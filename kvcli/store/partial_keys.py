@@ -1,7 +1,5 @@
 """A few columns of every key in a basis of its head, by which tokens are scored (InfiniGen, OSDI 2024)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

@@ -1,7 +1,5 @@
 """A layer's prompt KV on its way from the computation to the method's cache."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

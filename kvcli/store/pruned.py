@@ -1,7 +1,5 @@
 """A layer that keeps a part of its prompt and every token after it (SnapKV and its like)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

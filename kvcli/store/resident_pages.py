@@ -1,7 +1,5 @@
 """A layer wholly on the device that is attended to by pages, selected by their summaries (Quest, arXiv 2406.10774)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

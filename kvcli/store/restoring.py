@@ -1,7 +1,5 @@
 """Objects made afresh get the state that `kvcli.store.state` captured."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable

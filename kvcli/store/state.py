@@ -14,8 +14,6 @@ Tensors that share memory share it afterwards. A fresh tensor of the same form i
 stays pinned; another one gets memory of the tier it had.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections import deque

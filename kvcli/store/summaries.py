@@ -1,7 +1,5 @@
 """The summary of every full page of a layer, on the device, by which pages are scored (Quest, ArkVale)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -9,8 +9,6 @@ Until there are more pages than slots, slot j simply holds page j. Then each new
 of the window, and each KV head evicts the page of the oldest timestamp, that one among them, of equals the older page.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override

@@ -1,7 +1,5 @@
 """A layer whose tokens lie in order, one after another, on the device or in host memory."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from typing_extensions import override
 

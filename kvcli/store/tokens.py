@@ -5,8 +5,6 @@ among them, are always attended to, so that every token is either indexed or att
 (`ResidentTokenCache`), or in host memory with the selected tokens on the device (`OffloadedTokenCache`).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar

@@ -5,8 +5,6 @@ as it is: the compiler stops at its door. Compiling takes a while at the first s
 model. This is for a GPU; what a CPU wants beside it is in `kvcli.runtime.compiled`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

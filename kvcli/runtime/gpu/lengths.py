@@ -3,8 +3,6 @@
 Everything is [b] int32 but for flags; a sequence that takes no part has length 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

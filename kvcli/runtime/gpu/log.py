@@ -1,7 +1,5 @@
 """What the steps of a pipeline found, kept on the device and read once in a while: it becomes the counters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The graph holds the whole step: positions, every layer with its streams, the cho
 greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ Work of one stream runs in the order in which it was given. Nothing else orders 
 `after`, `wait` and `join`: work that writes what another stream reads has to name one.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
