@@ -60,6 +60,11 @@ class HostPages:
         return cls(pieces, torch.tensor(table, dtype=torch.int64, device=device), per_piece, layout)
 
     @property
+    def count(self) -> int:
+        """Pages of the longest sequence."""
+        return max(sum(len(piece) for piece in row) for row in self.pieces)
+
+    @property
     def block_shape(self) -> tuple[int, int, int]:
         """KV heads, tokens in a page, head dimension."""
         shape = self.pieces[0][0].shape

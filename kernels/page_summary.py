@@ -104,6 +104,7 @@ def _filled_kernel(
     num_pages: tl.tensor,
     first: tl.tensor,
     ring: tl.tensor,
+    low: tl.tensor,
     HK: tl.constexpr,
     SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -117,7 +118,7 @@ def _filled_kernel(
     if (length == 0) | (length % SIZE != 0):
         return
     page = length // SIZE - 1
-    source = k + b * k_batch + h * k_head + slot_of(page, first, ring).to(tl.int64) * SIZE * k_row
+    source = k + b * k_batch + h * k_head + slot_of(page, first, ring, low).to(tl.int64) * SIZE * k_row
     target = summary + (pair.to(tl.int64) * num_pages + page) * 2 * D
     _store_bounds(source, k_row, target, SIZE, D, BLOCK_R, BLOCK_D, CUBOID)
 
@@ -150,7 +151,7 @@ def summarise_filled_page(rows: PagedKV, summary: Tensor, cuboid: bool = False) 
     launch(
         _filled_kernel,
         (b * num_kv_heads,),
-        *(rows.k, rows.lengths, summary, *rows.k.stride()[:3], summary.shape[2], layout.first, layout.ring),
+        *(rows.k, rows.lengths, summary, *rows.k.stride()[:3], summary.shape[2], layout.first, layout.ring, layout.low),
         HK=num_kv_heads,
         CUBOID=cuboid,
         **_blocks(layout.size, d),

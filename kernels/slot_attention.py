@@ -5,8 +5,8 @@
 f is the model's softcap. j runs over the rows of the slots that hold a token (`kvcli.kernels.slot_layout`), the newest
 among them, or over those of the last `span` tokens. Query heads h of one KV head are rows h*G .. h*G+G-1.
 
-A layer that evicts says itself into which row of every KV head the newest token goes (`NewToken.at`), and one that
-leaves tokens of its slots out, which of their rows are `kept`.
+A layer that evicts says itself into which row of every KV head the newest token goes (see `append_token`), and one
+that leaves tokens of its slots out, which of their rows are `kept`.
 
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
 `merge_parts` makes one of them. The program whose part holds the newest token takes its key and value from `new` and
@@ -16,8 +16,6 @@ Shapes: q [b, H, d], k and v [b, Hk, rows, d], new k and v [b, Hk, d], resident 
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,25 +27,17 @@ from kvcli.kernels._triton import (
     power_of_two,
     require,
     require_whole,
-    same_strides,
     takes,
     tl,
 )
+from kvcli.kernels.append_token import NewToken, append_token_ref
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
 from kvcli.kernels.merge_parts import merge_parts
-from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions, slot_of, slot_of_page
+from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions, slot_of
 from kvcli.kernels.softmax import Softmax
 
 # Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
-
-
-class NewToken(NamedTuple):
-    """Keys and values [b, Hk, d] of the newest token of every sequence; `at` [b, Hk] int32, its rows where given."""
-
-    k: Tensor
-    v: Tensor
-    at: Tensor | None = None
 
 
 def slot_attention_ref(
@@ -64,7 +54,7 @@ def slot_attention_ref(
     num_kv_heads = rows.k.shape[1]
     heads = torch.ones(rows.k.shape[:2], dtype=torch.bool, device=q.device) if heads is None else heads
     if new is not None:
-        _append(rows, new, heads)
+        append_token_ref(rows, new, heads)
     positions = row_positions(rows.lengths, rows.layout, rows.resident).expand(*rows.k.shape[:2], -1)
     seen = positions >= (0 if span is None else (rows.lengths - span).clamp_min(0)[:, None, None])
     if kept is not None:
@@ -77,15 +67,6 @@ def slot_attention_ref(
         if softmax.sinks is not None:
             part = add_sinks(part, lse, softmax.sinks.view(num_kv_heads, -1)[h])
         out[b, h * groups.shape[2] : (h + 1) * groups.shape[2]] = part[0] if rows.lengths[b] else 0
-
-
-def _append(rows: PagedKV, new: NewToken, heads: Tensor) -> None:
-    size, newest = rows.layout.size, rows.lengths - 1
-    row = newest if rows.in_place else slot_of_page(newest // size, rows.layout) * size + newest % size
-    at = row[:, None].expand(heads.shape) if new.at is None else new.at
-    for b, h in (heads & (newest >= 0)[:, None]).nonzero().tolist():
-        rows.k[b, h, at[b, h]] = new.k[b, h]
-        rows.v[b, h, at[b, h]] = new.v[b, h]
 
 
 @jit
@@ -114,6 +95,7 @@ def _attend_kernel(
     first: tl.tensor,
     ring: tl.tensor,
     window: tl.tensor,
+    low: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     span: tl.tensor,
@@ -154,7 +136,7 @@ def _attend_kernel(
         if new_at is not None:
             new_row = tl.load(new_at + pair)
         else:
-            new_row = slot_of(newest_page, first, ring) * SIZE + (length - 1) % SIZE
+            new_row = slot_of(newest_page, first, ring, low) * SIZE + (length - 1) % SIZE
         new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
@@ -164,7 +146,7 @@ def _attend_kernel(
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
-        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring, window, GROUP)
+        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring, window, low, GROUP)
         position = page * SIZE + row % SIZE  # negative in an empty slot
         seen = (row < end) & (position >= 0) & (position < length) & (row != new_row)
         if span is not None:
@@ -260,7 +242,17 @@ def slot_attention(
         (b * num_kv_heads, splits),
         *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
         *(parts, norms, *q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
-        *(num_rows, layout.sink, layout.first, layout.ring, layout.window, softmax.scale, softmax.softcap, span),
+        *(
+            num_rows,
+            layout.sink,
+            layout.first,
+            layout.ring,
+            layout.window,
+            layout.low,
+            softmax.scale,
+            softmax.softcap,
+            span,
+        ),
         HK=num_kv_heads,
         G=groups,
         D=d,
@@ -297,17 +289,15 @@ def _check(
     kept: Tensor | None,
 ) -> None:
     rows.check()
-    (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
+    (b, num_heads, _), num_kv_heads = q.shape, rows.k.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads")
     require("q", q, (rows.k.shape[0], num_heads, rows.k.shape[3]), rows.k.dtype)
     require("out", out, q.shape, q.dtype)
-    for name, x in () if new is None else (("new k", new.k), ("new v", new.v)):
-        require(name, x, (b, num_kv_heads, d), q.dtype)
-    if new is not None and not same_strides(new.k, new.v):
-        raise ValueError(f"new k and v have different strides: {new.k.stride()} and {new.v.stride()}")
-    if new is not None and new.at is not None:
-        require_whole("rows of the new token", new.at, (b, num_kv_heads), torch.int32)
+    if new is not None:
+        new.check(rows)
+        if rows.layout.group > 1:
+            raise ValueError("tokens that are indexed in groups have to be appended before attention")
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     if kept is not None:

@@ -12,7 +12,8 @@ The one formula serves every kind of layer: pages under a budget; everything (`S
 window (pages of one token, no sinks, nothing selected); sinks and a window.
 
 Where tokens are indexed a `group` at a time, those of the unfilled group cannot be selected: the ring has slots for
-them, they are attended to in any case, and so many less are selected. Rows may also lie `in_place`: k and v hold every
+them, they are attended to in any case, and so many less are selected. The ring then takes all tokens as they come, and
+the first of them go into slots of their own as well. Rows may also lie `in_place`: k and v hold every
 token at its position, and the slots only say which of them are attended to.
 
 Lengths [b] are int32 and count the newest token; a sequence of length 0 takes no part. Page numbers are int32.
@@ -64,6 +65,11 @@ class SlotLayout(NamedTuple):
     def ring(self) -> int:
         """Period of the ring; one where there is none, since kernels divide by it."""
         return max(self.window, self.group)
+
+    @property
+    def low(self) -> int:
+        """First page that goes into the ring, and its period counts from it."""
+        return self.first if self.group == 1 else 0
 
 
 class PagedKV(NamedTuple):
@@ -124,17 +130,19 @@ def selected_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
 
 def slot_of_page(pages: Tensor, layout: SlotLayout) -> Tensor:
     """Give the slot of pages that are in it as the newest tokens, not as selected ones: [b] -> [b]."""
-    return pages.where(pages < layout.first, layout.first + (pages - layout.first) % layout.ring)
+    return pages.where(pages < layout.low, layout.first + (pages - layout.low) % layout.ring)
 
 
 def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = None) -> Tensor:
     """Tabulate the page in every slot, EMPTY or beyond the length where there is none: [b, Hk or 1, total]."""
     slot = torch.arange(layout.total, device=lengths.device)
     newest = (lengths[:, None] - 1) // layout.size
-    ring = slot + (newest - slot).clamp_min(0) // layout.ring * layout.ring
+    lowest = slot - layout.first + layout.low
+    ring = lowest + (newest - lowest).clamp_min(0) // layout.ring * layout.ring
     outgrown = active(lengths, layout)[:, None]
-    if layout.group > 1:  # what can be selected is not attended to as one of the newest
-        ring = ring.masked_fill(outgrown & (ring < candidates_end(lengths, layout)[:, None]), EMPTY)
+    if layout.group > 1:  # what can be selected, or has a slot of its own, is not attended to as one of the newest
+        end = candidates_end(lengths, layout)[:, None].where(outgrown, layout.first)
+        ring = ring.masked_fill(ring < end, EMPTY)
     pages = torch.where(slot < layout.first, slot, ring)[:, None]  # [b, 1, total]
     if resident is None:
         return pages
@@ -168,14 +176,16 @@ def page_in_slot(
     first: tl.tensor,
     ring: tl.tensor,
     window: tl.tensor,
+    low: tl.tensor,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
     """Look slots up as `slot_pages` does, inside a kernel; `resident` points to the row of one head, or is None."""
-    page = tl.where(slot < first, slot, slot + tl.maximum(newest_page - slot, 0) // ring * ring)
+    lowest = slot - first + low
+    page = tl.where(slot < first, slot, lowest + tl.maximum(newest_page - lowest, 0) // ring * ring)
     outgrown = newest_page >= first + window
     if GROUP > 1:
         end = tl.minimum(newest_page + 1 - window, (newest_page + 1) // GROUP * GROUP)
-        page = tl.where((slot >= first) & (page < tl.where(outgrown, end, 0)), -1, page)
+        page = tl.where((slot >= first) & (page < tl.where(outgrown, end, first)), -1, page)
     if resident is not None:
         selected = (slot >= sink) & (slot < tl.where(outgrown, first, 0))
         page = tl.where(selected, tl.load(resident + slot - sink, mask=selected, other=-1), page)
@@ -183,6 +193,6 @@ def page_in_slot(
 
 
 @jit
-def slot_of(page: tl.tensor, first: tl.tensor, ring: tl.tensor) -> tl.tensor:
+def slot_of(page: tl.tensor, first: tl.tensor, ring: tl.tensor, low: tl.tensor) -> tl.tensor:
     """Do what `slot_of_page` does, inside a kernel."""
-    return tl.where(page < first, page, first + (page - first) % ring)
+    return tl.where(page < low, page, first + (page - low) % ring)

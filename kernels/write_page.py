@@ -37,6 +37,7 @@ def _write_kernel(
     most_pieces: tl.tensor,
     first: tl.tensor,
     ring: tl.tensor,
+    low: tl.tensor,
     HK: tl.constexpr,
     SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -52,7 +53,7 @@ def _write_kernel(
     address = tl.load(addresses + b * most_pieces + page // per_piece)
     target = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)  # see `gather_pages`
     target += (page % per_piece).to(tl.int64) * host_page + h * host_head
-    source = b * kv_batch + h * kv_head + slot_of(page, first, ring).to(tl.int64) * SIZE * kv_row
+    source = b * kv_batch + h * kv_head + slot_of(page, first, ring, low).to(tl.int64) * SIZE * kv_row
     c = tl.arange(0, BLOCK_D)
     for start in range(0, SIZE, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
@@ -81,7 +82,7 @@ def write_filled_page(rows: PagedKV, host: HostPages) -> None:
         _write_kernel,
         (b * num_kv_heads,),
         *(host.addresses, rows.lengths, rows.k, rows.v, *rows.k.stride()[:3], *host.strides),
-        *(host.per_piece, host.addresses.shape[1], layout.first, layout.ring),
+        *(host.per_piece, host.addresses.shape[1], layout.first, layout.ring, layout.low),
         HK=num_kv_heads,
         SIZE=layout.size,
         D=d,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcli.kernels import append_token as append
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import gather_pages as gather
 from kvcli.kernels import merge_parts as merge
@@ -20,8 +21,10 @@ from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_summary as summary
 from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
+from kvcli.kernels import rebuild_keys as rebuild
 from kvcli.kernels import resolve_pages as resolve
 from kvcli.kernels import slot_attention as slot
+from kvcli.kernels import token_scores as tokens
 from kvcli.kernels import topk
 from kvcli.kernels import write_page as write
 from kvcli.kernels.host_pages import HostPages
@@ -328,7 +331,7 @@ def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
-ATTENTION += ["append at", "kept", "tokens append", "in place append"]
+ATTENTION += ["append at", "kept", "tokens", "in place append"]
 
 
 @case(slot.slot_attention, slot.slot_attention_ref, ATTENTION)
@@ -342,7 +345,7 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     q, out = draw(s.b, s.hk * s.g, 2, s.d)[:, :, 1], draw.poisoned(s.b, s.hk * s.g, s.d)
     sinks = draw.fp32(torch.randn(s.hk * s.g, generator=draw.generator)) if "sinks" in variant else None
     softmax = Softmax(s.d**-0.5, 2.5 if "softcap" in variant else None, sinks)
-    new = slot.NewToken(*draw(2, s.b, s.hk, s.d)) if "append" in variant or variant == "ring" else None
+    new = append.NewToken(*draw(2, s.b, s.hk, s.d)) if "append" in variant or variant == "ring" else None
     heads = draw.mask(s.b, s.hk) if "heads" in variant else None
     if variant == "append at":
         at = draw.ints(torch.rand(s.b, s.hk, generator=draw.generator).cpu() * torch.tensor(s.lengths)[:, None])
@@ -351,6 +354,21 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
             x.nan_to_num_()
     kept = draw.mask(s.b, s.hk, rows.layout.total * rows.layout.size) if variant == "kept" else None
     return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None, kept), [out, rows.k, rows.v])
+
+
+@case(append.append_token, append.append_token_ref, ["at", "slots", "tokens"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    rows = rows_of(draw, s, TOKENS if variant == "tokens" else None)
+    at = draw.ints(torch.arange(s.b * s.hk).view(s.b, s.hk)) if variant == "at" else None
+    return Call((rows, append.NewToken(*draw(2, s.b, s.hk, s.d), at)), [rows.k, rows.v])
+
+
+@case(tokens.token_scores_device, tokens.token_scores_device_ref, ["all", "some heads"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    keys = draw(s.b, s.hk, s.pages * s.layout.size, s.d)[..., : s.d - 3 if s is ODD else s.d]
+    out = draw.fp32(torch.full((s.b, s.hk, s.g, keys.shape[2]), NAN))
+    heads = draw.mask(s.b, s.hk) if variant == "some heads" else None
+    return Call((draw(s.b, s.hk * s.g, s.d), keys, draw.ints(s.lengths), 0.3, out, heads), [out])
 
 
 @case(merge.merge_parts, merge.merge_parts_ref, ["plain", "sinks", "sinks some heads"])
@@ -381,10 +399,53 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((draw(hk * s.g, m, s.d), *kv, softmax, n // 3 if variant == "window" else None))
 
 
+@case(rebuild.rebuild_missing_keys, rebuild.rebuild_missing_keys_ref, ["none", "part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    c, rank, n, first = (3, 37, 11, 2) if s is ODD else (8, 160, 600, 48)
+    k = 7 if s is ODD else 256
+    rotation = None
+    if variant != "none":
+        rotated = s.d // 4 * 2 if variant == "part" else s.d
+        angles = torch.arange(n * c)[:, None] * 0.7 ** torch.arange(rotated // 2)
+        turn = _turn_pairs if variant == "pairs" else _turn_halves
+        tables = [draw.fp32(table(angles)) for table in (torch.cos, torch.sin)]
+        if variant == "halves":  # the other models keep each column once
+            tables = [torch.cat((table, table), 1) for table in tables]
+        rotation = rebuild.Rotation.of(*tables, turn, rotated, s.d)
+    out = draw.poisoned(s.b, s.hk, (first + k) * c + 1, s.d)
+    misses = misses_of(draw, s, k, n, full=True)
+    args = (draw(s.b, n, c, rank), draw(s.b, s.hk, rank, s.d) / rank**0.5, misses, rotation, out, first)
+    return Call(args, [out])
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as llama (columns twice) and gpt_oss (columns once) do: channel c goes with c + d/2."""
+    if cos.shape[-1] < x.shape[-1]:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as glm does: channel 2c goes with 2c + 1."""
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
 @case(one_bit.quantise_keys, one_bit.quantise_keys_ref, exact=True)
 def _(draw: Draw, s: Sizes) -> Call:
     group = 5 if s is ODD else 32
     return Call((_steps(draw, s.hk, 3 * group + 1, s.d)[:, 1:].unflatten(1, (3, group)),))
+
+
+@case(one_bit.quantise_filled_group, one_bit.quantise_filled_group_ref, ["pages", "ring"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    layout = SlotLayout(1, 3, 0, 40 if s is ODD else 64) if variant == "ring" else s.layout
+    group, (rows, n) = (6 if s is ODD else 8), (rows_of(draw, s, layout), max(s.lengths))
+    rows = rows._replace(k=_steps(draw, *rows.k.shape), v=draw(*rows.v.shape))
+    codes = draw.ints(torch.full((s.b, s.hk, n // group, group, -(-s.d // 8)), 7), torch.uint8)
+    ranges = draw.poisoned(s.b, s.hk, n // group, 2, s.d)
+    return Call((rows, codes, ranges), [codes, ranges])
 
 
 def _steps(draw: Draw, *shape: int) -> Tensor:
@@ -396,6 +457,14 @@ def _steps(draw: Draw, *shape: int) -> Tensor:
 def _(draw: Draw, s: Sizes) -> Call:
     group = 5 if s is ODD else 32
     return Call((draw(s.hk, s.g, s.d), *_quantised(draw, s, s.hk, 7, group)))
+
+
+@case(one_bit_scoring.one_bit_scores_device, one_bit_scoring.one_bit_scores_device_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    group, n = (20 if s is ODD else 32), max(s.lengths)
+    codes, ranges = _quantised(draw, s, s.b, s.hk, n // group + 1, group)
+    out = draw.poisoned(s.b, s.hk * s.g, codes.shape[2] * group, dtype=torch.float32)
+    return Call((draw(s.b, s.hk * s.g, s.d), codes, ranges, draw.ints(s.lengths), out), [out])
 
 
 def _quantised(draw: Draw, s: Sizes, *shape: int) -> tuple[Tensor, Tensor]:

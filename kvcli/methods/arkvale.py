@@ -27,7 +27,7 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.choices import best_then_resident
+from kvcli.steps.choices import BestThenResident
 from kvcli.steps.page_bounds import PageBoundsIndex
 from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.store.offloaded_pages import OffloadedPageCache
@@ -69,7 +69,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     def step_plan(self) -> StepPlan:
         return StepPlan(
             index=partial(PageBoundsIndex, pooling=self.config.pooling, cuboid=True),
-            choose=partial(best_then_resident, part=self.config.top_part),
+            choose=partial(BestThenResident, part=self.config.top_part),
             fetch=FromHost(),
         )
 

@@ -230,6 +230,9 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """What a step does in layers of `new_cache`, stated for `kvcli.runtime.gpu`; None: only this class knows."""
         return None
 
+    def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
+        """Take what a layer's `Choice` has counted over slots, by name, into what `statistics` says."""
+
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""
         return sum((cache.footprint() for cache in self.caches), Footprint())

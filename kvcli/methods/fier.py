@@ -12,6 +12,7 @@ tokens that are missing on the device; what is attended to is the same. In the c
 page of size 1.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.plan import RESIDENT, FromHost, StepPlan
+from kvcli.steps.token_scores import OneBitScores
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenCache
 
@@ -59,6 +62,12 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         index = OneBitIndex(heads, d, group, capacity // group, tiers)
         cache = OffloadedTokenCache if self.config.offload else ResidentTokenCache
         return cache(heads, d, capacity, budget, index, tiers)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        index = partial(OneBitScores, pooling=self.config.pooling)
+        return StepPlan(index, fetch=FromHost() if self.config.offload else RESIDENT)
 
     def retrieve(self, layer: int, cache: TokenCache[OneBitIndex], q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""

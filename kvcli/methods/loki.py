@@ -11,8 +11,10 @@ tokens here. In the counters one token of one KV head is a page of size 1.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
@@ -21,6 +23,9 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.plan import StepPlan
+from kvcli.steps.token_scores import KeyChannelScores
 from kvcli.store.calibration_file import CalibrationMatrices
 from kvcli.store.channel_scored import PrincipalAxesCache
 
@@ -63,6 +68,12 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
         cache.axes.copy_(self.pca[layer] if self.pca else principal_axes(centred_moments(k)))
         super().take_prompt(layer, cache, k, v, q, softmax)
 
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        channels, pooling = self.config.rank, self.config.pooling
+        return StepPlan(partial(KeyChannelScores, channels=channels, pooling=pooling), turn=InAxes)
+
     def retrieve(self, layer: int, cache: PrincipalAxesCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the leading axes, then attend with all of them."""
         q = cache.to_axes(q)
@@ -77,3 +88,15 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
         self.count_selected(layer, selected)
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)
+
+
+class InAxes:
+    """Turns queries and new keys of a batch [b, H or Hk, d] to the axes of their KV heads; their dtype stays."""
+
+    def __init__(self, slots: BatchSlots):
+        self.axes = slots.tensors["axes"]  # [b, Hk, d, d]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Do what `PrincipalAxesCache.to_axes` does."""
+        heads: Tensor = x.float().unflatten(1, (self.axes.shape[1], -1)) @ self.axes  # type: ignore[no-untyped-call]
+        return heads.flatten(1, 2).to(x.dtype)

@@ -12,10 +12,13 @@ without keeping choices, though; one leading layer is dense. All KV stays on the
 one KV head is a page of size 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
@@ -23,6 +26,10 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.choices import best_scores
+from kvcli.steps.plan import Choice, Chosen, StepIndex, StepPlan
+from kvcli.steps.token_scores import KeyChannelScores, over_candidates
 from kvcli.store.channel_scored import ChannelScoredCache
 
 
@@ -57,6 +64,17 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
         heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
         return ChannelScoredCache(heads, d, context.capacity, self.config.tokens, d, context.tiers)
 
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        width = next(iter(self.retrieval.values())).k.shape[2] if self.retrieval else 0
+        return StepPlan(partial(KeyChannelScores, channels=width), partial(KeptVote, theta=self.config.theta))
+
+    @override
+    def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
+        self.steps += tally["layer_steps"]
+        self.choices += tally["choices"]
+
     def retrieve(self, layer: int, cache: ChannelScoredCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose where the query turned, then attend to what was chosen last."""
         if not cache.active:
@@ -89,3 +107,37 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     def statistics(self) -> dict[str, Any]:
         """Say in how many of the layer-steps that retrieved the choice was made anew."""
         return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
+
+
+class KeptVote(Choice):
+    """The choice of a batch: one of all heads' votes a sequence, kept while its query stays."""
+
+    def __init__(self, slots: BatchSlots, theta: float):
+        self.slots, self.theta = slots, theta
+        b, device = len(slots.rows.k), slots.rows.k.device
+        self.query = torch.empty(0)  # [b, H * d] that chose
+        self.selected = torch.full((b, 1, slots.rows.layout.selected), -1, dtype=torch.int32, device=device)
+        self.has_chosen = torch.zeros(b, dtype=torch.bool, device=device)
+        self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in ("layer_steps", "choices")}
+
+    @override
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
+        query = q.flatten(1).float()
+        if self.query.numel() == 0:
+            self.query = torch.zeros_like(query)
+        turned = heads[:, 0] & (self._is_other(query) | ~self.has_chosen)  # [b]
+        weights = over_candidates(index.scores(q, softmax, turned[:, None].expand_as(heads).contiguous()), self.slots)
+        votes = weights.softmax(-1).sum((1, 2))[:, None]  # [b, 1, n]
+        chosen = best_scores(votes, self.slots, turned[:, None])
+        self.selected.copy_(chosen.where(turned[:, None, None], self.selected))
+        self.query.copy_(query.where(turned[:, None], self.query))
+        self.has_chosen.logical_or_(turned)
+        self.tally["layer_steps"] += heads[:, 0]
+        self.tally["choices"] += turned
+        return Chosen(self.selected.repeat(1, heads.shape[1], 1))
+
+    def _is_other(self, query: Tensor) -> Tensor:
+        """Tell which queries [b, H * d] are not like those that chose."""
+        norms = query.square().sum(1) * self.query.square().sum(1)
+        cosine = (query * self.query).sum(1) * norms.clamp_min(torch.finfo(norms.dtype).tiny).rsqrt()
+        return cosine < {0.0: -2.0, 1.0: 2.0}.get(self.theta, self.theta)

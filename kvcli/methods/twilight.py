@@ -10,11 +10,12 @@ tokens. A KV head attends to what any of its query heads keeps. In the counters,
 many tokens were kept of theirs is in the statistics.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
@@ -23,6 +24,8 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.quest import QuestConfig
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
+from kvcli.steps.plan import StepPlan
 from kvcli.store.int4_estimate import Int4EstimateCache
 
 
@@ -56,6 +59,12 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
         )
 
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        index, choose = partial(BoundsAndFourBits, pooling=self.config.pooling), partial(Nucleus, p=self.config.p)
+        return StepPlan(index, choose)
+
     def retrieve(self, layer: int, cache: Int4EstimateCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select pages, keep the nucleus of their tokens, then attend to it."""
         if not cache.active:
@@ -81,6 +90,14 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
         self.kept += sum(counts)
         self.fewest, self.most = min(self.fewest, *counts), max(self.most, *counts)
 
+    @override
+    def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
+        if tally["selections"]:
+            self.selections += tally["selections"]
+            self.weighed += tally["weighed"]
+            self.kept += tally["kept"]
+            self.fewest, self.most = min(self.fewest, tally["fewest"]), max(self.most, tally["most"])
+
     def statistics(self) -> dict[str, Any]:
         """Say how many tokens a KV head weighed and kept in a step of a layer: means, and the fewest and most kept."""
         if not self.selections:
@@ -91,18 +108,3 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             "tokens_kept_min": self.fewest,
             "tokens_kept_max": self.most,
         }
-
-
-def nucleus(weights: Tensor, always: Tensor, p: float) -> Tensor:
-    """Flag the fewest tokens that hold the part `p` of each row's attention, those of `always` [n] bool among them.
-
-    Weights [..., n], each row of sum 1 -> bool [..., n]. Of equal weights the lower index goes first; p = 1 keeps all
-    tokens, whatever the sum rounds to.
-    """
-    if p >= 1:
-        return torch.ones_like(weights, dtype=torch.bool)
-    order = weights.masked_fill(always, float("inf")).argsort(dim=-1, descending=True, stable=True)
-    ranked = weights.gather(-1, order)
-    before = ranked.cumsum(-1) - ranked  # the mass of those that rank higher
-    kept = torch.empty_like(weights, dtype=torch.bool).scatter_(-1, order, before < p)
-    return kept | always

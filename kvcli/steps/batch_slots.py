@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slot_layout import PagedKV
+from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.store.cache import LayerCache
 from kvcli.store.layer_slots import LayerSlots
 
@@ -29,6 +29,14 @@ class BatchSlots:
     tensors: Mapping[str, Tensor]
     host: HostPages | None
     rotary: Sequence[Rotary | None] = ()
+
+    @property
+    def by_position(self) -> PagedKV:
+        """The rows, where they lie in place as slots of which every page has its own."""
+        rows, size = self.rows, self.rows.layout.size
+        if not rows.in_place:
+            return rows
+        return PagedKV(rows.k, rows.v, rows.lengths, SlotLayout.everything(rows.k.shape[2] // size, size))
 
     @classmethod
     def of(

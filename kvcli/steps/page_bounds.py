@@ -1,15 +1,13 @@
 """The index of pages by bounds on their keys (Quest, FreeKV, ArkVale): what the keys of a full page allow q.k to be."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores_device
 from kvcli.kernels.page_summary import summarise_filled_page
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.steps.batch_slots import BatchSlots
 from kvcli.steps.plan import StepIndex
@@ -26,7 +24,7 @@ class PageBoundsIndex(StepIndex):
     def __init__(self, slots: BatchSlots, pooling: Pooling, score_scale: bool = True, cuboid: bool = False):
         self.rows, self.bounds = slots.rows, slots.tensors["bounds"]
         self.pooling, self.score_scale, self.cuboid = pooling, score_scale, cuboid
-        self.pages = self.rows if not self.rows.in_place else _by_position(self.rows)
+        self.pages = slots.by_position
 
     @override
     def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
@@ -36,11 +34,5 @@ class PageBoundsIndex(StepIndex):
         return out
 
     @override
-    def update(self) -> None:
+    def update(self, new: NewToken) -> None:
         summarise_filled_page(self.pages, self.bounds, self.cuboid)
-
-
-def _by_position(rows: PagedKV) -> PagedKV:
-    """Give every page its own slot."""
-    size = rows.layout.size
-    return PagedKV(rows.k, rows.v, rows.lengths, SlotLayout.everything(rows.k.shape[2] // size, size))

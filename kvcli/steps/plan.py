@@ -3,17 +3,16 @@
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.choices import best_scores
 
 RecallBy = Literal["gather", "copy"]
 
@@ -30,15 +29,31 @@ class StepIndex(Protocol):
         heads [b, Hk] bool: only these KV heads need to be scored.
         """
 
-    def update(self) -> None:
-        """Take in what the newest tokens, which are appended, have completed."""
+    def update(self, new: NewToken) -> None:
+        """Take in the newest tokens, which are appended, or what they have completed.
+
+        Where the newest are not needed before scoring, `new` is the caller's again by then.
+        """
+
+
+class Chosen(NamedTuple):
+    """What a step attends to beside sink and window: pages [b, Hk, selected] int32, -1 behind them.
+
+    Where tokens of them, and of sink and window, are left out, `kept` [b, Hk, slots * size] bool marks the others.
+    """
+
+    pages: Tensor
+    kept: Tensor | None = None
 
 
 class Choice(Protocol):
-    """A rule by which scores choose."""
+    """A rule by which scores choose, made for every layer of a batch; it may keep state and count in `tally`."""
 
-    def __call__(self, scores: Tensor, slots: BatchSlots, heads: Tensor | None) -> Tensor:
-        """Choose by scores [b, Hk, n] for `heads` [b, Hk]: [b, Hk, selected] int32, -1 behind them."""
+    tally: Mapping[str, Tensor] = MappingProxyType({})
+    """Numbers [b] by name, given to `Method.take_tally` at the end."""
+
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
+        """Choose for the KV heads `heads` [b, Hk] with queries q [b, H, d]."""
 
 
 class Resident(NamedTuple):
@@ -74,12 +89,14 @@ class StepPlan:
     """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names.
-    `index` and `prepare` are made for every layer of a batch; `prepare` is called before all else.
+    `index`, `choose`, `prepare` and `turn` are made for every layer of a batch. `prepare` is called before all else;
+    `turn` gives queries and new keys the coordinates that the layer keeps its keys in.
     """
 
     index: Callable[[BatchSlots], StepIndex] | None = None
-    choose: Choice = best_scores
+    choose: Callable[[BatchSlots], Choice] | None = None  # the best scores
     when: Literal["before", "after"] = "before"
     fetch: Fetch = RESIDENT
     correction: Correction | None = None
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None
+    turn: Callable[[BatchSlots], Callable[[Tensor], Tensor]] | None = None

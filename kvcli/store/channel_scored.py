@@ -1,11 +1,14 @@
 """Layers on the device whose tokens are scored by some channels of their keys (TokenSelect; Loki, arXiv 2406.02542)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import slices
 from kvcli.store.tokens import ResidentTokenCache, TokenBudget, TokenIndex
 
@@ -24,6 +27,15 @@ class KeyChannelIndex(TokenIndex):
     @override
     def fill(self, first: int, keys: Tensor) -> None:
         """Do nothing: the cache has stored them."""
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the keys are the cache's."""
+        return {}
+
+    @override
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing: the cache tells where its keys are."""
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
         """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""
@@ -52,6 +64,11 @@ class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
         super().__init__(num_kv_heads, head_dim, capacity, budget, KeyChannelIndex(channels), tiers)
         self.index.keys = self.k
 
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.index.keys = self.k
+
 
 class PrincipalAxesCache(ChannelScoredCache):
     """The same with keys in the coordinates of `axes` [Hk, d, d], which the method sets before any token comes.
@@ -75,6 +92,11 @@ class PrincipalAxesCache(ChannelScoredCache):
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
         return super().append(self.to_axes(k), v)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        slots = super().as_slots()
+        return slots._replace(tensors={**slots.tensors, "axes": self.axes})
 
     def to_axes(self, x: Tensor) -> Tensor:
         """Rotate queries [H, d] or keys [Hk, d] of one token to the axes of their KV head; their dtype stays."""

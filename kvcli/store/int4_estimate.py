@@ -14,6 +14,7 @@ from typing_extensions import override
 from kvcli.kernels.block_attention import add_sinks, block_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, slices, take
 from kvcli.store.resident_pages import ResidentPageCache
 from kvcli.store.state import Settled
@@ -79,6 +80,16 @@ class Int4EstimateCache(ResidentPageCache):
     def append(self, k: Tensor, v: Tensor) -> int:
         self.estimate.fill(self.length, k[:, None])
         return super().append(k, v)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        slots, estimate = super().as_slots(), self.estimate
+        return slots._replace(tensors={**slots.tensors, "codes": estimate.codes, "ranges": estimate.ranges})
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.estimate.codes, self.estimate.ranges = slots.tensors["codes"], slots.tensors["ranges"]
 
     def tokens_of(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """List the tokens of sink, `pages` [Hk, k] and window: [Hk, n]; and mark those of sink and window: bool [n]."""

@@ -1,5 +1,7 @@
 """Keys of one bit a channel, by which single tokens are scored (FIER, arXiv 2508.08256, section 3.3)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -31,6 +33,14 @@ class OneBitIndex(TokenIndex):
         self.filled = start + groups.shape[1]
         part = slice(start, self.filled)
         self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is indexed, by name."""
+        return {"codes": self.codes, "ranges": self.ranges}
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these in their place."""
+        self.codes, self.ranges = tensors["codes"], tensors["ranges"]
 
     def scores(self, q: Tensor, tokens: range, scale: float, pooling: Pooling) -> Tensor:
         """Score consecutive tokens of full groups with q [H, d] for every KV head: [Hk, len(tokens)] in fp32."""

@@ -1,5 +1,7 @@
 """A few columns of every key in a basis of its head, by which tokens are scored (InfiniGen, OSDI 2024)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -30,6 +32,14 @@ class PartialKeyIndex(TokenIndex):
         self.filled = first + keys.shape[1]
         for part in slices(keys.shape[1], PIECE):
             self.keys[:, first:][:, part] = keys[:, part].float() @ self.basis
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is indexed, by name."""
+        return {"basis": self.basis, "keys": self.keys}
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these in their place."""
+        self.basis, self.keys = tensors["basis"], tensors["keys"]
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
         """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""

@@ -6,6 +6,7 @@ among them, are always attended to, so that every token is either indexed or att
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -15,10 +16,11 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import Misses
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.slot_layout import EMPTY, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import take
 
 
@@ -54,6 +56,11 @@ class TokenBudget:
         sink = min(self.sink, length)
         return range(sink, max(sink, min(length - self.window, self.full(length))))
 
+    @property
+    def slots(self) -> SlotLayout:
+        """Lay the tokens attended to out in slots."""
+        return SlotLayout(1, self.sink, self.max_selected, self.window, self.group)
+
     def selected(self, length: int) -> int:
         """Tokens to select in a context that has outgrown the budget."""
         candidates = self.candidates(length)
@@ -71,6 +78,12 @@ class TokenIndex(Protocol):
 
     def nbytes(self) -> int:
         """Bytes on the device."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a batch of such indexes puts side by side, by name."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these tensors, equal to those of `tensors`, in their place."""
 
 
 IndexT = TypeVar("IndexT", bound=TokenIndex)
@@ -170,6 +183,15 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         return self._attend_rows(q, selected, slice(self.candidates.stop, self.length), softmax)
 
     @override
+    def as_slots(self) -> LayerSlots:
+        return LayerSlots(self.kv, self.budget.slots, self.index.tensors(), in_place=True)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.index.adopt(slots.tensors)
+
+    @override
     def footprint(self) -> Footprint:
         return super().footprint() + Footprint(device=self.index.nbytes())
 
@@ -189,9 +211,10 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.budget = budget
         self.index = index
         self.recent = max(budget.window, budget.group)
-        self.pool = HostPagePool(num_kv_heads, head_dim, 1, budget.full(capacity), tiers)
+        self.pool = HostPagePool(num_kv_heads, head_dim, 1, capacity, tiers)
         self.first_rows = budget.sink + budget.max_selected
-        self.k, self.v = (tiers.on_device(num_kv_heads, self.first_rows + self.recent, head_dim) for _ in range(2))
+        self.kv = tiers.on_device(2, num_kv_heads, self.first_rows + self.recent, head_dim)
+        self.k, self.v = self.kv
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
 
@@ -257,6 +280,23 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def footprint(self) -> Footprint:
         device = nbytes(self.k, self.v, self.resident) + self.index.nbytes()
         return Footprint(device) + self.pool.footprint()
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        """Lay the cache out in slots; tokens that wait for their group to fill are on the host from then on."""
+        budget, full = self.budget, self.budget.full(self.length)
+        waiting = self._ring_rows(torch.arange(full, self.length, device=self.k.device))
+        self.pool.write(full, self.k[:, waiting, None], self.v[:, waiting, None])
+        if budget.group == 1:  # where the ring counts from its first token
+            self.kv[:, :, self.first_rows :] = self.kv[:, :, self.first_rows :].roll(-self.first_rows, 2)
+        tensors = {"resident": self.resident.int(), **self.index.tensors()}
+        return LayerSlots(self.kv, budget.slots, tensors, pieces=self.pool.pieces, host_layout=self.pool.layout)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.kv, self.resident = slots.kv, slots.tensors["resident"]
+        self.k, self.v = self.kv
+        self.index.adopt(slots.tensors)
 
     def _recent_rows(self) -> Tensor:
         return self._ring_rows(torch.arange(self.candidates.stop, self.length, device=self.k.device))

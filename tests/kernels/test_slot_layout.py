@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from kvcli.kernels import _triton
+from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
-from kvcli.kernels.slot_attention import NewToken, slot_attention
+from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, candidates, row_positions, slot_of_page
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.write_page import write_filled_page
@@ -131,3 +133,8 @@ def test_sequences_of_any_length_share_the_size_of_their_pieces(counts, per_piec
             blocks = pages[page] if layout == "hnd" else pages[page].permute(2, 0, 1, 3)  # [Hk, 2, p, d]
             assert torch.equal(rows.k[sequence, :, :p], blocks[:, 0])
             assert torch.equal(rows.v[sequence, :, :p], blocks[:, 1])
+
+
+def test_a_rotation_that_mixes_columns_is_refused():
+    with pytest.raises(ValueError, match="same column"):
+        Rotation.of(*torch.ones(2, 5, 4), lambda x, cos, sin: x * cos + x.flip(-1) * sin.flip(-1), 4, 4)

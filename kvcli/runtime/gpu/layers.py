@@ -20,12 +20,16 @@ and the next step begins when all streams of this one are done.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from kvcli.kernels.append_token import NewToken, append_token
 from kvcli.kernels.query_similarity import Decision, correct_heads
 from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
-from kvcli.kernels.slot_attention import NewToken, slot_attention
+from kvcli.kernels.resolve_tokens import resolve_tokens_device
+from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.write_page import write_filled_page
@@ -33,7 +37,8 @@ from kvcli.runtime.gpu.log import LayerStepStats
 from kvcli.runtime.gpu.recall import recall_of
 from kvcli.runtime.gpu.streams import Point, Streams
 from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import Correction, FromHost, StepIndex, StepPlan
+from kvcli.steps.choices import BestScores
+from kvcli.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
 
 
 class PlannedLayer:
@@ -56,7 +61,9 @@ class PlannedLayer:
         self.slots, self.rows, self.plan, self.outgrown = slots, slots.rows, plan, outgrown
         self.streams, self.stream = streams, stream
         self.prepare = plan.prepare(slots) if plan.prepare is not None else None
+        self.turn = plan.turn(slots) if plan.turn is not None else None
         self.index: StepIndex | None = plan.index(slots) if plan.index is not None else None
+        self.choose: Choice = (plan.choose or BestScores)(slots)
         self.recalls: Recalls | None = None
         if isinstance(plan.fetch, FromHost):
             assert found is not None
@@ -74,12 +81,18 @@ class PlannedLayer:
         if self.speculation is not None:
             self._speculate(self.speculation, q, new, softmax, out)
             return out
-        rows = self.rows
-        if self.index is not None:
-            rows = self._chosen(q, softmax)
-        slot_attention(q, rows, softmax, out, new)
-        if self.index is not None:
-            self.streams.submit(self.stream, self._take_in, [self.streams.mark()])
+        if self.turn is not None:
+            q, new = self.turn(q), new._replace(k=self.turn(new.k))
+        if self.index is None:
+            slot_attention(q, self.rows, softmax, out, new)
+            return out
+        if self.index.needs_newest:
+            append_token(self.slots.by_position, new)
+            self._take_in(new)
+        rows, kept = self._chosen(q, softmax)
+        slot_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
+        if not self.index.needs_newest:
+            self.streams.submit(self.stream, partial(self._take_in, new), [self.streams.mark()])
         return out
 
     @property
@@ -87,17 +100,18 @@ class PlannedLayer:
         """Whether the host has to know something of a step, so that it cannot be captured."""
         return self.recalls is not None and self.recalls.back_end.waits_for_device
 
-    def _chosen(self, q: Tensor, softmax: Softmax) -> PagedKV:
-        """Choose before attention: the rows to attend to."""
+    def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None]:
+        """Choose before attention: the rows to attend to, and which of them are kept."""
         if self.recalls is None:
-            return self.rows._replace(resident=self.select(q, self.outgrown, softmax))
+            pages, kept = self.select(q, self.outgrown, softmax)
+            return self.rows._replace(resident=pages), kept
         self.bring(q, self.outgrown, self.recalls.now, softmax)
-        return self.rows
+        return self.rows, None
 
-    def _take_in(self) -> None:
-        """Index and write out what the newest token has completed."""
+    def _take_in(self, new: NewToken) -> None:
+        """Index and write out the newest token, or what it has completed."""
         assert self.index is not None
-        self.index.update()
+        self.index.update(new)
         if self.slots.host is not None:
             write_filled_page(self.rows, self.slots.host)
 
@@ -123,7 +137,7 @@ class PlannedLayer:
         attended = self.streams.mark()
 
         def ahead() -> None:
-            self._take_in()
+            self._take_in(new)
             self.bring(heads.query, heads.reusing, recalls.later, softmax)
 
         self.streams.submit(self.stream, ahead, [attended, corrected])
@@ -134,13 +148,17 @@ class PlannedLayer:
         assert self.rows.resident is not None
         assert self.slots.host is not None
         assert self.recalls is not None
-        resolve_pages_device(self.rows.resident, self.select(q, heads, softmax), misses, heads)
+        pages, _ = self.select(q, heads, softmax)
+        if self.rows.layout.size == 1:
+            resolve_tokens_device(self.rows.resident, pages, misses, heads, self.slots.host.count)
+        else:
+            resolve_pages_device(self.rows.resident, pages, misses, heads)
         self.recalls.back_end(self.slots.host, misses, self.rows)
 
-    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Tensor:
-        """Choose pages [b, Hk, selected] for `heads` with queries q."""
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
+        """Choose for `heads` [b, Hk] with queries q."""
         assert self.index is not None
-        return self.plan.choose(self.index.scores(q, softmax, heads), self.slots, heads)
+        return self.choose(self.index, q, softmax, heads)
 
 
 class Recalls:

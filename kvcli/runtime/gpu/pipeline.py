@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvcli.kernels.slot_attention import NewToken
+from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
 from kvcli.runtime.gpu.layers import PlannedLayer
@@ -93,6 +93,15 @@ class SlotPipeline:
         """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""
         self.log.count([method.context.counters for method in self.methods], range(self.counted, self.steps))
         self.counted = self.steps
+
+    def finish(self) -> None:
+        """Count the last steps, and give the methods what the choices of their layers have counted."""
+        self.count()
+        for index, layer in enumerate(self.layers):
+            tally = {name: numbers.tolist() for name, numbers in layer.choose.tally.items()}
+            for row, method in enumerate(self.methods):
+                if tally:
+                    method.take_tally(index, {name: numbers[row] for name, numbers in tally.items()})
 
     def stepped(self) -> None:
         """Say that a step was run."""

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.gather_pages import gather_pages
+from kvcli.kernels.gather_pages import PROGRAMS, gather_pages
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import PagedKV
 from kvcli.steps.plan import FromHost
+
+PROGRAM_TOKENS = 32
+"""Tokens that a program has in flight; with smaller pages it takes more programs."""
 
 
 class Recall(Protocol):
@@ -39,7 +42,7 @@ class Gather(Recall):
 
     @override
     def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
-        gather_pages(host, misses, rows)
+        gather_pages(host, misses, rows, max(PROGRAMS, PROGRAMS * PROGRAM_TOKENS // rows.layout.size))
 
 
 class Copy(Recall):

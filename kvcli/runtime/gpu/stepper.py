@@ -87,7 +87,10 @@ class SlotStepper(Stepper):
     @torch.inference_mode()
     def finish(self) -> None:
         self.left.close()
-        self.pipeline.count()
+        self.pipeline.finish()
+        for sequence in self.sequences:
+            for cache in sequence.method.caches:
+                cache.length = sequence.length
 
     def _run(self) -> None:
         """Do all that a step consists of; no line of it asks the device for anything."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.gpu.layers import PlannedLayer
+from kvcli.steps.plan import Chosen
 
 PATTERNS = 64
 """Steps after which the same heads are corrected again."""
@@ -71,7 +72,7 @@ class SyntheticDecisionLayer(PlannedLayer):
         heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 
     @override
-    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Tensor:
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
         """Do the work, and take the pages that were told."""
         super().select(q, heads, softmax)
-        return self.forced.selected
+        return Chosen(self.forced.selected)
