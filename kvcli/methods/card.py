@@ -127,8 +127,10 @@ def _declared(module: str, config: str) -> Iterator[str]:
                     if isinstance(base, ast.Name):
                         yield from _declared(module, base.id)
                 for statement in body:
-                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                        yield statement.target.id
+                    match statement:
+                        case ast.AnnAssign(target=ast.Name(id=setting), annotation=annotation):
+                            if not ast.unparse(annotation).startswith("ClassVar"):
+                                yield setting
 
 
 def _statements(module: str) -> list[ast.stmt]:
