@@ -23,12 +23,13 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import KvcliError, usage_error
-from kvcli.generate import Generation, GenerationRequest, announce, begin_to_keep, check, choose_pipeline
+from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.request import GenerationRequest, begin_to_keep, check, choose_pipeline
 from kvcli.runtime.kept_run import EVERY, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer

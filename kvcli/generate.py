@@ -9,24 +9,20 @@ import resource
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 
-from kvcli.capacity import memory, pipelines
-from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, encode_all, in_common
-from kvcli.inputs.profiles import Profile, reference_profile
-from kvcli.inputs.prompts import Prompt
-from kvcli.inputs.provenance import profile_mismatch
-from kvcli.models.checkpoint import notices
-from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
+from kvcli.inputs.profiles import reference_profile
+from kvcli.models.loading import Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
-from kvcli.runtime.engine import Pipeline, engine
-from kvcli.runtime.kept_run import Asked, Keep, KeptRun
+from kvcli.request import GenerationRequest, begin_to_keep, capacities, check, choose_pipeline, open_library
+from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
-from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.saved.library import KVLibrary
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
@@ -34,22 +30,6 @@ from kvcli.telemetry.timeline import Timeline
 
 Step = list[tuple[RunningSequence, str]]
 """What a step gave: each of its sequences with its new text."""
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What to generate: prompts, by which method, and how to sample."""
-
-    profile: Profile
-    prompts: tuple[Prompt, ...]
-    sampling: Sampling = field(default_factory=Sampling)
-    template: Template = field(default_factory=Template)
-    audit: int | None = None
-    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
-    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
-    """How a step runs, see `kvcli.runtime.engine.Pipeline`."""
-    keep: Keep | None = None
-    """Where to keep the run, so that `resume` can go on with it."""
 
 
 def generate(
@@ -69,11 +49,12 @@ def generate(
     with timeline.span("load"):
         checkpoint = open_checkpoint(spec)
         prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
+        library = open_library(request, checkpoint, observer)
         check(request, checkpoint, prompts, observer)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
         kept = begin_to_keep(request, checkpoint, prompts, pipeline)
         model = checkpoint.load()
-    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept))
+    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept, library))
 
 
 def resume(
@@ -132,8 +113,12 @@ class Generation:
     observer: Observer
     timeline: Timeline = field(default_factory=Timeline)
     kept: KeptRun | None = None
+    library: KVLibrary | None = None
     sequences: list[RunningSequence] = field(default_factory=list, init=False)
     audits: list[Audit] = field(default_factory=list, init=False)
+    loaded: Footprint = field(default_factory=Footprint, init=False)
+    """What sequences have in host memory of loaded KV."""
+    saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
@@ -141,36 +126,52 @@ class Generation:
         kept = self.kept
         ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice)
         with ready_for as ready, nullcontext() if kept is None else closing(kept):
-            runner = PrefillRunner(ready, request.profile, request.sampling, self.observer, self.timeline, reference)
-            if kept is not None and (restored := kept.restore(ready, self.timeline)):
-                self.sequences = restored
-                yield [(sequence, sequence.detokenizer.text) for sequence in restored]
-            read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
-            stop = 0
-            for prompts in by_document(self.prompts):
-                first, stop = stop, stop + len(prompts)
-                if not read.isdisjoint(range(first, stop)):
-                    continue
-                for sequence, piece in runner.prefill(first, prompts):
-                    self.sequences.append(sequence)
-                    if request.audit is not None:
-                        self.audits.append(Audit(ready, sequence, request.audit))
-                    yield [(sequence, piece)]
-                if kept is not None and self.sequences:
-                    kept.save(self.sequences, self.observer.notice)
-            prepare(self.audits)
-            for step in ready.decode(self.sequences, self.timeline, self.pipeline):
-                yield step
-                if kept is not None:
-                    kept.step(self.sequences, self.observer.notice)
-                conclude(self.audits)
-                prepare(self.audits)
-            for sequence in self.sequences:
-                if sequence.error is not None:
-                    prompt = self.prompts[sequence.index // request.sampling.num_samples]
-                    sequence.error += f": {describe_origin(ready, prompt.ids)}"
+            runner = PrefillRunner(
+                *(ready, request.profile, request.sampling, self.observer, self.timeline, reference, self.library)
+            )
+            try:
+                yield from self._read(ready, runner)
+                yield from self._decode(ready)
+            finally:  # what was read is kept, also where the run is interrupted
+                self.loaded, self.saved = runner.kept, runner.finish()
+                for each in self.saved:
+                    if each.error is not None:
+                        self.observer.notice(each.error)
             if kept is not None:
                 kept.finish(self.report(), self.observer.notice)
+
+    def _read(self, ready: Engine, runner: PrefillRunner) -> Generator[Step, None, None]:
+        """Read what has not been read in a run that is gone on with."""
+        kept, request = self.kept, self.request
+        if kept is not None and (restored := kept.restore(ready, self.timeline)):
+            self.sequences = restored
+            yield [(sequence, sequence.detokenizer.text) for sequence in restored]
+        read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
+        stop = 0
+        for prompts in by_document(self.prompts):
+            first, stop = stop, stop + len(prompts)
+            if not read.isdisjoint(range(first, stop)):
+                continue
+            for sequence, piece in runner.prefill(first, prompts):
+                self.sequences.append(sequence)
+                if request.audit is not None:
+                    self.audits.append(Audit(ready, sequence, request.audit))
+                yield [(sequence, piece)]
+            if kept is not None and self.sequences:
+                kept.save(self.sequences, self.observer.notice)
+        prepare(self.audits)
+
+    def _decode(self, ready: Engine) -> Generator[Step, None, None]:
+        for step in ready.decode(self.sequences, self.timeline, self.pipeline):
+            yield step
+            if self.kept is not None:
+                self.kept.step(self.sequences, self.observer.notice)
+            conclude(self.audits)
+            prepare(self.audits)
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                prompt = self.prompts[sequence.index // self.request.sampling.num_samples]
+                sequence.error += f": {describe_origin(ready, prompt.ids)}"
 
     def interrupt(self) -> Step:
         """End what still runs; returns it with the text that was held back."""
@@ -186,7 +187,7 @@ class Generation:
         for audit in self.audits:
             by_index[audit.sequence.index] = replace(by_index[audit.sequence.index], fidelity=audit.summary())
         samples = request.sampling.num_samples
-        kv = sum((sequence.method.footprint() for sequence in self.sequences), Footprint())
+        kv = sum((sequence.method.footprint() for sequence in self.sequences), self.loaded)
         cuda = model.device.type == "cuda"
         device_name = torch.cuda.get_device_name(model.device) if cuda else "CPU"
         return report.Report(
@@ -205,6 +206,7 @@ class Generation:
                 host_kv_bytes=kv.host,
                 process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             ),
+            saved=self.saved,
         )
 
 
@@ -215,63 +217,6 @@ def announce(step: Step, observer: Observer) -> None:
             observer.text(sequence.index, piece)
         if not sequence.running:
             observer.finished(sequence.index)
-
-
-def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
-    """Tokens of each sequence if it runs to its end."""
-    return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
-
-
-def check(
-    request: GenerationRequest,
-    checkpoint: Checkpoint,
-    prompts: Sequence[EncodedPrompt],
-    observer: Observer,
-    loaded: bool = False,
-) -> None:
-    """Refuse what memory does not hold, and give notice of what the model or the profile was not made for.
-
-    Raises:
-        KvcliError: the run will not fit (exit code 3); `loaded` weights are there already.
-    """
-    sizes, together = [], 0
-    for group in by_document([prompt for prompt in prompts if prompt.error is None]):
-        common, lengths = in_common(group), [len(prompt.ids) for prompt in group]
-        sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
-        together = max(together, sum(lengths) - common * (len(group) - 1))
-    memory.check(
-        *(request.profile, checkpoint, sizes, request.sampling, request.audit is not None),
-        loaded=loaded,
-        together=together,
-    )
-    for notice in notices(checkpoint.path):
-        observer.notice(notice)
-    if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
-        observer.notice(mismatch)
-    beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
-    if beyond is not None:
-        observer.notice(f"{beyond}: the text may be poor")
-
-
-def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:
-    """Choose how steps run; those that are `traced`, audited or kept are blocking.
-
-    Raises:
-        KvcliError: what was asked for cannot do what else was asked for (usage).
-    """
-    watching = "--audit" if request.audit is not None else "--trace" if traced else None
-    return pipelines.choose(request.pipeline, request.profile, checkpoint, watching, request.keep is not None)
-
-
-def begin_to_keep(
-    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], pipeline: Pipeline
-) -> KeptRun | None:
-    """Make the directory that a run is to be kept in, if it is; raises KvcliError (usage) where it cannot be."""
-    if request.keep is None:
-        return None
-    return KeptRun.begin(
-        request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts
-    )
 
 
 def _unread(prompt: EncodedPrompt, sample: int) -> report.Sequence:

@@ -9,10 +9,11 @@ from families import tiny_checkpoint
 
 import kvcli
 from kvcli.errors import ExitCode
-from kvcli.generate import GenerationRequest, generate
+from kvcli.generate import generate
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
+from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 

@@ -7,11 +7,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.generate import GenerationRequest, generate
+from kvcli.generate import generate
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods.actqkv import ActQKV
 from kvcli.models.loading import ModelSpec
+from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline

@@ -97,11 +97,13 @@ def need(
     audited: bool = False,
     device: torch.device = CPU,
     together: int = 0,
+    layers_beside: int = 0,
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
     An audited run holds, beside each sequence, the cache of full attention. The prefill's workspace depends on the
-    kind of `device`, and on the most tokens of several prompts that are read `together`.
+    kind of `device`, and on the most tokens of several prompts that are read `together`. KV of so many `layers_beside`
+    is on its way to or from the disk.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -125,6 +127,8 @@ def need(
     longest = max(counted).tokens
     window = planned(longest).prefill_window
     workspace = _workspace(geometry, longest, window, prefill_buffers(device), max(longest, together))
+    widest = max(2 * layer.num_kv_heads * layer.head_dim for layer in geometry.layers)
+    kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace)
 
 
@@ -137,9 +141,10 @@ def check(
     *,
     loaded: bool = False,
     together: int = 0,
+    layers_beside: int = 0,
     way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run that will not fit; `way_out` is what the user can change, `together` as in `need`.
+    """Refuse a run that will not fit; `together` and `layers_beside` as in `need`, `way_out` is what a user can change.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
@@ -160,6 +165,7 @@ def check(
             audited,
             device,
             together,
+            layers_beside,
         )
         return replace(wanted, weights=0) if loaded else wanted
 

@@ -193,9 +193,9 @@ def generate(
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
     chosen = _profile(context, method, profile, settings or [], short)
 
-    from kvcli.generate import GenerationRequest
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
+    from kvcli.request import GenerationRequest
     from kvcli.runtime.kept_run import Keep
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 

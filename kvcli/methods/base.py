@@ -152,6 +152,11 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """How many of the prompt's last queries `prefill` wants to see."""
         return 0
 
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` wants to see all of the prompt's queries."""
+        return type(self).observe is not Method.observe
+
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
         """See how a layer reads the prompt: its next queries q [H, n, d], and all keys up to them, k [Hk, m, d].
 
@@ -246,10 +251,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         return {}
 
     def share(self, other: Method[ConfigT, CacheT], tokens: int) -> None:
-        """Refer to what `other` holds in host memory of the first `tokens` tokens, with which both prompts begin.
-
-        To be called before they are read; `other` takes over each layer's KV first.
-        """
+        """Refer to what `other`, which takes over each layer's KV first, has in host memory of the same tokens."""
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.share(theirs, tokens)
 

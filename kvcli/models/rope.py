@@ -9,6 +9,7 @@ sets, and a sequence's frequencies do not depend on its company.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -73,6 +74,13 @@ class Rope(nn.Module):
     def alike(self, lengths: Collection[int]) -> bool:
         """Tell whether sequences of these lengths rotate the same token by the same angles."""
         return len({id(self._of_length[length][1]) for length in lengths}) == 1
+
+    def fingerprint(self, length: int) -> str:
+        """Twelve hexadecimal digits over the angles of sequences of this length, as their first positions show them."""
+        frequencies = self._of_length[length][0]
+        first = torch.arange(min(2, length), device=frequencies.device)
+        tables = [table for kind in frequencies.layer_types for table in frequencies.at(first, torch.float32, kind)]
+        return hashlib.sha256(torch.cat([table.flatten() for table in tables]).cpu().numpy().tobytes()).hexdigest()[:12]
 
     def rotary(self, length: int) -> list[Rotary | None]:
         """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""

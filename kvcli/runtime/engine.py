@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,16 @@ from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
-from kvcli.runtime.prefill import CHUNK, Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
+from kvcli.runtime.prefill import (
+    CHUNK,
+    Branches,
+    Lending,
+    LentKV,
+    PrefillConsumer,
+    PrefillFanout,
+    prefill,
+    prefill_branches,
+)
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -169,6 +179,9 @@ class Engine:
             for other in others:
                 other.share(first, len(branches.common))
         if exact:
+            if isinstance(branches.known, LentKV):
+                caches = [column[0].caches for column in exact]
+                branches = replace(branches, known=Lending(branches.known, caches, branches.skip))
             rows = [list(row) for row in zip(*exact, strict=True)]
             consumers = [PrefillFanout([*rows[0], *watchers]), *map(PrefillFanout, rows[1:])]
             read = list(prefill_branches(self.hook, branches, consumers, self.layers, advance, chunk))

@@ -1,15 +1,19 @@
 """Prefilling prompts: from token ids to sequences that have their first token.
 
 Questions on one document are read together, and all get the room that the longest needs, so that any can be a copy of
-any other.
+any other. What a library has of their beginning is loaded, and what they add to it kept.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
+from torch import Tensor
+
+from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.methods.base import AnyMethod, SequenceContext
@@ -17,18 +21,38 @@ from kvcli.runtime.engine import Engine, shared_windows
 from kvcli.runtime.prefill import Branches
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.saved.library import KVLibrary
+from kvcli.saved.manifest import PAGE
+from kvcli.saved.reader import KVDamagedError, SavedKV
+from kvcli.saved.writer import KVWriter
+from kvcli.store.cache import Footprint
 from kvcli.telemetry.observer import Observer
-from kvcli.telemetry.report import KVOrigin
+from kvcli.telemetry.report import KVOrigin, SavedPrompt
 from kvcli.telemetry.timeline import Timeline
 
-T = TypeVar("T")
+
+@dataclass
+class _Reading:
+    """Prompts that are read together, `places` among all prompts; rows are prompts, columns profiles."""
+
+    places: Sequence[int]
+    prompts: Sequence[EncodedPrompt]
+    contexts: list[list[list[SequenceContext]]]
+    """[row][column][sample]"""
+    methods: list[list[AnyMethod]]
+    """Of each first sample: [row][column]."""
+    branches: Branches
+    logits: list[list[Tensor]]
+    """[vocab] of each first token: [row][column]."""
+    shared: int
+    """Tokens that are read once for all of them."""
 
 
 class PrefillRunner:
     """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
 
     With `reference`, a profile, every sequence brings a method object of that profile, too, which has read the same
-    prompt.
+    prompt. `kept` counts what sequences have in host memory of what a `library` loaded.
     """
 
     def __init__(
@@ -39,65 +63,159 @@ class PrefillRunner:
         observer: Observer,
         timeline: Timeline,
         reference: Profile | None = None,
+        library: KVLibrary | None = None,
     ):
-        self.engine, self.sampling = engine, sampling
+        self.engine, self.sampling, self.library = engine, sampling, library
         self.profiles = [profile] if reference is None else [profile, reference]
-        self.observer, self.timeline = observer, timeline
+        self.observer, self.timelines = observer, [timeline, Timeline()]  # the reference's work is not the run's
         self.started = time.perf_counter()
+        self.kept = Footprint()
+        self._writers: list[KVWriter] = []
 
     def prefill(self, index: int, prompts: Sequence[EncodedPrompt]) -> Iterator[tuple[RunningSequence, str]]:
         """Read prompts together, what they begin with in common once; yield their samples, each with its first text.
 
         `index` is the place of the first of them among all prompts. Those that were not encoded give nothing.
         """
-        readable = [(index + place, prompt) for place, prompt in enumerate(prompts) if prompt.error is None]
-        if not readable:
-            return
-        ids = [prompt.ids for _, prompt in readable]
-        capacities = [len(tokens) + self.sampling.max_tokens for tokens in ids]
+        places = [index + row for row, prompt in enumerate(prompts) if prompt.error is None]
+        readable = [prompt for prompt in prompts if prompt.error is None]
+        capacities = [len(prompt.ids) + self.sampling.max_tokens for prompt in readable]
         if len(readable) > 1 and not self.engine.rope.alike(capacities):
-            for place, prompt in readable:
+            for place, prompt in zip(places, readable, strict=True):
                 yield from self.prefill(place, [prompt])
-            return
-        branches = Branches.of(ids, in_common([prompt for _, prompt in readable]) if len(ids) > 1 else 0)
-        timelines = [self.timeline, Timeline()]  # the reference's work is no part of the run's
-        contexts = [  # [prompt][profile][sample]
-            [self._contexts(place, prompt, timeline, max(capacities)) for _, timeline in self._pairs(timelines)]
-            for place, prompt in readable
+        elif readable:
+            yield from self._sequences(*self._load_or_read(places, readable, max(capacities)))
+
+    def finish(self) -> list[SavedPrompt]:
+        """Wait for what is being saved; what could not be says why."""
+        saved = []
+        for writer in self._writers:
+            error = None
+            try:
+                writer.finish()
+            except KvcliError as failure:
+                error = failure.what
+            saving = writer.saving
+            tokens, path = saving.pages * PAGE, None if writer.path is None else str(writer.path)
+            saved.append(SavedPrompt(saving.asked.source, path, tokens, writer.bytes_written, writer.write_ms, error))
+        self._writers = []
+        return saved
+
+    def abandon(self) -> None:
+        """Save nothing of what has not been finished."""
+        for writer in self._writers:
+            writer.abandon()
+        self._writers = []
+
+    def _load_or_read(
+        self, places: Sequence[int], prompts: Sequence[EncodedPrompt], capacity: int
+    ) -> tuple[_Reading, KVOrigin, float]:
+        """Read prompts with what the library has of them; without it where that turns out to be damaged."""
+        try:
+            return self._read(places, prompts, capacity, load=True)
+        except KVDamagedError as error:
+            assert self.library is not None
+            self.library.forget(error)
+            return self._read(places, prompts, capacity, load=False)
+
+    def _read(
+        self, places: Sequence[int], prompts: Sequence[EncodedPrompt], capacity: int, load: bool
+    ) -> tuple[_Reading, KVOrigin, float]:
+        """Read prompts; returns also where the first one's KV came from, and the milliseconds that all took."""
+        begun, ids = time.perf_counter(), [prompt.ids for prompt in prompts]
+        common = in_common(prompts) if len(prompts) > 1 else 0
+        reading = self._prepare(places, prompts, capacity, Branches.of(ids, common))
+        with ExitStack() as stack:
+            found, writers = None, list[KVWriter]()
+            if self.library is not None:
+                rope, tiers = self.engine.rope.fingerprint(capacity), reading.methods[0][0].context.tiers
+                if load and (found := self.library.find(ids[0], rope, tiers)) is not None:
+                    stack.enter_context(found)
+                    self._skip(reading, found)
+                writers = self.library.writers(prompts[0], ids[0][: common or None], rope, found)
+            try:
+                self._compute(reading, writers)
+            except BaseException:
+                for writer in writers:
+                    writer.abandon()
+                raise
+        self._writers += writers
+        skipped = reading.branches.skip
+        origin = KVOrigin(len(ids[0]) - skipped, 0, skipped)
+        if found is not None and skipped:
+            origin = replace(origin, disk_bytes=found.bytes_read, disk_ms=found.read_ms)
+            self.kept += found.kept
+        return reading, origin, 1000 * (time.perf_counter() - begun)
+
+    def _prepare(
+        self, places: Sequence[int], prompts: Sequence[EncodedPrompt], capacity: int, branches: Branches
+    ) -> _Reading:
+        """Make the methods that are to read prompts."""
+        contexts = [
+            [self._contexts(place, prompt, timeline, capacity) for timeline in self.timelines[: len(self.profiles)]]
+            for place, prompt in zip(places, prompts, strict=True)
         ]
         methods = [
-            [self.engine.method(profile, first) for profile, (first, *_) in self._pairs(row)] for row in contexts
+            [self.engine.method(profile, first) for profile, (first, *_) in zip(self.profiles, row, strict=True)]
+            for row in contexts
         ]
-        shared = self._shared(branches, [row[0] for row in methods])
-        computed = sum(map(len, ids)) - shared * (len(ids) - 1)
+        column = [row[0] for row in methods]
+        window = column[0].prefill_window
+        shared = len(branches.common) if window is None else shared_windows(branches, column, window)
+        return _Reading(places, prompts, contexts, methods, branches, [], shared)
+
+    def _skip(self, reading: _Reading, found: SavedKV) -> None:
+        """Skip what was found of the prompts, but for the last queries that a method wants to see."""
+        branches, methods = reading.branches, [method for row in reading.methods for method in row]
+        least = min(len(prompt.ids) for prompt in reading.prompts)
+        limit = len(branches.common) if len(branches.rests) > 1 else least - 1
+        limit = min(limit, found.length, least - max(method.query_rows for method in methods))
+        if any(method.observes for method in methods):
+            limit = 0
+            self.observer.notice(f"{self.profiles[0].method} wants to see every query: the document is read again")
+        skip = max(0, limit) // PAGE * PAGE
+        if len(branches.rests) == 1:
+            branches = Branches.of([reading.prompts[0].ids], skip)
+        reading.branches = replace(branches, known=found if skip else None, skip=skip)
+
+    def _compute(self, reading: _Reading, writers: Sequence[KVWriter]) -> None:
+        """Run the prompts through the model."""
+        branches, prompts = reading.branches, reading.prompts
+        computed = sum(len(prompt.ids) for prompt in prompts) - reading.shared * (len(prompts) - 1) - branches.skip
         self.observer.stage("prefill", computed * len(self.engine.layers))
-        begun = time.perf_counter()
-        with self.timeline.span("prefill", source=prompts[0].source, tokens=computed):
-            logits = self.engine.prefill_branches(branches, methods, self.observer.advance)
+        with self.timelines[0].span("prefill", source=prompts[0].source, tokens=computed):
+            reading.logits = self.engine.prefill_branches(
+                branches, reading.methods, self.observer.advance, watchers=writers
+            )
         self.observer.stage_done()
-        prefill_ms = 1000 * (time.perf_counter() - begun)
-        for row, (place, prompt) in enumerate(readable):
-            served, *references = (_forks(*pair) for pair in zip(methods[row], contexts[row], strict=True))
+
+    def _sequences(
+        self, reading: _Reading, origin: KVOrigin, prefill_ms: float
+    ) -> Iterator[tuple[RunningSequence, str]]:
+        """Let every sample of every prompt have its first token; the first prompt has the time of all."""
+        for row, prompt in enumerate(reading.prompts):
+            served, *references = (
+                _forks(*pair) for pair in zip(reading.methods[row], reading.contexts[row], strict=True)
+            )
             for sample, method in enumerate(served):
                 sequence = self.engine.sequence(
                     method,
                     self.sampling,
-                    index=place * self.sampling.num_samples + sample,
+                    index=reading.places[row] * self.sampling.num_samples + sample,
                     sample=sample,
                     source=prompt.source,
                     reference=references[0][sample] if references else None,
                 )
                 if prompt.prompt is not None:
                     sequence.question, sequence.id = prompt.prompt.question or None, prompt.prompt.id
-                sequence.kv = self._origin(len(prompt.ids), shared if row else 0, method)
+                sequence.kv = origin
+                if row:
+                    own, shared_bytes = len(prompt.ids) - reading.shared, method.footprint().shared
+                    sequence.kv = KVOrigin(own, reading.shared, shared_bytes=shared_bytes)
                 sequence.prefill_ms = 0.0 if row else prefill_ms
-                piece = sequence.accept(logits[row][0])
+                piece = sequence.accept(reading.logits[row][0])
                 sequence.ttft_ms = 1000 * (time.perf_counter() - self.started)
                 yield sequence, piece
-
-    def _pairs(self, entries: Sequence[T]) -> Iterator[tuple[Profile, T]]:
-        """The profiles, each with its entry."""
-        return zip(self.profiles, entries, strict=False)
 
     def _contexts(self, place: int, prompt: EncodedPrompt, timeline: Timeline, capacity: int) -> list[SequenceContext]:
         """Make the context of every sample of a prompt."""
@@ -106,14 +224,6 @@ class PrefillRunner:
             self.engine.context(tokens, most, prompt.question, timeline, f"sequence {number}", capacity)
             for number in range(place * samples, (place + 1) * samples)
         ]
-
-    def _origin(self, prompt_tokens: int, shared: int, method: AnyMethod) -> KVOrigin:
-        return KVOrigin(prompt_tokens - shared, shared, shared_bytes=method.footprint().shared)
-
-    def _shared(self, branches: Branches, methods: Sequence[AnyMethod]) -> int:
-        """How many tokens are read once for all prompts."""
-        window = methods[0].prefill_window
-        return len(branches.common) if window is None else shared_windows(branches, methods, window)
 
 
 def _forks(method: AnyMethod, contexts: Sequence[SequenceContext]) -> list[AnyMethod]:

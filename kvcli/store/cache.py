@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
 from kvcli.store.state import Settled
+
+if TYPE_CHECKING:
+    from kvcli.store.host_pool import HostPagePool
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,10 @@ class LayerCache(ABC):
 
         Here there is nothing to share. To be called before `load`; the other cache is loaded first.
         """
+
+    def share_pages(self, pages: HostPagePool, tokens: int) -> bool:  # noqa: ARG002
+        """Refer to pages that hold the first `tokens` tokens' keys and values, as `share` does; tell whether it can."""
+        return False
 
     def as_slots(self) -> LayerSlots | None:
         """Lay the cache out in slots and return its tensors, None where it has no such form.

@@ -65,22 +65,32 @@ class HostPagePool:
         self._allocating = self._allocate(0)
         self._lender: tuple[HostPagePool, int] | None = None
 
+    @classmethod
+    def holding(cls, pages: Tensor, tiers: Tiers) -> HostPagePool:
+        """Make a pool of pages that are there: [n, Hk, t, p, d], in host memory."""
+        count, num_kv_heads, tensors, size, head_dim = pages.shape
+        pool = cls(num_kv_heads, head_dim, size, 0, tiers, tensors=tensors)
+        pool.num_pages = pool.written = count
+        pool._allocating = [(0, _there(pages))]
+        return pool
+
     @property
     def pieces(self) -> list[Tensor]:
         """All pages, [n, Hk, t, p, d] or [n, t, p, Hk, d] each."""
         self._borrow()
         return [piece.result() for _, piece in self._allocating]
 
-    def share(self, other: HostPagePool, pages: int) -> None:
+    def share(self, other: HostPagePool, pages: int) -> bool:
         """Refer to the first pages of another pool, `pages` of them at most, instead of holding the same ones again.
 
         How many are shared is settled when this pool is first read or written: those that the other one has by then.
         What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
-        kind, nothing is shared.
+        kind, nothing is shared and False returned.
         """
         alike = (other.layout, other.page_shape, other.tiers.dtype) == (self.layout, self.page_shape, self.tiers.dtype)
         if alike and (pages := min(pages, self.num_pages, other.num_pages)):
             self._allocating, self._lender, self.shared = [], (other, pages), pages
+        return alike and pages > 0
 
     def write(self, first: int, *tensors: Tensor) -> int:
         """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d]. Returns the bytes moved.
@@ -149,9 +159,7 @@ class HostPagePool:
         (other, pages), self._lender = self._lender, None
         self.shared = self.written = min(pages, other.written)
         for start, piece in other._between(0, self.shared):
-            view: Future[Tensor] = Future()
-            view.set_result(piece.result()[: self.shared - start])
-            self._allocating.append((start, view))
+            self._allocating.append((start, _there(piece.result()[: self.shared - start])))
         self._allocating += self._allocate(self.shared)
 
     def _between(self, first: int, stop: int) -> list[tuple[int, Future[Tensor]]]:
@@ -180,3 +188,9 @@ class HostPagePool:
     def _blocks(self, piece: Tensor) -> Tensor:
         """View a piece by pages of one KV head, whatever the layout: [n, Hk, t, p, d]."""
         return piece if self.layout == "hnd" else piece.permute(0, 3, 1, 2, 4)
+
+
+def _there(tensor: Tensor) -> Future[Tensor]:
+    ready: Future[Tensor] = Future()
+    ready.set_result(tensor)
+    return ready

@@ -61,6 +61,10 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.pool.share(other.pool, tokens // self.budget.size)
 
     @override
+    def share_pages(self, pages: HostPagePool, tokens: int) -> bool:
+        return self.pool.share(pages, tokens // self.budget.size)
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt: full pages on the host, sink and window on the device, nothing selected yet."""
         budget, self.length = self.budget, k.shape[1]

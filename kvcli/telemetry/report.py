@@ -152,6 +152,21 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class SavedPrompt:
+    """A prompt's KV that the run saved: where, tokens and bytes of it, and the time that writing took beside the run.
+
+    `error` says why it could not be saved, then `path` is None.
+    """
+
+    source: str
+    path: str | None
+    tokens: int
+    bytes: int
+    write_ms: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Memory:
     """Where the bytes were. On a CPU both tiers are host memory and nothing is pinned.
 
@@ -176,6 +191,7 @@ class Report:
     sequences: list[Sequence]
     memory: Memory
     schema_version: int = SCHEMA_VERSION
+    saved: list[SavedPrompt] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain data; keys in declaration order, `schema_version` first."""

@@ -8,12 +8,13 @@ from families import tiny_checkpoint
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.generate import GenerationRequest, generate
+from kvcli.generate import generate
 from kvcli.inputs.encoding import Template, encode
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
 from kvcli.quality.fidelity import Passage, measure
+from kvcli.request import GenerationRequest
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer

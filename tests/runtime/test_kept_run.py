@@ -10,11 +10,12 @@ from families import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.generate import GenerationRequest, generate
+from kvcli.generate import generate
 from kvcli.generate import resume as go_on
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
+from kvcli.request import GenerationRequest
 from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.store.journal import Journal

@@ -1,0 +1,115 @@
+"""What is asked of a generation, and what is settled and refused before the weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvcli.capacity import memory, pipelines
+from kvcli.errors import usage_error
+from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.provenance import profile_mismatch
+from kvcli.models.checkpoint import notices
+from kvcli.models.loading import Checkpoint
+from kvcli.runtime.engine import Pipeline
+from kvcli.runtime.kept_run import Asked, Keep, KeptRun
+from kvcli.runtime.sampling import Sampling
+from kvcli.saved.library import KVLibrary, KVOptions
+from kvcli.telemetry.observer import Observer
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What to generate: prompts, by which method, and how to sample."""
+
+    profile: Profile
+    prompts: tuple[Prompt, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    template: Template = field(default_factory=Template)
+    audit: int | None = None
+    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
+    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
+    """How a step runs, see `kvcli.runtime.engine.Pipeline`."""
+    keep: Keep | None = None
+    """Where to keep the run, so that `resume` can go on with it."""
+    kv: KVOptions = field(default_factory=KVOptions)
+    """Where prompts' KV is taken from, and saved to."""
+
+
+def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
+    """Tokens of each sequence if it runs to its end."""
+    return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
+
+
+def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: Observer) -> KVLibrary | None:
+    """Open what KV is taken from and saved to; None where there is nothing of the kind.
+
+    Raises:
+        KvcliError: it cannot be used, or not with this model or method (usage); it is damaged (runtime).
+    """
+    if not request.kv.any:
+        return None
+    method = memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype)
+    if method.prefill_window is not None:
+        what = f"method {request.profile.method!r} reads prompts by windows: KV of its own is neither saved nor loaded"
+        raise usage_error(what, "take a method that reads exactly, or leave --kv, --save-kv and --kv-cache out")
+    if request.kv.save is not None and len({prompt.source for prompt in request.prompts}) > 1:
+        raise usage_error("--save-kv takes one document", "name them one by one, or keep all with --kv-cache")
+    return KVLibrary(request.kv, checkpoint, request.template, observer.notice)
+
+
+def check(
+    request: GenerationRequest,
+    checkpoint: Checkpoint,
+    prompts: Sequence[EncodedPrompt],
+    observer: Observer,
+    loaded: bool = False,
+) -> None:
+    """Refuse what memory does not hold, and give notice of what the model or the profile was not made for.
+
+    Raises:
+        KvcliError: the run will not fit (exit code 3); `loaded` weights are there already.
+    """
+    sizes, together = [], 0
+    for group in by_document([prompt for prompt in prompts if prompt.error is None]):
+        common, lengths = in_common(group), [len(prompt.ids) for prompt in group]
+        sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
+        together = max(together, sum(lengths) - common * (len(group) - 1))
+    memory.check(
+        *(request.profile, checkpoint, sizes, request.sampling, request.audit is not None),
+        loaded=loaded,
+        together=together,
+        layers_beside=2 * ((request.kv.save or request.kv.cache) is not None)
+        + 2 * ((request.kv.use or request.kv.cache) is not None),
+    )
+    for notice in notices(checkpoint.path):
+        observer.notice(notice)
+    if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
+        observer.notice(mismatch)
+    beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
+    if beyond is not None:
+        observer.notice(f"{beyond}: the text may be poor")
+
+
+def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:
+    """Choose how steps run; those that are `traced`, audited or kept are blocking.
+
+    Raises:
+        KvcliError: what was asked for cannot do what else was asked for (usage).
+    """
+    watching = "--audit" if request.audit is not None else "--trace" if traced else None
+    return pipelines.choose(request.pipeline, request.profile, checkpoint, watching, request.keep is not None)
+
+
+def begin_to_keep(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], pipeline: Pipeline
+) -> KeptRun | None:
+    """Make the directory that a run is to be kept in, if it is; raises KvcliError (usage) where it cannot be."""
+    if request.keep is None:
+        return None
+    return KeptRun.begin(
+        request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts
+    )

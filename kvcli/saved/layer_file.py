@@ -1,0 +1,173 @@
+"""A file of one layer's pages: safetensors with a padded header, read and written past the system's cache.
+
+One tensor, `kv` [pages, Hk, 2, p, d], as `kvcli.store.host_pool` lays pages out. Its data begins at byte `ALIGNMENT`,
+so that pages go between the disk and memory that is aligned as well without a copy. Every `CHECKED_PAGES` pages have a
+checksum, which stands in the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import xxhash
+from torch import Tensor
+
+from kvcli.store.pages import slices
+
+ALIGNMENT = 4096
+"""Bytes to which the data of a file, and the memory it is read into, are aligned."""
+
+CHECKED_PAGES = 64
+"""Pages that have a checksum together: 2,048 tokens, 8 MiB of a layer with 8 KV heads of 128 in bf16."""
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class DamagedError(Exception):
+    """A file is not as it was written; says what is wrong with it."""
+
+
+def aligned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate uninitialised host memory that begins at a multiple of `ALIGNMENT`."""
+    size = math.prod(shape) * dtype.itemsize
+    with torch.inference_mode(False):
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + size].view(dtype).view(*shape)
+
+
+def header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
+    """The first `ALIGNMENT` bytes of the file of a layer's pages."""
+    size = math.prod(shape) * dtype.itemsize
+    body = json.dumps({"kv": {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", ALIGNMENT - 8) + body.ljust(ALIGNMENT - 8)
+
+
+def write_layer(path: Path, pages: Tensor) -> list[str]:
+    """Write pages [n, Hk, 2, p, d] of host memory, and to the disk; returns their checksums.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    checksums = []
+    with UnbufferedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+        begin = aligned((ALIGNMENT,), torch.uint8)
+        begin.copy_(torch.frombuffer(bytearray(header(pages.shape, pages.dtype)), dtype=torch.uint8))
+        file.write(begin, 0)
+        offset = ALIGNMENT
+        for part in slices(len(pages), CHECKED_PAGES):
+            block = _bytes(pages[part])
+            checksums.append(checksum(block))
+            file.write(block, offset)
+            offset += len(block)
+        os.fsync(file.fd)
+    return checksums
+
+
+def check_layer(file: UnbufferedFile, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Check size and header of a layer's file.
+
+    Raises:
+        DamagedError: it is not that of pages of this shape.
+    """
+    size = ALIGNMENT + math.prod(shape) * dtype.itemsize
+    if (found := os.fstat(file.fd).st_size) != size:
+        raise DamagedError(f"{found:,} bytes long, not {size:,}")
+    if os.pread(file.fd, ALIGNMENT, 0) != header(shape, dtype):
+        raise DamagedError("its header is not that of its pages")
+
+
+def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Sequence[str]) -> int:
+    """Read pages [n, Hk, 2, p, d] into aligned memory, from page `first` of the file on, a multiple of `CHECKED_PAGES`.
+
+    `checksums` are those of the whole file. Where it has more pages under the last checksum, they are read as well.
+    Returns the bytes read.
+
+    Raises:
+        DamagedError: a checksum differs, or the file ends too early.
+        OSError: the file cannot be read.
+    """
+    page_bytes = math.prod(pages.shape[1:]) * pages.element_size()
+    total = (os.fstat(file.fd).st_size - ALIGNMENT) // page_bytes
+    read = 0
+    for part in slices(len(pages), CHECKED_PAGES):
+        at = first + part.start
+        count = min(CHECKED_PAGES, total - at)
+        here = pages[part]
+        block = here if count == len(here) else aligned((count, *pages.shape[1:]), pages.dtype)
+        file.read_into(_bytes(block), ALIGNMENT + at * page_bytes)
+        if checksum(_bytes(block)) != checksums[at // CHECKED_PAGES]:
+            raise DamagedError(f"a checksum of pages {at:,} to {at + count - 1:,} is wrong")
+        if block is not here:
+            here.copy_(block[: len(here)])
+        read += count * page_bytes
+    return read
+
+
+def checksum(block: Tensor) -> str:
+    """Sixteen hexadecimal digits over bytes [n]."""
+    return xxhash.xxh3_64_hexdigest(_view(block))
+
+
+class UnbufferedFile:
+    """A file whose aligned parts go past the system's cache, where its file system can do that; use it in a `with`."""
+
+    def __init__(self, path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None):
+        self.fd = os.open(path, flags, 0o666, dir_fd=folder)
+        try:
+            access = flags & (os.O_RDONLY | os.O_RDWR)
+            self.direct: int | None = os.open(path, access | os.O_DIRECT, dir_fd=folder)
+        except OSError:  # tmpfs, say
+            self.direct = None
+
+    def __enter__(self) -> UnbufferedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+        if self.direct is not None:
+            os.close(self.direct)
+
+    def read_into(self, memory: Tensor, offset: int) -> None:
+        """Fill bytes `memory` [n] from `offset` on.
+
+        Raises:
+            DamagedError: the file ends before.
+        """
+        at = 0
+        while at < len(memory):
+            fd, part = self._way(memory[at:], offset + at)
+            if not (moved := os.preadv(fd, [_view(part)], offset + at)):
+                raise DamagedError("it ends too early")
+            at += moved
+
+    def write(self, memory: Tensor, offset: int) -> None:
+        """Write bytes `memory` [n] from `offset` on."""
+        at = 0
+        while at < len(memory):
+            fd, part = self._way(memory[at:], offset + at)
+            at += os.pwritev(fd, [_view(part)], offset + at)
+
+    def _way(self, memory: Tensor, offset: int) -> tuple[int, Tensor]:
+        """Choose how to move bytes [n], and how many of them at once."""
+        whole = len(memory) // ALIGNMENT * ALIGNMENT
+        if self.direct is None or not whole or memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT:
+            return self.fd, memory
+        return self.direct, memory[:whole]
+
+
+def _bytes(pages: Tensor) -> Tensor:
+    return pages.reshape(-1).view(torch.uint8)
+
+
+def _view(block: Tensor) -> memoryview:
+    return block.numpy().data

@@ -1,0 +1,179 @@
+"""What a directory of saved KV says of itself: `manifest.json`, written last, which makes the directory whole.
+
+Pages of tokens are hashed in a chain: the hash of a page is over that of the page before and its own tokens, and the
+first one's over the `Identity` of what computed the KV. Equal hashes mean an equal prompt up to there.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.validation import first_problem
+from kvcli.models.geometry import ModelGeometry
+
+FORMAT = 1
+"""Version of the directory's format; a reader refuses newer ones."""
+
+PAGE = 32
+"""Tokens in a page of saved KV, as methods' pages are by default."""
+
+MANIFEST = "manifest.json"
+_HASH_BYTES = 16
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Identity(_Part):
+    """Fingerprints of what KV depends on beside the tokens: weights, dtype, rotary positions; and of the tokenizer."""
+
+    model: str
+    weights: str
+    tokenizer: str
+    rope: str
+    dtype: str
+
+    @property
+    def root(self) -> str:
+        """What the chain of page hashes begins with."""
+        body = json.dumps([self.weights, self.tokenizer, self.rope, self.dtype, PAGE])
+        return hashlib.blake2b(body.encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+class LayerEntry(_Part):
+    """The file of a layer, the shape of its pages, and a checksum for every `CHECKED_PAGES` of them."""
+
+    file: str = Field(pattern=r"^[a-z0-9-]+\.safetensors$")
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    checksums: list[str]
+
+
+class PromptRead(_Part):
+    """What was read: the document's text, its name, and how the prompt was made of it."""
+
+    source: str
+    text: str
+    question: str = ""
+    question_first: str = "no"
+    system: str | None = None
+    raw: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Manifest(_Part):
+    """A run of pages: `pages` are the hashes of those from page `first_page` of the prompt on, `tokens` their tokens.
+
+    `parent` is the hash of the page before, or the identity's root. `reading` says how the prompt was read: "exact".
+    """
+
+    format: int = FORMAT
+    kvcli: str
+    model: Identity
+    reading: str = "exact"
+    first_page: int = Field(default=0, ge=0)
+    parent: str
+    tokens: list[int]
+    pages: list[str] = Field(min_length=1)
+    layers: list[LayerEntry] = Field(min_length=1)
+    asked: PromptRead
+    checksum: str = ""
+
+    def sealed(self) -> str:
+        """The manifest as JSON, with its own checksum."""
+        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json()
+
+    def shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """The shape of a layer's pages: [n, Hk, 2, p, d]."""
+        entry = self.layers[layer]
+        return len(self.pages), entry.num_kv_heads, 2, PAGE, entry.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.model.dtype]
+
+    @property
+    def name(self) -> str:
+        """What the directory is called in a cache: the page before, the first and the last page."""
+        return f"{self.parent}-{self.pages[0]}-{self.pages[-1]}"
+
+    def same_pages(self, hashes: Sequence[str]) -> int:
+        """How many of its pages have these hashes: those before the first that differs."""
+        pairs = enumerate(zip(self.pages, hashes, strict=False))
+        return next((at for at, (mine, other) in pairs if mine != other), min(len(self.pages), len(hashes)))
+
+    def fits(self, geometry: ModelGeometry) -> bool:
+        """Tell whether these are layers of that model."""
+        shapes = [(entry.num_kv_heads, entry.head_dim) for entry in self.layers]
+        return shapes == [(layer.num_kv_heads, layer.head_dim) for layer in geometry.layers]
+
+    def problem(self) -> str | None:
+        """Say what does not add up, if anything."""
+        if self.checksum != self._checksum():
+            return "its checksum is wrong"
+        if self.first_page == 0 and self.parent != self.model.root:
+            return "its first page does not begin with the model"
+        if len(self.tokens) != PAGE * len(self.pages) or self.pages != page_hashes(self.parent, self.tokens):
+            return "a page hash is wrong"
+        return None
+
+    def _checksum(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.model_dump_json(exclude={"checksum"}).encode())
+
+
+def page_hashes(before: str, tokens: Sequence[int]) -> list[str]:
+    """Hash every whole page of tokens, each after the page before it."""
+    hashes = []
+    for start in range(0, len(tokens) - PAGE + 1, PAGE):
+        page = array.array("q", tokens[start : start + PAGE]).tobytes()
+        before = hashlib.blake2b(bytes.fromhex(before) + page, digest_size=_HASH_BYTES).hexdigest()
+        hashes.append(before)
+    return hashes
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a directory's manifest.
+
+    Raises:
+        KvcliError: the directory is none of saved KV, or of a newer format (usage); its manifest is damaged (runtime).
+    """
+    hint = "name a directory that --save-kv has written"
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        what = "holds no saved KV" if folder.is_dir() else "no such directory"
+        raise usage_error(f"{folder}: {what}", hint) from None
+    except OSError as error:
+        raise usage_error(f"{folder}: cannot be read: {error.strerror}", hint) from None
+    try:
+        found = json.loads(data)
+        if isinstance(found, dict) and isinstance(version := found.get("format"), int) and version > FORMAT:
+            what = f"{folder}: saved in format {version}, which is newer than this kvcli's {FORMAT}"
+            raise usage_error(what, "update kvcli, or save the document again")
+        manifest = Manifest.model_validate(found)
+    except ValidationError as error:
+        raise damaged(folder, f"{MANIFEST}: {first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder, f"{MANIFEST}: {error}") from None
+    if (problem := manifest.problem()) is not None:
+        raise damaged(folder, f"{MANIFEST}: {problem}")
+    return manifest
+
+
+def damaged(folder: Path, problem: str) -> KvcliError:
+    """Make the error of a directory that is not as it was written."""
+    return KvcliError(
+        f"{folder} is damaged: {problem}; nothing of it was used", "remove it and save the document again"
+    )

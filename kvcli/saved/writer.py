@@ -1,0 +1,187 @@
+"""Saving a prompt's KV while it is read: on a thread of its own, a layer at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from queue import Queue
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import KvcliError, usage_error
+from kvcli.kernels.softmax import Softmax
+from kvcli.saved.folders import NewFolder
+from kvcli.saved.layer_file import aligned, write_layer
+from kvcli.saved.manifest import MANIFEST, PAGE, Identity, LayerEntry, Manifest, PromptRead, page_hashes, read_manifest
+from kvcli.store.pages import paged
+
+_BUFFERS = 2  # one being filled while the other is written
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is saved: whole pages of the prompt `ids` from page `first` on, which follows the page hashed `parent`."""
+
+    ids: Sequence[int]
+    identity: Identity
+    asked: PromptRead
+    first: int
+    parent: str
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return len(self.ids) // PAGE - self.first
+
+
+class KVWriter:
+    """Takes a prompt's KV layer by layer, as a `PrefillConsumer` does, and writes it beside what goes on.
+
+    `target` gives the directory to save to, from the manifest. What goes wrong ends the saving, never the run: see
+    `finish`. The memory beside the run's is that of two layers.
+
+    Raises:
+        KvcliError: the directory cannot be made (usage).
+    """
+
+    query_rows = 0
+
+    def __init__(self, saving: Saving, parent: Path, target: Callable[[Manifest], Path]):
+        self.saving, self.target = saving, target
+        try:
+            self.folder = NewFolder(parent)
+        except OSError as error:
+            raise usage_error(f"{parent}: cannot be written: {error.strerror}", "name another directory") from None
+        self.entries: list[LayerEntry] = []
+        self.failure: OSError | None = None
+        self.path: Path | None = None  # where it is, once it is whole
+        self.bytes_written, self.write_ms, self.waited_ms = 0, 0.0, 0.0
+        self._free: Queue[Tensor | None] = Queue()
+        for _ in range(_BUFFERS):
+            self._free.put(None)
+        self._filled: Queue[Tensor | None] = Queue()
+        self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
+        self._thread.start()
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """Nothing of it is saved."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+        """Take the pages of a layer's k, v [Hk, s, d]."""
+        if self.failure is not None:
+            return
+        begun = perf_counter()
+        shape = (self.saving.pages, k.shape[0], 2, PAGE, k.shape[2])
+        buffer = self._free.get()
+        self.waited_ms += 1000 * (perf_counter() - begun)
+        if buffer is None or buffer.shape != shape:
+            buffer = aligned(shape, k.dtype)
+        tokens = slice(self.saving.first * PAGE, (self.saving.first + self.saving.pages) * PAGE)
+        target = torch.empty_like(buffer, device=k.device) if k.is_cuda else buffer
+        for part, rows in enumerate((k, v)):
+            target[:, :, part].copy_(paged(rows[:, tokens], PAGE).transpose(0, 1))
+        if k.is_cuda:
+            buffer.copy_(target)
+        self._filled.put(buffer)
+
+    def finish(self) -> None:
+        """Wait until all layers are written, and make the directory whole.
+
+        Raises:
+            KvcliError: it could not be written (runtime), or its name was taken meanwhile by something else (usage).
+        """
+        self._filled.put(None)
+        self._thread.join()
+        try:
+            if self.failure is not None:
+                raise self.failure
+            manifest = self._manifest()
+            sealed = self.folder.path / f"{MANIFEST}.new"
+            _write(sealed, manifest.sealed().encode())
+            sealed.rename(self.folder.path / MANIFEST)
+            target = self.target(manifest)
+            if not self.folder.commit(target):
+                self._check_same(target, manifest)
+            self.path = target
+        except OSError as error:
+            self.folder.abandon()
+            what = f"the KV of {self.saving.asked.source} was not saved: {error.strerror}"
+            raise KvcliError(what, "free some space, or name another directory") from None
+
+    def abandon(self) -> None:
+        """Save nothing."""
+        self.failure = self.failure or OSError(0, "given up")
+        self._filled.put(None)
+        self._thread.join()
+        self.folder.abandon()
+
+    def _work(self) -> None:
+        while (buffer := self._filled.get()) is not None:
+            if self.failure is None:
+                begun = perf_counter()
+                try:
+                    self._write_layer(buffer)
+                except OSError as error:
+                    self.failure = error
+                self.write_ms += 1000 * (perf_counter() - begun)
+            self._free.put(buffer)
+
+    def _write_layer(self, pages: Tensor) -> None:
+        name = f"layer-{len(self.entries):04}.safetensors"
+        checksums = write_layer(self.folder.path / name, pages)
+        self.entries.append(
+            LayerEntry(file=name, num_kv_heads=pages.shape[1], head_dim=pages.shape[4], checksums=checksums)
+        )
+        self.bytes_written += pages.nbytes
+
+    def _manifest(self) -> Manifest:
+        saving = self.saving
+        tokens = list(saving.ids[saving.first * PAGE : (saving.first + saving.pages) * PAGE])
+        return Manifest(
+            kvcli=version("kvcli"),
+            model=saving.identity,
+            first_page=saving.first,
+            parent=saving.parent,
+            tokens=tokens,
+            pages=page_hashes(saving.parent, tokens),
+            layers=self.entries,
+            asked=saving.asked,
+        )
+
+    def _check_same(self, target: Path, manifest: Manifest) -> None:
+        """Another process has saved to the same place: all is well if that is the same."""
+        if read_manifest(target).pages != manifest.pages:
+            raise usage_error(f"{target}: holds something else by now", "name another directory")
+
+
+def check_target(folder: Path) -> None:
+    """Refuse a directory to save to that is no new or empty one.
+
+    Raises:
+        KvcliError: it holds something, or cannot be made (usage).
+    """
+    hint = "name a new directory"
+    try:
+        if folder.is_dir():
+            if (folder / MANIFEST).exists():
+                raise usage_error(f"{folder}: holds saved KV already", f"{hint}, or ask it with --kv {folder}")
+            if any(folder.iterdir()):
+                raise usage_error(f"{folder}: holds something else", hint)
+        elif folder.exists():
+            raise usage_error(f"{folder}: is no directory", hint)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise usage_error(f"{folder}: cannot be written: {error.strerror}", hint) from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
