@@ -15,6 +15,12 @@ def layers(count=2, window=None):
     return [LayerGeometry(index, H, HK, D, window, True) for index in range(count)]
 
 
+def storage_bytes(tensors):
+    """Bytes that tensors take together; views share theirs."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 class Stream:
     """Random KV and slowly turning queries: cosine of consecutive queries spreads around `turn`."""
 

@@ -67,7 +67,6 @@ def profile(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
     """
-    from kvcli.bench.runs import entries
     from kvcli.inputs.prompts import read_document
 
     check_files(
@@ -84,6 +83,7 @@ def profile(
 
     from kvcli.bench.profiler import ProfileRequest
     from kvcli.bench.profiler import profile as run
+    from kvcli.bench.runs import entries
     from kvcli.bench.tables import notes, tables
     from kvcli.models.loading import ModelSpec
     from kvcli.telemetry.timeline import chrome_trace

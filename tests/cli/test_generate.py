@@ -290,8 +290,8 @@ def test_pipelines_give_the_same_text_and_counts(generate, document):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--method", "quest"], "method 'quest'"),
-        (["--method", "streaming", "--set", "positions=cache"], "method 'streaming'"),
+        (["--method", "razor"], "method 'razor'"),
+        (["--method", "refreekv", "--set", "offload=true"], "method 'refreekv'"),
         (["--audit", 2], "--audit looks into"),
         (["--pipeline", "compiled", "--method", "infinigen"], "method 'infinigen'"),
     ],

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from driver import HK, SOFTMAX, D, H, Stream, layers
+from driver import HK, SOFTMAX, D, H, Stream, layers, storage_bytes
 from engine import new_method, run
 from eviction_oracle import G, Oracle, best, window_rows
 from families import LAYERS, VOCAB, tiny_model
@@ -85,7 +85,7 @@ def test_the_cascade_ends_where_one_cut_would_and_never_holds_more(read, monkeyp
     def watched(*arguments):
         moved = hold(*arguments)
         tensors = [x for cache in method.caches for x in (cache.k, cache.v, cache.positions) if not x.is_meta]
-        held.append(sum(x.untyped_storage().nbytes() for x in tensors))
+        held.append(storage_bytes(tensors))
         return moved
 
     monkeypatch.setattr(PrunedCache, "_hold", watched)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from driver import HK, SOFTMAX, D, H, Stream, layers
+from driver import HK, SOFTMAX, D, H, Stream, layers, storage_bytes
 from engine import new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
@@ -172,7 +172,7 @@ def test_memory_of_dropped_tokens_is_given_back():
     assert planned.device - method.footprint().device == dropped * 2 * (
         2 * 16 * 4 + 4
     )  # 2 KV heads: K, V of d 16, where
-    storage = sum(x.untyped_storage().nbytes() for cache in method.caches for x in (cache.k, cache.v, cache.positions))
+    storage = storage_bytes([x for cache in method.caches for x in (cache.k, cache.v, cache.positions)])
     assert storage == method.footprint().device
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import HK, D, Stream
+from driver import HK, D, Stream, storage_bytes
 from engine import run
 from eviction_oracle import Oracle, voted
 from families import VOCAB, tiny_model
@@ -39,7 +39,7 @@ def test_every_step_matches_the_oracle(prompt, variant):
     rows = min(prompt, settings["budget"]) + STEPS
     cache = method.retrieval[1]
     assert cache.footprint().device == rows * HK * (2 * D * 4 + 4)  # KV and position
-    assert sum(x.untyped_storage().nbytes() for x in (cache.k, cache.v, cache.positions)) == cache.footprint().device
+    assert storage_bytes([cache.k, cache.v, cache.positions]) == cache.footprint().device
 
 
 def test_two_sequences_side_by_side():

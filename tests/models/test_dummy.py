@@ -6,7 +6,7 @@ from families import FAMILIES, tiny_checkpoint, tiny_config
 from transformers import AutoConfig
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models import checkpoint
+from kvcli.models import place
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.loading import ModelSpec, load_model, read_config
 from kvcli.models.shapes import shape_names, shape_path
@@ -21,7 +21,7 @@ def dummy(name, **spec):
 
 @pytest.fixture
 def no_demo(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(place, "__file__", str(tmp_path / "place.py"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,6 +118,6 @@ def test_without_the_demo_model_bytes_are_tokens():
 def test_the_demo_models_tokenizer_is_taken_where_it_fits(tmp_path, monkeypatch):
     package = tmp_path / "demo"
     tiny_checkpoint("llama", package, layers=1)
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(place, "__file__", str(tmp_path / "place.py"))
     assert fallback_tokenizer(300).chat_template is not None
     assert fallback_tokenizer(260).chat_template is None

@@ -8,7 +8,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.rope import installed
 from kvcli.store.blocks import EMPTY, BlockCache, BlockLayout
-from kvcli.store.cache import DenseCache, SlidingCache, Tiers
+from kvcli.store.cache import DenseCache, Footprint, SlidingCache, Tiers
 from kvcli.store.pages import PageBudget
 
 H, HK, D, P = 4, 2, 8, 4
@@ -90,7 +90,8 @@ def test_the_most_attended_tokens_represent_a_block():
 
 def test_a_short_context_needs_no_blocks():
     cache = block_cache(capacity=9)
-    assert cache.pool.nbytes() == cache.keys.numel() == cache.slots.numel() == 0
+    assert cache.pool.footprint() == Footprint()
+    assert cache.keys.numel() == cache.slots.numel() == 0
     k, v = tokens(9)
     cache.load(k, v)
     q = torch.randn(H, D)

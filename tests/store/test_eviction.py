@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from driver import storage_bytes
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers
@@ -31,8 +32,7 @@ def check(cache, k, v, held, at):
 
 
 def bytes_held(cache):
-    storages = (x.untyped_storage() for x in vars(cache).values() if isinstance(x, torch.Tensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return storage_bytes(x for x in vars(cache).values() if isinstance(x, torch.Tensor))
 
 
 @pytest.mark.parametrize("offload", [False, True])

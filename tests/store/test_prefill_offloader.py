@@ -74,7 +74,9 @@ def test_the_plan_counts_the_buffers_that_live_at_once(device, buffers):
     layer = GEOMETRY.layers[0]
     shapes = [(2, layer.num_kv_heads, LENGTH, layer.head_dim)] * 5
     _, most = prefill(device, shapes, buffers)
-    planned, without = (4 * memory._workspace(GEOMETRY, LENGTH, None, count) for count in (prefill_buffers(device), 0))
+    planned, without = (
+        4 * memory._workspace(GEOMETRY, LENGTH, None, count, LENGTH) for count in (prefill_buffers(device), 0)
+    )
     assert most == planned - without
     assert len(buffers) == prefill_buffers(device)
 

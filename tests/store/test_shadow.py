@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from driver import storage_bytes
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
@@ -179,6 +180,5 @@ def test_footprint_counts_what_is_allocated_even_on_meta(prompt, rolling):
     assert found == ShadowCache(GEOMETRY, 100, prompt, sizes, None, META).footprint()
     parts = (cache, cache.keys, cache.landmarks)
     tensors = (tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor))
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    assert found.device == sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    assert found.device == storage_bytes(tensors)
     assert found.host == nbytes(*cache.values.pieces)
