@@ -7,16 +7,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 def first_problem(error: ValidationError) -> str:
     """Say the first problem of a validation, such as "context should be a valid string" or "no field 'answer'"."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return all_problems(error)[0]
+
+
+def all_problems(error: ValidationError) -> list[str]:
+    """Say every problem of a validation as `first_problem` says the first."""
+    return [_said(problem) for problem in error.errors(include_url=False, include_input=False, include_context=False)]
+
+
+def _said(problem: ErrorDetails) -> str:
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"no field {place!r}"
     if problem["type"] == "json_invalid":
         return bad_json(problem["msg"].removeprefix("Invalid JSON: "))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field {place!r}"
     message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
     return f"{place} {message}".lstrip()
 

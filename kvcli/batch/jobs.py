@@ -1,0 +1,241 @@
+"""All rows of a batch before any is run: their names, their keys, their lengths, and what is wrong with them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from kvcli.batch.results import Key, shown
+from kvcli.batch.rows import Row, RowProblem, digest_of, parse_row
+from kvcli.batch.source import Line, RowSource
+from kvcli.capacity import memory
+from kvcli.capacity.memory import Need
+from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.chat_template import render_chat_template
+from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.sampling import Sampling
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.loading import Checkpoint
+
+_FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row: where it stands, what it is called, what is wrong with it (`problem`), and once measured its length.
+
+    `prefixes` are hashes of its first 64, 128, 256 tokens and so on: what rows have in common shows in them.
+    """
+
+    line: Line
+    custom_id: str
+    digest: str
+    sampling: Sampling
+    problem: RowProblem | None = None
+    tokens: int = 0
+    prefixes: tuple[int, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of prompt and output."""
+        return self.tokens + self.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows as the command line has them read: what it says of sampling, the question and the template."""
+
+    source: RowSource
+    sampling: Sampling
+    template: Template
+    question: str | None = None
+
+    def row(self, job: Job) -> Row:
+        """Read the row of a job again.
+
+        Raises:
+            RowProblem: it is not what it was.
+        """
+        row = parse_row(job.line.number, self.source.read(job.line), self.sampling, self.question, self.source.folder)
+        if row.digest != job.digest:
+            raise RowProblem("row_changed", "the row, or its document, has changed since it was checked")
+        return row
+
+
+def read_jobs(inputs: Inputs) -> list[Job]:
+    """Read all rows; those that cannot be run have their problem.
+
+    Raises:
+        KvcliError: two rows have one name (usage), with the lines of both.
+    """
+    jobs: dict[str, Job] = {}
+    twice: list[str] = []
+    for line, data in inputs.source.lines():
+        job = _job(inputs, line, data)
+        if (first := jobs.setdefault(job.custom_id, job)) is not job:
+            twice.append(f"{job.custom_id!r} in lines {first.line.number:,} and {line.number:,}")
+    if twice:
+        more = f"; {len(twice) - 20:,} more" if len(twice) > 20 else ""
+        what = f"{inputs.source.name}: rows of one custom_id: {'; '.join(twice[:20])}{more}"
+        raise usage_error(what, "results are told apart by custom_id: give each row its own")
+    if not jobs:
+        raise usage_error(f"{inputs.source.name}: no rows", "a batch needs a line for each prompt")
+    return list(jobs.values())
+
+
+def _job(inputs: Inputs, line: Line, data: bytes) -> Job:
+    try:
+        row = parse_row(line.number, data, inputs.sampling, inputs.question, inputs.source.folder)
+    except RowProblem as problem:
+        return Job(line, problem.custom_id, problem.digest, inputs.sampling, problem)
+    return Job(line, row.custom_id, row.digest, row.sampling)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What rows are held to: the method, the model, and how texts become tokens."""
+
+    profile: Profile
+    checkpoint: Checkpoint
+    inputs: Inputs
+
+    def key(self, job: Job) -> Key:
+        """Say what the job's result will be of."""
+        template = {} if job.problem else {"template": asdict(self.inputs.template), "question": self.inputs.question}
+        sampling = digest_of({**asdict(job.sampling), **template})
+        return Key(row=job.digest, profile=self.profile.hash, model=self.model, sampling=sampling)
+
+    @cached_property
+    def model(self) -> str:
+        """The model's files and the type of its numbers."""
+        return f"{fingerprint(self.checkpoint)} {str(self.checkpoint.dtype).removeprefix('torch.')}"
+
+    def encode(self, row: Row) -> EncodedPrompt:
+        """Turn a row into tokens.
+
+        Raises:
+            RowProblem: the chat template refuses it, or it has no tokens.
+        """
+        tokenizer, template = self.checkpoint.tokenizer, self.inputs.template
+        try:
+            if row.conversation:
+                if template.raw or tokenizer.chat_template is None:
+                    why = "--raw leaves it out" if template.raw else "the tokenizer has none"
+                    raise usage_error(f"messages need a chat template, and {why}")
+                text = render_chat_template(tokenizer, row.conversation, template.kwargs)
+                ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            else:
+                ids = encode(row.prompt, Template(raw=True) if row.plain else template, tokenizer)
+        except KvcliError as error:
+            raise RowProblem("invalid_row", error.what) from None
+        return EncodedPrompt(
+            row.custom_id, ids, encode_question(row.prompt, tokenizer), prompt=row.prompt, sampling=row.sampling
+        )
+
+    def measured(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        """Give jobs with their lengths; those too long for the model or this machine have that as their problem."""
+        limits = Limits(self.profile, self.checkpoint)
+        for job in jobs:
+            if job.problem is not None:
+                yield job
+                continue
+            try:
+                ids = self.encode(self.inputs.row(job)).ids
+                measured = replace(job, tokens=len(ids), prefixes=prefixes(ids))
+                limits.check(measured)
+            except RowProblem as problem:
+                yield replace(job, problem=problem)
+            else:
+                yield measured
+
+
+class Limits:
+    """How long a row may be: by the positions of the model, and by the memory of this machine."""
+
+    def __init__(self, profile: Profile, checkpoint: Checkpoint):
+        self.profile, self.checkpoint = profile, checkpoint
+        self.free = memory.available(checkpoint.device)
+        self._held: dict[tuple[int, int], int] = {}  # most tokens known to fit, by max_tokens and samples
+        by_windows = memory.planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype).prefill_window
+        self.positions = checkpoint.geometry.max_positions if by_windows is None else None
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that cannot be run even alone.
+
+        Raises:
+            RowProblem: it has more tokens than positions, or needs more memory than is free.
+        """
+        if self.positions is not None and job.capacity > self.positions:
+            raise RowProblem(
+                "context_length_exceeded",
+                f"{job.tokens:,} tokens of prompt and {job.sampling.max_tokens:,} of output are more than the "
+                f"{self.positions:,} positions of {self.checkpoint.name}",
+            )
+        size = job.sampling.max_tokens, job.sampling.num_samples
+        if job.tokens <= self._held.get(size, 0):
+            return
+        try:
+            needed = self.need(job).on(self.checkpoint.device)
+        except KvcliError as error:
+            raise RowProblem("out_of_memory", error.what) from None
+        if not memory.fits(needed, self.free):
+            pool = next(name for name, size in needed.items() if size > self.free[name])
+            raise RowProblem(
+                "out_of_memory",
+                f"{job.tokens:,} tokens of prompt and {job.sampling.max_tokens:,} of output need "
+                f"{needed[pool]:,} bytes of {pool} memory, {self.free[pool]:,} are free",
+            )
+        self._held[size] = job.tokens
+
+    def need(self, job: Job) -> Need:
+        """Add up what a job takes alone."""
+        checkpoint, sampling = self.checkpoint, job.sampling
+        return memory.need(
+            self.profile,
+            checkpoint.geometry,
+            checkpoint.dtype,
+            [job.tokens],
+            sampling.max_tokens,
+            sampling.num_samples,
+            device=checkpoint.device,
+        )
+
+
+def prefixes(ids: Sequence[int]) -> tuple[int, ...]:
+    """Hash the first 64, 128, 256 tokens and so on, as far as a prompt goes."""
+    digest, found, done = hashlib.blake2b(digest_size=8), [], 0
+    size = _FIRST_PREFIX
+    while size <= len(ids):
+        digest.update(array("q", ids[done:size]).tobytes())
+        found.append(int.from_bytes(digest.copy().digest()))
+        done, size = size, 2 * size
+    return tuple(found)
+
+
+def common_tokens(one: Job, other: Job) -> int:
+    """How many tokens two prompts begin with in common, at least; the half of it or less is missed."""
+    same = 0
+    for mine, theirs in zip(one.prefixes, other.prefixes, strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    return _FIRST_PREFIX << same - 1 if same else 0
+
+
+def refuse_changes(changed: dict[str, list[str]], strangers: list[str], output: object) -> None:
+    """Refuse results that are of other rows than those of the batch: `changed` parts by row, and `strangers`.
+
+    Raises:
+        KvcliError: names them (usage).
+    """
+    if changed:
+        parts = sorted({part for differing in changed.values() for part in differing})
+        what = f"{output} has results of {len(changed):,} rows whose {' and '.join(parts)} changed: {shown([*changed])}"
+        raise usage_error(what, "repeat the earlier options, or do these rows again with --overwrite")
+    if strangers:
+        what = f"{output} has results of {len(strangers):,} rows that are not in the batch: {shown(strangers)}"
+        raise usage_error(what, "give -o another file, or take them out with --overwrite")
