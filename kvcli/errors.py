@@ -30,3 +30,13 @@ class KvcliError(Exception):
 def usage_error(what: str, hint: str = "") -> KvcliError:
     """Make the error of a bad input, exit code 2."""
     return KvcliError(what, hint, ExitCode.USAGE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory has run out."""
+    # Asked by name: torch may not be loaded, and its CPU allocator raises a plain RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )

@@ -25,7 +25,7 @@ class Writer:
         self.model, self.facts = model, facts
 
     def answer(self, job: Job, key: Key, row: Row, samples: Sequence[report.Sequence]) -> dict[str, Any]:
-        """The line of a row that was run; the samples are in order."""
+        """The line of a row that was run, by its samples in their order."""
         first = samples[0]
         completion = sum(sample.output_tokens for sample in samples)
         usage = {

@@ -21,6 +21,7 @@ from kvcli.inputs.sampling import Sampling
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.loading import Checkpoint
 
+_BEGINNING = 1024  # characters of a text by which documents are told apart before there are tokens
 _FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
 
 
@@ -28,7 +29,7 @@ _FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
 class Job:
     """One row: where it stands, what it is called, what is wrong with it (`problem`), and once measured its length.
 
-    `prefixes` are hashes of its first 64, 128, 256 tokens and so on: what rows have in common shows in them.
+    `size` is that of its text in characters, and `document` tells apart how texts begin. `prefixes` are hashes of its first 64, 128, 256 tokens and so on: what rows have in common shows in them.
     """
 
     line: Line
@@ -36,6 +37,8 @@ class Job:
     digest: str
     sampling: Sampling
     problem: RowProblem | None = None
+    size: int = 0
+    document: int = 0
     tokens: int = 0
     prefixes: tuple[int, ...] = ()
 
@@ -92,7 +95,9 @@ def _job(inputs: Inputs, line: Line, data: bytes) -> Job:
         row = parse_row(line.number, data, inputs.sampling, inputs.question, inputs.source.folder)
     except RowProblem as problem:
         return Job(line, problem.custom_id, problem.digest, inputs.sampling, problem)
-    return Job(line, row.custom_id, row.digest, row.sampling)
+    text = row.prompt.text
+    document = int(digest_of(text[:_BEGINNING]), 16)
+    return Job(line, row.custom_id, row.digest, row.sampling, size=len(text), document=document)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""In which order rows are run: those that begin alike together, those that take longest first."""
+"""In which order rows are run: those that begin alike together, those that take longest first; and in which shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
 
 from kvcli.batch.jobs import Job, common_tokens
 
@@ -29,3 +32,51 @@ def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
 def work(job: Job) -> float:
     """How long a row takes at most, in decode steps."""
     return job.tokens / _PREFILL_TOKENS_A_STEP + job.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `number` of `count`, from 1 on."""
+
+    number: int
+    count: int
+
+    def of(self, output: Path) -> Path:
+        """Name the file of this shard's results."""
+        return output.with_name(f"{output.stem}.{self.number}-of-{self.count}{output.suffix}")
+
+    def jobs(self, jobs: Sequence[Job]) -> list[Job]:
+        """Choose this shard's rows: texts that begin alike stay together, and shards get about the same to read.
+
+        Depends on the rows alone, so that all shards agree.
+        """
+        rows: dict[int, list[Job]] = {}
+        for job in jobs:
+            rows.setdefault(job.document, []).append(job)
+        most = sum(job.size for job in jobs) / self.count
+        pieces = sorted((piece for alike in rows.values() for piece in _pieces(alike, most)), key=lambda p: -_size(p))
+        loads = [(0, shard) for shard in range(self.count)]
+        chosen = []
+        for piece in pieces:
+            load, shard = heappop(loads)
+            heappush(loads, (load + _size(piece), shard))
+            if shard == self.number - 1:
+                chosen += piece
+        return sorted(chosen, key=lambda job: job.line.number)
+
+
+def _pieces(jobs: Sequence[Job], most: float) -> Iterator[list[Job]]:
+    """Cut rows into pieces of no more text than a shard is to have."""
+    piece: list[Job] = []
+    size = 0
+    for job in jobs:
+        size += _size([job])
+        if piece and size > most:
+            yield piece
+            piece, size = [], _size([job])
+        piece.append(job)
+    yield piece
+
+
+def _size(jobs: Sequence[Job]) -> int:
+    return sum(job.size + 1 for job in jobs)

@@ -140,6 +140,10 @@ class Row:
     plain: bool = False
     model: str | None = None
 
+    def without_text(self) -> Row:
+        """The same row without what was read of it."""
+        return replace(self, prompt=Prompt(self.custom_id, ""), conversation=())
+
     @property
     def chat(self) -> bool:
         """Whether the answer has the form of a chat completion, and not that of a text completion."""

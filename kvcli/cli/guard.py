@@ -13,7 +13,7 @@ import typer
 from kvcli.cli.environment import with_variable
 from kvcli.cli.signals import caught_signals
 from kvcli.cli.streams import give_up_stdout, open_missing_streams
-from kvcli.errors import ExitCode, KvcliError, usage_error
+from kvcli.errors import ExitCode, KvcliError, is_out_of_memory, usage_error
 from kvcli.ui.escape import visible
 
 # What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
@@ -67,7 +67,7 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
         return KvcliError("interrupted", exit_code=ExitCode.INTERRUPTED)
     if _is_usage_error(error):
         return _usage(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         what = f"out of memory: {_first_line(error)}" if str(error) else "out of memory"
         return KvcliError(
             what, "shorten the input, lower --budget or --num-samples, or try --dtype bfloat16", ExitCode.WILL_NOT_FIT
@@ -115,15 +115,6 @@ def _nearest(error: Any) -> str | None:
         return None
     known = [name for parameter in context.command.get_params(context) for name in parameter.opts]
     return next(iter(get_close_matches(error.option_name, known, n=1)), None)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # Asked by name: torch may not be loaded, and its CPU allocator raises a plain RuntimeError.
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-    )
 
 
 def _first_line(error: BaseException) -> str:

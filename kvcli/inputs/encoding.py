@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.chat_template import render_chat_template
 from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ class Template:
 class EncodedPrompt:
     """A prompt in tokens, and its question's tokens alone; or why there are none.
 
-    `prompt` is the text that it was made of, where there was one.
+    `prompt` is the text that it was made of, where there was one; `sampling` is its own, where it is not the run's.
     """
 
     source: str
@@ -37,6 +38,7 @@ class EncodedPrompt:
     question: list[int] = field(default_factory=list)
     error: KvcliError | None = None
     prompt: Prompt | None = None
+    sampling: Sampling | None = None
 
 
 ALWAYS_TOGETHER = 16384

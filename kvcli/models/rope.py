@@ -61,15 +61,24 @@ class Rope(nn.Module):
             return
         (model,), (original,) = self._model, self._original
         frequencies = Frequencies(original, length, model.device)
-        longer = [entry for entry in self._of_length.values() if entry[0].length > length]
-        same = [entry for entry in longer if frequencies.begin(entry[0])]
-        self._of_length[length] = same[0] if same else (frequencies, RopeTable(frequencies, model.dtype))
-        if not same:
+        tables = {id(entry): entry for entry in self._of_length.values() if entry[0].length > length}
+        same = next((entry for entry in tables.values() if frequencies.begin(entry[0])), None)
+        self._of_length[length] = same or (frequencies, RopeTable(frequencies, model.dtype))
+        if same is None:
             self._rotary[id(frequencies)] = _per_layer(model, frequencies)
 
     def use(self, lengths: Sequence[int]) -> None:
         """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
         self._rows = [self._of_length[length][1] for length in lengths]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within, other sequences may be in use; afterwards those from before are again."""
+        rows = self._rows
+        try:
+            yield
+        finally:
+            self._rows = rows
 
     def alike(self, lengths: Collection[int]) -> bool:
         """Tell whether sequences of these lengths rotate the same token by the same angles."""

@@ -44,8 +44,11 @@ class Hook:
 
         Returns the logits [b, keep, vocab] of the last `keep` tokens.
         """
-        self._handler = handler
-        out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+        before, self._handler = self._handler, handler
+        try:
+            out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+        finally:
+            self._handler = before  # a run may come between the chunks of another one
         return out.logits  # type: ignore[no-any-return]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

@@ -24,7 +24,10 @@ from kvcli.telemetry.timeline import Timeline
 
 
 class BlockingPipeline:
-    """The handler during decode: each sequence of the batch by its own method object."""
+    """The handler during decode: each sequence of the batch by its own method object.
+
+    There may be more rows than methods: what comes out of them is that of the last.
+    """
 
     def __init__(self, methods: Sequence[AnyMethod]):
         self.methods = methods
@@ -35,6 +38,7 @@ class BlockingPipeline:
             method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax)  # [H, d]
             for row, method in enumerate(self.methods)
         ]
+        outs += outs[-1:] * (len(q) - len(outs))
         return torch.stack(outs)[:, None]
 
 
@@ -53,21 +57,26 @@ class Stepper(Protocol):
 
 
 class BlockingStepper(Stepper):
-    """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions."""
+    """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions.
 
-    def __init__(self, hook: Hook, rope: Rope):
-        self.hook, self.rope = hook, rope
+    A step has at least so many `rows`, the last one repeated where there are fewer sequences: matrix products of another
+    number of rows may be made in another way, and what a sequence gets would depend on its company.
+    """
+
+    def __init__(self, hook: Hook, rope: Rope, rows: int = 1):
+        self.hook, self.rope, self.rows = hook, rope, rows
 
     @override
     @torch.inference_mode()
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
         methods, device = [sequence.method for sequence in batch], self.hook.model.device
-        tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in batch], device=device)  # [b, 1]
-        positions = torch.tensor([[sequence.length] for sequence in batch], device=device)  # [b, 1]
-        self.rope.use([method.context.capacity for method in methods])
+        rows = [*batch, *[batch[-1]] * (self.rows - len(batch))]
+        tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in rows], device=device)  # [b, 1]
+        positions = torch.tensor([[sequence.length] for sequence in rows], device=device)  # [b, 1]
+        self.rope.use([sequence.method.context.capacity for sequence in rows])
         with next_queries(self.hook, methods):
             logits = self.hook.run(BlockingPipeline(methods), tokens, positions)  # [b, 1, vocab]
-        return [(row[0], None) for row in logits]
+        return [(row[0], None) for row in logits[: len(batch)]]
 
     @override
     def finish(self) -> None: ...
@@ -78,7 +87,8 @@ def decode(
 ) -> Iterator[list[tuple[RunningSequence, str]]]:
     """Continue sequences until each has ended; yields every step's sequences with their new text.
 
-    A sequence that ends leaves the batch. Every sequence brings its first token, chosen from the prefill.
+    A sequence that ends leaves the batch; where the stepper allows it, others may be put into `sequences` between two
+    steps. Every sequence brings its first token, chosen from the prefill.
     """
     step = 0
     try:
@@ -93,7 +103,9 @@ def decode(
             elapsed = 1000 * (time.perf_counter() - started)
             for sequence in batch:
                 sequence.decode_ms.append(elapsed)
-            yield list(zip(batch, pieces, strict=True))
+            done = [list(zip(batch, pieces, strict=True))]
+            del batch, sequence, rows
+            yield done.pop()  # nothing here holds a sequence that has ended until the next step
             step += 1
     finally:
         stepper.finish()

@@ -229,11 +229,15 @@ class Engine:
         sequences: Sequence[RunningSequence],
         timeline: Timeline | None = None,
         pipeline: Pipeline = "blocking",
+        rows: int = 1,
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
-        """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`."""
+        """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`.
+
+        Into a blocking pipeline others may join; `rows` is the least number of rows of its steps.
+        """
         stepper: Stepper
         if pipeline == "blocking":
-            stepper = BlockingStepper(self.hook, self.rope)
+            stepper = BlockingStepper(self.hook, self.rope, rows)
         elif pipeline == "compiled" and self.model.device.type == "cpu":
             stepper = CompiledStepper(self.hook, self.rope)
         else:

@@ -254,14 +254,32 @@ def _chunks(start: int, stop: int, size: int) -> list[slice]:
 def _layer_major(
     layers: nn.ModuleList, parts: Sequence[slice], last: Tensor, advance: Callable[[int], None]
 ) -> Iterator[None]:
-    """Make every decoder layer run over its input part by part, in place; the last one keeps tokens `last` only."""
-    try:
-        for layer in layers:
-            layer.forward = _chunked(layer.forward, parts, advance, last if layer is layers[-1] else None)
-        yield
-    finally:
+    """Make every decoder layer run over its input part by part, in place; the last one keeps tokens `last` only.
+
+    During `advance` the layers are as they were, so that other sequences can take a step.
+    """
+
+    def between(tokens: int) -> None:
+        take_out()
+        try:
+            advance(tokens)
+        finally:
+            put_in()
+
+    def put_in() -> None:
+        for layer, forward in zip(layers, chunked, strict=True):
+            layer.forward = forward
+
+    def take_out() -> None:
         for layer in layers:
             del layer.forward  # back to the method of the class
+
+    chunked = [_chunked(layer.forward, parts, between, last if layer is layers[-1] else None) for layer in layers]
+    put_in()
+    try:
+        yield
+    finally:
+        take_out()
 
 
 def _chunked(

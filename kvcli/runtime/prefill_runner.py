@@ -7,7 +7,7 @@ any other. What a library has of their beginning is loaded, and what they add to
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,8 @@ class PrefillRunner:
     """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
 
     With `reference`, a profile, every sequence brings a method object of that profile, too, which has read the same
-    prompt. `kept` counts what sequences have in host memory of what a `library` loaded.
+    prompt. `kept` counts what sequences have in host memory of what a `library` loaded. `advance` is called as in
+    `Engine.prefill_branches`, by default it is the observer's.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class PrefillRunner:
         timeline: Timeline,
         reference: Profile | None = None,
         library: KVLibrary | None = None,
+        advance: Callable[[int], None] | None = None,
     ):
         self.engine, self.sampling, self.library = engine, sampling, library
         self.profiles = [profile] if reference is None else [profile, reference]
         self.observer, self.timelines = observer, [timeline, Timeline()]  # the reference's work is not the run's
+        self.advance = advance or observer.advance
         self.started = time.perf_counter()
         self.kept = Footprint()
         self._writers: list[KVWriter] = []
@@ -79,7 +82,7 @@ class PrefillRunner:
         """
         places = [index + row for row, prompt in enumerate(prompts) if prompt.error is None]
         readable = [prompt for prompt in prompts if prompt.error is None]
-        capacities = [len(prompt.ids) + self.sampling.max_tokens for prompt in readable]
+        capacities = [len(prompt.ids) + self._sampling(prompt).max_tokens for prompt in readable]
         if len(readable) > 1 and not self.engine.rope.alike(capacities):
             for place, prompt in zip(places, readable, strict=True):
                 yield from self.prefill(place, [prompt])
@@ -184,9 +187,7 @@ class PrefillRunner:
         computed = sum(len(prompt.ids) for prompt in prompts) - reading.shared * (len(prompts) - 1) - branches.skip
         self.observer.stage("prefill", computed * len(self.engine.layers))
         with self.timelines[0].span("prefill", source=prompts[0].source, tokens=computed):
-            reading.logits = self.engine.prefill_branches(
-                branches, reading.methods, self.observer.advance, watchers=writers
-            )
+            reading.logits = self.engine.prefill_branches(branches, reading.methods, self.advance, watchers=writers)
         self.observer.stage_done()
 
     def _sequences(
@@ -200,7 +201,7 @@ class PrefillRunner:
             for sample, method in enumerate(served):
                 sequence = self.engine.sequence(
                     method,
-                    self.sampling,
+                    self._sampling(prompt),
                     index=reading.places[row] * self.sampling.num_samples + sample,
                     sample=sample,
                     source=prompt.source,
@@ -217,12 +218,16 @@ class PrefillRunner:
                 sequence.ttft_ms = 1000 * (time.perf_counter() - self.started)
                 yield sequence, piece
 
+    def _sampling(self, prompt: EncodedPrompt) -> Sampling:
+        return prompt.sampling or self.sampling
+
     def _contexts(self, place: int, prompt: EncodedPrompt, timeline: Timeline, capacity: int) -> list[SequenceContext]:
         """Make the context of every sample of a prompt."""
-        samples, (tokens, most) = self.sampling.num_samples, (len(prompt.ids), self.sampling.max_tokens)
+        sampling, first = self._sampling(prompt), place * self.sampling.num_samples
+        tracks = (f"sequence {first + sample}" for sample in range(sampling.num_samples))
         return [
-            self.engine.context(tokens, most, prompt.question, timeline, f"sequence {number}", capacity)
-            for number in range(place * samples, (place + 1) * samples)
+            self.engine.context(len(prompt.ids), sampling.max_tokens, prompt.question, timeline, track, capacity)
+            for track in tracks
         ]
 
 

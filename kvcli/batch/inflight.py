@@ -1,0 +1,281 @@
+"""Rows in flight: read as soon as there is room, decoded together, written down as each ends.
+
+While a prompt is read, the rows that run already take steps between its chunks. What a row gets does not depend on the
+others: each has its own method object and its own sampler, and a step always has rows enough (`BlockingStepper`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvcli.batch.jobs import Job, Rules
+from kvcli.batch.order import work
+from kvcli.batch.room import Room
+from kvcli.batch.rows import Row, RowProblem
+from kvcli.batch.stop import Stop
+from kvcli.batch.tally import Tally
+from kvcli.errors import ExitCode, KvcliError, is_out_of_memory
+from kvcli.inputs.encoding import EncodedPrompt, by_document
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.not_finite import describe_origin
+from kvcli.runtime.prefill_runner import PrefillRunner
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.store.cache import Footprint
+from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.timeline import Timeline
+
+# Rows, and tokens of theirs, that are turned into tokens to be read together.
+_TOGETHER, _TOKENS_TOGETHER = 64, 1 << 22
+
+
+@dataclass
+class Flight:
+    """A row that is read or decoded: its tokens until they have been read, and then its samples."""
+
+    job: Job
+    row: Row
+    prompt: EncodedPrompt | None
+    samples: list[RunningSequence] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """Rows that are read together; their memory is given back when the last of them has ended."""
+
+    flights: list[Flight]
+    alone: bool
+    kv: Footprint
+    workspace: int
+
+
+class Dropped(Exception):  # noqa: N818 - nothing went wrong
+    """The time of rows in flight is over."""
+
+
+class InFlight:
+    """Runs groups of rows on one engine; `answered` takes a row when all its samples have ended, `refused` its problem."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: Rules,
+        room: Room,
+        tally: Tally,
+        stop: Stop,
+        answered: Callable[[Flight], None],
+        refused: Callable[[Job, RowProblem], None],
+        max_inflight: int,
+        prefill_share: float,
+    ):
+        self.engine, self.rules, self.room, self.tally, self.stop = engine, rules, room, tally, stop
+        self.answered, self.refused = answered, refused
+        self.max_inflight = max_inflight
+        self.owed_by_second = (1 - prefill_share) / prefill_share  # of decode for a second of prefill
+        on_gpu = engine.model.device.type == "cuda"
+        self.rows = max_inflight if on_gpu else 2  # on a CPU, all numbers of rows but one come out the same
+        self.waiting: deque[list[Job]] = deque()
+        self.next: Part | None = None
+        self.flights: dict[str, Flight] = {}
+        self.parts: list[Part] = []
+        self.read: deque[RunningSequence] = deque()  # that wait for their first step
+        self.decoding: list[RunningSequence] = []
+        self.steps: Iterator[object] | None = None
+        self.broken: BaseException | None = None  # what ended a step within a prefill, and ends the run
+        self.begun = self.owed = 0.0  # of the chunk of a prefill; seconds of decode
+
+    def run(self, groups: Sequence[list[Job]]) -> None:
+        """Run groups in their order, until all rows have ended or the time is over."""
+        self.waiting.extend(groups)
+        while (self.waiting or self.next or self.flights) and not self.stop.over:
+            if self.stop.asked and not self.flights:
+                break
+            self._admit()
+            self._step()
+        self.tally.dropped = len(self.flights)
+
+    def _admit(self) -> None:
+        """Read what comes next, as long as there is room."""
+        while len(self.decoding) + len(self.read) < self.max_inflight and not self.stop.asked:
+            if self.next is None:
+                self.next = self._take()
+            part = self.next
+            if part is None or not self._fits(part):
+                return
+            self.next = None
+            self._prefill(part)
+
+    def _fits(self, part: Part) -> bool:
+        if not self.flights:
+            return True  # the memory was reckoned with before; what is wrong with that shows
+        if part.alone or any(running.alone for running in self.parts):
+            return False
+        return self.room.holds(part.kv, part.workspace)
+
+    def _take(self) -> Part | None:
+        """Take rows off the first group that are read together, as many as memory would hold without others."""
+        while self.waiting:
+            group, taken, tokens = self.waiting[0], list[tuple[Flight, EncodedPrompt]](), 0
+            while group and len(taken) < _TOGETHER and tokens < _TOKENS_TOGETHER:
+                job = group.pop(0)
+                try:
+                    row = self.rules.inputs.row(job)
+                    prompt = self.rules.encode(row)
+                except RowProblem as problem:
+                    self._refuse(job, problem)
+                    continue
+                taken.append((Flight(job, row.without_text(), prompt), prompt))
+                tokens += len(prompt.ids)
+            if not taken:
+                self.waiting.popleft()
+                continue
+            prompts = [prompt for _, prompt in taken]
+            count = len(by_document(prompts)[0])
+            while count > 1 and not self.room.held_alone(*self.room.needed(prompts[:count])):
+                count -= 1
+            group[:0] = [flight.job for flight, _ in taken[count:]]
+            if not group:
+                self.waiting.popleft()
+            flights = [flight for flight, _ in taken[:count]]
+            return Part(flights, isinstance(group, _Alone), *self.room.needed(prompts[:count]))
+        return None
+
+    def _prefill(self, part: Part) -> None:
+        """Read a part; its rows are in flight from now on."""
+        for flight in part.flights:
+            self.flights[flight.job.custom_id] = flight
+            self.engine.rope.cover(flight.job.capacity)
+        self.parts.append(part)
+        self.room.take(part.kv)
+        self.tally.in_flight = len(self.flights)
+        sampling = part.flights[0].job.sampling
+        prompts = [flight.prompt for flight in part.flights if flight.prompt is not None]
+        runner = PrefillRunner(
+            self.engine, self.rules.profile, sampling, Observer(), Timeline(), advance=self._between_chunks
+        )
+        self.begun, self.owed = time.perf_counter(), 0.0
+        sequences: list[RunningSequence] = []
+        try:
+            sequences.extend(sequence for sequence, _ in runner.prefill(0, prompts))
+        except Dropped:
+            return
+        except Exception as error:
+            if self.broken is not None:
+                raise
+            self._again(part.flights, error)
+            return
+        finally:
+            self.tally.prefill_seconds += time.perf_counter() - self.begun
+            for flight in part.flights:
+                flight.prompt = None
+        for sequence in sequences:
+            self.flights[sequence.source].samples.append(sequence)
+            self.tally.output_tokens += 1
+            if sequence.running:
+                self.read.append(sequence)
+        for flight in part.flights:
+            kv = flight.samples[0].kv
+            self.tally.prompt_tokens += kv.read_tokens
+            self.tally.shared_tokens += kv.shared_tokens
+            self._settle(flight.job.custom_id)
+
+    def _between_chunks(self, tokens: int) -> None:  # noqa: ARG002 - what `advance` is called with
+        """Let running rows take steps while a prompt is read, as long as their share of the time goes."""
+        taken = time.perf_counter() - self.begun
+        self.tally.prefill_seconds += taken
+        self.owed += taken * self.owed_by_second
+        try:
+            if self.stop.over:
+                raise Dropped
+            while self.owed > 0 and (self.decoding or self.read):
+                begun = time.perf_counter()
+                with self.engine.rope.aside():
+                    self._step()
+                self.owed -= time.perf_counter() - begun
+            self.tally.tell()
+        except BaseException as error:
+            self.broken = None if isinstance(error, Dropped) else error
+            raise
+        finally:
+            self.begun = time.perf_counter()
+
+    def _step(self) -> None:
+        """Take one step with all that were read, up to `max_inflight`."""
+        while self.read and len(self.decoding) < self.max_inflight:
+            self.decoding.append(self.read.popleft())
+        if not self.decoding:
+            return
+        begun = time.perf_counter()
+        batch = list(self.decoding)
+        if self.steps is None:
+            self.steps = self.engine.decode(self.decoding, rows=self.rows)
+        try:
+            next(self.steps)
+        except Exception as error:
+            self.steps = None
+            self._again([self.flights[name] for name in dict.fromkeys(each.source for each in batch)], error)
+            return
+        self.tally.decode_seconds += time.perf_counter() - begun
+        self.tally.steps += 1
+        self.tally.output_tokens += len(batch)
+        self.decoding[:] = [sequence for sequence in batch if sequence.running]
+        for name in dict.fromkeys(sequence.source for sequence in batch if not sequence.running):
+            self._settle(name)
+        self.tally.tell()
+
+    def _settle(self, name: str) -> None:
+        """Write a row down whose samples have all ended."""
+        flight = self.flights[name]
+        if any(sequence.running for sequence in flight.samples):
+            return
+        broken = next((sequence for sequence in flight.samples if sequence.error is not None), None)
+        self._land(flight)
+        if broken is None:
+            self.tally.done += 1
+            self.tally.work_done += work(flight.job)
+            self.answered(flight)
+            return
+        prompt = self.rules.encode(self.rules.inputs.row(flight.job))
+        with self.engine.rope.aside():
+            origin = describe_origin(self.engine, prompt.ids)
+        self._refuse(flight.job, RowProblem("not_finite", f"{broken.error}: {origin}"))
+
+    def _land(self, flight: Flight) -> None:
+        """Take a row out of what is in flight."""
+        del self.flights[flight.job.custom_id]
+        self.tally.in_flight = len(self.flights)
+        for part in [part for part in self.parts if not any(each.job.custom_id in self.flights for each in part.flights)]:
+            self.parts.remove(part)
+            self.room.give_back(part.kv)
+
+    def _refuse(self, job: Job, problem: RowProblem) -> None:
+        self.tally.work_done += work(job)
+        self.refused(job, problem)
+
+    def _again(self, flights: Sequence[Flight], error: Exception) -> None:
+        """Take rows out that an error hit: one that was alone has failed, others are tried again one by one."""
+        if isinstance(error, KvcliError) and error.exit_code == ExitCode.USAGE:
+            raise error  # the method or the model, not the row
+        was_alone = len(self.flights) == 1
+        names = {flight.job.custom_id for flight in flights}
+        self.decoding[:] = [sequence for sequence in self.decoding if sequence.source not in names]
+        self.read = deque(sequence for sequence in self.read if sequence.source not in names)
+        for flight in flights:
+            self._land(flight)
+            if was_alone:
+                self._refuse(flight.job, _problem(error))
+            else:
+                self.waiting.append(_Alone([flight.job]))
+
+
+class _Alone(list[Job]):
+    """A group of one row that is run while no other is."""
+
+
+def _problem(error: Exception) -> RowProblem:
+    text = " ".join(str(error).split())[:500]
+    if is_out_of_memory(error) or (isinstance(error, KvcliError) and error.exit_code == ExitCode.WILL_NOT_FIT):
+        return RowProblem("out_of_memory", f"out of memory: {text}" if text else "out of memory")
+    return RowProblem("failed", text if isinstance(error, KvcliError) else f"{type(error).__name__}: {text}")

@@ -1,0 +1,168 @@
+"""The main path of a batch: check all rows, skip those that are done, load the model, run the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcli.batch.answer import Writer
+from kvcli.batch.inflight import Flight, InFlight
+from kvcli.batch.jobs import Inputs, Job, Rules, read_jobs, refuse_changes
+from kvcli.batch.order import Shard, grouped, work
+from kvcli.batch.results import Key, ResultFile
+from kvcli.batch.room import Room
+from kvcli.batch.rows import RowProblem
+from kvcli.batch.source import RowSource
+from kvcli.batch.stop import Stop
+from kvcli.batch.tally import Tally, state_file, state_keeper
+from kvcli.inputs.encoding import Template
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.provenance import profile_mismatch
+from kvcli.inputs.sampling import Sampling
+from kvcli.models.checkpoint import notices
+from kvcli.models.loading import Checkpoint, ModelSpec, open_checkpoint
+from kvcli.runtime.engine import engine
+from kvcli.telemetry import report
+from kvcli.telemetry.observer import Observer
+
+_LISTED = 20  # problems that are kept for the end
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What to run: rows, by which method, and how.
+
+    `sampling`, `template` and `question` hold where a row does not say otherwise. `prefill_share` is the part of the
+    time that reading prompts gets while rows run.
+    """
+
+    source: str
+    output: Path | None
+    profile: Profile
+    sampling: Sampling = field(default_factory=Sampling)
+    template: Template = field(default_factory=Template)
+    question: str | None = None
+    shard: Shard | None = None
+    max_inflight: int = 16
+    prefill_share: float = 0.8
+    overwrite: bool = False
+    retry_errors: bool = False
+    validate_only: bool = False
+
+    @property
+    def results(self) -> Path | None:
+        """The file of results, that of the shard where there is one."""
+        return self.output if self.output is None or self.shard is None else self.shard.of(self.output)
+
+
+def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally, stop: Stop) -> None:
+    """Run all rows that have no result yet, and write each down as it ends; `tally` says what became of them.
+
+    Rows that cannot be run are told to the observer, all of them before the model is loaded, and fail.
+
+    Raises:
+        KvcliError: the batch as a whole cannot be run: nothing to read, a name twice, results of other rows or another
+            run (usage), a model that cannot be loaded, a file that takes no more.
+    """
+    with ExitStack() as until_the_end:
+        results = ResultFile(None if request.validate_only else request.results)
+        observer.stage("check")
+        source = until_the_end.enter_context(RowSource(request.source))
+        inputs = Inputs(source, request.sampling, request.template, request.question)
+        jobs = read_jobs(inputs)
+        until_the_end.enter_context(results)
+        jobs = request.shard.jobs(jobs) if request.shard is not None else jobs
+        checkpoint = open_checkpoint(spec)
+        rules = Rules(request.profile, checkpoint, inputs)
+        keys = {job.custom_id: rules.key(job) for job in jobs}
+        _settle_with(results, keys, request)
+        tally.total, tally.earlier = len(jobs), len(results.known)
+        tally.earlier_failed = sum(known.failed for known in results.known.values())
+        measured = list(rules.measured(job for job in jobs if job.custom_id not in results.known))
+        observer.stage_done()
+        bad = [job for job in measured if job.problem is not None]
+        for job in bad:
+            observer.notice(f"{source.name}: line {job.line.number}: {job.custom_id!r}: {job.problem}")
+        runner = _Run(request, rules, results, keys, tally)
+        for job in bad:
+            assert job.problem is not None
+            runner.refused(job, job.problem)
+        good = [job for job in measured if job.problem is None]
+        if good and not request.validate_only and not stop.asked:
+            runner.run(good, checkpoint, observer, stop)
+        tally.tell(last=True)
+        path = request.results
+        if path is not None and not request.validate_only and not tally.dropped and not stop.asked:
+            state_file(path).unlink(missing_ok=True)
+
+
+def _settle_with(results: ResultFile, keys: dict[str, Key], request: BatchRequest) -> None:
+    """Keep the results that are those of this batch; take out those to be done again, refuse others."""
+    changed = {
+        name: [part for part in Key.model_fields if getattr(known.key, part) != getattr(keys[name], part)]
+        for name, known in results.known.items()
+        if name in keys and known.key != keys[name]
+    }
+    strangers = [name for name in results.known if name not in keys]
+    if not request.overwrite:
+        refuse_changes(changed, strangers, results.path)
+    again = {*changed, *strangers}
+    if request.retry_errors:
+        again |= {name for name, known in results.known.items() if known.failed}
+    if again:
+        results.take_out(again.__contains__)
+
+
+@dataclass
+class _Run:
+    """One run with its file: what becomes of rows is written and counted here."""
+
+    request: BatchRequest
+    rules: Rules
+    results: ResultFile
+    keys: dict[str, Key]
+    tally: Tally
+
+    def __post_init__(self) -> None:
+        profile = self.request.profile
+        facts = {"profile": profile.name, "profile_hash": profile.hash, "versions": report.environment()}
+        self.writer = Writer(self.rules.checkpoint.name, facts)
+
+    def run(self, jobs: Sequence[Job], checkpoint: Checkpoint, observer: Observer, stop: Stop) -> None:
+        """Load the model and run the jobs."""
+        for notice in notices(checkpoint.path):
+            observer.notice(notice)
+        if (mismatch := profile_mismatch(self.request.profile, checkpoint)) is not None:
+            observer.notice(mismatch)
+        observer.stage("load")
+        model = checkpoint.load()
+        observer.stage_done()
+        tally = self.tally
+        tally.work, tally.started = sum(map(work, jobs)), time.monotonic()
+        if self.results.path is not None:
+            tally.watchers.append(state_keeper(self.results.path))
+        with engine(model, [max(job.capacity for job in jobs)], observer.notice) as ready:
+            room = Room(self.request.profile, model)
+            flights = InFlight(
+                *(ready, self.rules, room, tally, stop, self.answered, self.refused),
+                max_inflight=self.request.max_inflight,
+                prefill_share=self.request.prefill_share,
+            )
+            flights.run(grouped(jobs))
+
+    def answered(self, flight: Flight) -> None:
+        """Write an answer down."""
+        job = flight.job
+        samples = [sequence.report() for sequence in flight.samples]
+        self.results.add(self.writer.answer(job, self.keys[job.custom_id], flight.row, samples))
+
+    def refused(self, job: Job, problem: RowProblem) -> None:
+        """Write down why a row has no answer."""
+        self.tally.failed += 1
+        if len(self.tally.problems) < _LISTED:
+            self.tally.problems[job.custom_id] = problem.message
+        if not self.request.validate_only:
+            self.results.add(self.writer.error(job, self.keys[job.custom_id], problem))
