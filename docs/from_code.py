@@ -175,12 +175,19 @@ class Command:
 def read_commands() -> Iterator[Command]:
     """The program itself, then its commands in the order of its help."""
     root = typer.main.get_command(app)
-    for name, command in [("", root), *root.commands.items()]:
+    commands = [pair for name, command in root.commands.items() for pair in _with_own_commands(name, command)]
+    for name, command in [("", root), *commands]:
         if command.hidden:
             continue
         hints = get_type_hints(command.callback, include_extras=True)
         parameters = tuple(_parameter(each, hints.get(each.name)) for each in command.params if not each.hidden)
         yield Command(name, tuple((command.help or "").split("\n\n")), parameters)
+
+
+def _with_own_commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """A command, or the commands of a group, the first of which goes by the name of the group."""
+    for place, (own, each) in enumerate(getattr(command, "commands", {"": command}).items()):
+        yield (name if place == 0 else f"{name} {own}"), each
 
 
 def _parameter(parameter: Any, hint: Any) -> Parameter:

@@ -34,7 +34,7 @@ def work(job: Job) -> float:
     return job.tokens / _PREFILL_TOKENS_A_STEP + job.sampling.max_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Shard:
     """Part `number` of `count`, from 1 on."""
 

@@ -50,10 +50,23 @@ class _Extra(BaseModel):
     line: int
 
 
+class _Usage(BaseModel):
+    completion_tokens: int
+
+
+class _AnswerBody(BaseModel):
+    usage: _Usage
+
+
+class _Response(BaseModel):
+    body: _AnswerBody
+
+
 class Result(BaseModel):
     """What is read of a line that was written before; what else it says is left as it is."""
 
     custom_id: str
+    response: _Response | None
     error: _Error | None
     kvcli: _Extra
 
@@ -61,6 +74,11 @@ class Result(BaseModel):
     def failed(self) -> bool:
         """Whether the row came to nothing."""
         return self.error is not None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that were generated."""
+        return 0 if self.response is None else self.response.body.usage.completion_tokens
 
 
 @dataclass(frozen=True)
@@ -92,17 +110,18 @@ class ResultFile:
             return self
         try:
             self._open(self.path)
-        except OSError as error:
-            what = f"{self.path}: {(error.strerror or 'cannot be read').lower()}"
-            raise KvcliError(what, "give -o another file") from None
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                what = f"{self.path}: {(error.strerror or 'cannot be read').lower()}"
+                raise KvcliError(what, "give -o another file") from None
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._locked:
-            with suppress(OSError):  # what could not be written has been told by the write that failed
-                file.close()
+        self._close()
 
     def add(self, result: Mapping[str, Any]) -> None:
         """Put a result at the end, and wait until it is on disk."""
@@ -125,6 +144,11 @@ class ResultFile:
         _sync_folder(self.path)
         self._file = rest
         self.known = {name: known for name, known in self.known.items() if not names(name)}
+
+    def _close(self) -> None:
+        for file in self._locked:
+            with suppress(OSError):  # what could not be written has been told by the write that failed
+                file.close()
 
     def _open(self, path: Path) -> None:
         if path.exists() and not path.is_file():

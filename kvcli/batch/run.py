@@ -23,13 +23,10 @@ from kvcli.inputs.profiles import Profile
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.inputs.sampling import Sampling
 from kvcli.models.checkpoint import notices
-from kvcli.models.loading import Checkpoint, ModelSpec, open_checkpoint
+from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.engine import engine
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
-
-_LISTED = 20  # problems that are kept for the end
-
 
 @dataclass(frozen=True)
 class BatchRequest:
@@ -83,16 +80,13 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
         tally.earlier_failed = sum(known.failed for known in results.known.values())
         measured = list(rules.measured(job for job in jobs if job.custom_id not in results.known))
         observer.stage_done()
-        bad = [job for job in measured if job.problem is not None]
-        for job in bad:
-            observer.notice(f"{source.name}: line {job.line.number}: {job.custom_id!r}: {job.problem}")
-        runner = _Run(request, rules, results, keys, tally)
-        for job in bad:
-            assert job.problem is not None
-            runner.refused(job, job.problem)
+        runner = _Run(request, rules, results, keys, tally, observer)
+        for job in measured:
+            if job.problem is not None:
+                runner.refused(job, job.problem)
         good = [job for job in measured if job.problem is None]
         if good and not request.validate_only and not stop.asked:
-            runner.run(good, checkpoint, observer, stop)
+            runner.run(good, stop)
         tally.tell(last=True)
         path = request.results
         if path is not None and not request.validate_only and not tally.dropped and not stop.asked:
@@ -125,14 +119,16 @@ class _Run:
     results: ResultFile
     keys: dict[str, Key]
     tally: Tally
+    observer: Observer
 
     def __post_init__(self) -> None:
         profile = self.request.profile
         facts = {"profile": profile.name, "profile_hash": profile.hash, "versions": report.environment()}
         self.writer = Writer(self.rules.checkpoint.name, facts)
 
-    def run(self, jobs: Sequence[Job], checkpoint: Checkpoint, observer: Observer, stop: Stop) -> None:
+    def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Load the model and run the jobs."""
+        observer, checkpoint = self.observer, self.rules.checkpoint
         for notice in notices(checkpoint.path):
             observer.notice(notice)
         if (mismatch := profile_mismatch(self.request.profile, checkpoint)) is not None:
@@ -162,7 +158,6 @@ class _Run:
     def refused(self, job: Job, problem: RowProblem) -> None:
         """Write down why a row has no answer."""
         self.tally.failed += 1
-        if len(self.tally.problems) < _LISTED:
-            self.tally.problems[job.custom_id] = problem.message
+        self.observer.notice(f"{self.rules.inputs.source.name}: line {job.line.number}: {job.custom_id!r}: {problem}")
         if not self.request.validate_only:
             self.results.add(self.writer.error(job, self.keys[job.custom_id], problem))

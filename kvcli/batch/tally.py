@@ -10,35 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-
-class Snapshot(BaseModel):
-    """A batch at one moment. The names are a contract with readers of `--log-json` and of `status --json`.
-
-    Rows: `total` of the batch or its shard, `earlier` in the file already (`earlier_failed` of them failed), `done` and
-    `failed` by this run (a failed one is not done), `in_flight`. Seconds: since the run began, and those of prefill and decode steps within; `left`
-    is estimated, None before there is something to go by.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    total: int
-    earlier: int
-    earlier_failed: int
-    done: int
-    failed: int
-    in_flight: int
-    prompt_tokens: int
-    shared_tokens: int
-    output_tokens: int
-    seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    steps: int
-    left_seconds: float | None
-    output_tokens_per_second: float
-    time: float
+from kvcli.telemetry.progress import Progress
 
 
 class Watcher(Protocol):
@@ -59,6 +33,7 @@ class Tally:
     failed: int = 0
     in_flight: int = 0
     dropped: int = 0
+    """Rows that were in flight when a run was ended."""
     prompt_tokens: int = 0
     shared_tokens: int = 0
     output_tokens: int = 0
@@ -67,8 +42,6 @@ class Tally:
     steps: int = 0
     work: float = 0.0
     work_done: float = 0.0
-    problems: dict[str, str] = field(default_factory=dict)
-    """Messages of the first rows that failed, by their names."""
     watchers: list[Watcher] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -77,52 +50,42 @@ class Tally:
         for watcher in self.watchers:
             watcher.update(self, last)
 
-    def snapshot(self) -> Snapshot:
+    def progress(self) -> Progress:
         """Give the counts of this moment."""
         seconds = time.monotonic() - self.started
         rate = self.work_done / seconds if seconds else 0.0
-        return Snapshot(
-            total=self.total,
-            earlier=self.earlier,
-            earlier_failed=self.earlier_failed,
-            done=self.done,
-            failed=self.failed,
-            in_flight=self.in_flight,
-            prompt_tokens=self.prompt_tokens,
-            shared_tokens=self.shared_tokens,
-            output_tokens=self.output_tokens,
+        counts = {name: value for name, value in vars(self).items() if name in Progress.model_fields}
+        return Progress(
+            **counts,
             seconds=seconds,
-            prefill_seconds=self.prefill_seconds,
-            decode_seconds=self.decode_seconds,
-            steps=self.steps,
             left_seconds=(self.work - self.work_done) / rate if rate else None,
             output_tokens_per_second=self.output_tokens / seconds if seconds else 0.0,
             time=time.time(),
         )
 
 
-class _Timed(Watcher):
+class Regularly(Watcher):
     """Calls `write` at most once in so many seconds, and at the end."""
 
-    def __init__(self, seconds: float, write: Callable[[Snapshot], None]):
+    def __init__(self, seconds: float, write: Callable[[Progress], None]):
         self.seconds, self.write = seconds, write
         self._next = time.monotonic() + seconds
 
     def update(self, tally: Tally, last: bool = False) -> None:
         if last or time.monotonic() >= self._next:
             self._next = time.monotonic() + self.seconds
-            self.write(tally.snapshot())
+            self.write(tally.progress())
 
 
-def json_log(stream: TextIO, seconds: float = 60.0) -> Watcher:
-    """Make what writes a line of JSON a minute, and one at the end."""
+def json_log(stream: TextIO) -> Callable[[Progress], None]:
+    """Make what writes a line of JSON."""
 
-    def write(found: Snapshot) -> None:
+    def write(found: Progress) -> None:
         with suppress(OSError):  # who reads the log must not end the run
             stream.write(found.model_dump_json() + "\n")
             stream.flush()
 
-    return _Timed(seconds, write)
+    return write
 
 
 def state_file(output: Path) -> Path:
@@ -135,18 +98,18 @@ def state_keeper(output: Path, seconds: float = 1.0) -> Watcher:
     path = state_file(output)
     beside = path.with_name(f"{path.name}.new")
 
-    def write(found: Snapshot) -> None:
+    def write(found: Progress) -> None:
         with suppress(OSError):
             beside.write_text(found.model_dump_json())
             os.replace(beside, path)
 
-    return _Timed(seconds, write)
+    return Regularly(seconds, write)
 
 
-def read_state(output: Path) -> Snapshot | None:
+def read_state(output: Path) -> Progress | None:
     """Read what a run has last said of itself; None where there is nothing to be read."""
     try:
-        return Snapshot.model_validate_json(state_file(output).read_bytes())
+        return Progress.model_validate_json(state_file(output).read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvcli import __version__
+from kvcli.cli.batch import batch
 from kvcli.cli.calibrate import calibrate
 from kvcli.cli.doctor import doctor
 from kvcli.cli.environment import warn_of_unknown_variables
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.add_typer(batch, name="batch", help="Run a file of prompts; only rows in flight are ever lost.")
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(methods)

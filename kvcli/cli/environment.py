@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,14 +19,19 @@ def warn_of_unknown_variables(context: typer.Context) -> None:
     names = sorted(name for name in os.environ if name.startswith(_PREFIX))
     if not names or {"-q", "--quiet"} & set(sys.argv):
         return
-    group: Any = context.command
-    parameters = [parameter for command in group.commands.values() for parameter in command.params]
-    known = [parameter.envvar for parameter in parameters if parameter.envvar]
+    known = [parameter.envvar for parameter in _parameters(context.command) if parameter.envvar]
     for name in (name for name in names if name not in known):
         from kvcli.ui.console import print_note
 
         near = get_close_matches(name, known, n=1)
         print_note(f"the environment variable {name} sets nothing" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _parameters(command: Any) -> Iterator[Any]:
+    """The parameters of a command, or of all commands of a group."""
+    yield from command.params
+    for one in getattr(command, "commands", {}).values():
+        yield from _parameters(one)
 
 
 def with_variable(error: KvcliError, arguments: Sequence[str]) -> KvcliError:

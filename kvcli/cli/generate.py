@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from kvcli.cli import options
-from kvcli.cli.options import (
-    METHOD,
-    OUTPUT,
-    SAMPLING,
-    Panel,
-    assignments,
-    at_least,
-    by_precedence,
-    given,
-    number,
-    positive_count,
-    require_text,
-    whole,
-)
+from kvcli.cli import asked, options
+from kvcli.cli.asked import INPUT, hush_libraries, json_object, profile_of
+from kvcli.cli.options import METHOD, OUTPUT, Panel, at_least, positive_count, require_text, whole
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import check_files
 from kvcli.cli.resume import resume_run
 from kvcli.errors import usage_error
 
-if TYPE_CHECKING:
-    from kvcli.inputs.profiles import Profile
-
-_INPUT, _KEEPING = Panel("Input", env=True), Panel("Going on")
+_KEEPING = Panel("Going on")
 
 
 def generate(
@@ -43,43 +25,19 @@ def generate(
         typer.Argument(metavar="FILE", help="Text documents, a prompt each; - is standard input.", show_default=False),
     ] = None,
     prompts: Annotated[
-        list[str] | None, _INPUT.option("--prompt -p", "TEXT", "Question put after each document.", env=False)
+        list[str] | None, INPUT.option("--prompt -p", "TEXT", "Question put after each document.", env=False)
     ] = None,
-    system: Annotated[str | None, _INPUT.option("--system -s", "TEXT", "System message of the conversation.")] = None,
-    raw: Annotated[
-        bool, _INPUT.flag("--raw", "Leave the chat template out: the model continues the plain text.")
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str | None, _INPUT.option("--chat-template-kwargs", "JSON", "Variables for the chat template.")
-    ] = None,
+    system: asked.System = None,
+    raw: asked.Raw = False,
+    chat_template_kwargs: asked.ChatTemplateKwargs = None,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
-    method: Annotated[
-        str | None,
-        METHOD.option(
-            "--method",
-            "NAME",
-            "KV-cache method, see kvcli methods.",
-            show_default="freekv",
-            autocompletion=options.complete_methods,
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        METHOD.option(
-            "--profile",
-            "NAME|FILE.toml",
-            "Settings of a method by name or file; a notice if calibrated on another model.",
-            show_default="named like the method",
-            autocompletion=options.complete_profiles,
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None, METHOD.option("--set", "KEY=VALUE", "Change one setting of the profile; repeatable.")
-    ] = None,
+    method: asked.Method = None,
+    profile: asked.Profile = None,
+    settings: asked.Settings = None,
     budget: Annotated[
         str | None,
         METHOD.option(
@@ -95,23 +53,14 @@ def generate(
         str | None, METHOD.option("--tau", "0..1", "Query similarity below which a head is corrected.")
     ] = None,
     page_size: Annotated[str | None, METHOD.option("--page-size", "TOKENS", "Tokens recalled together.")] = None,
-    max_tokens: Annotated[
-        int, SAMPLING.option("--max-tokens", "TOKENS", "Longest output, as in 256 or 16K.", positive_count)
-    ] = 256,
+    max_tokens: asked.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
-    top_k: Annotated[int, SAMPLING.option("--top-k", "K", "Draw from the K likeliest tokens; 0 for all.", whole)] = 0,
-    min_p: Annotated[
-        float,
-        SAMPLING.option("--min-p", "P", "Drop tokens below this share of the likeliest one's, 0 to 1.", number),
-    ] = 0.0,
-    seed: Annotated[int, SAMPLING.option("--seed", "N", "Same seed, same text.", whole)] = 0,
-    stop: Annotated[
-        list[str] | None, SAMPLING.option("--stop", "TEXT", "End before this text; repeatable.", env=False)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, SAMPLING.flag("--ignore-eos", "Go on to --max-tokens past the end-of-text token.")
-    ] = False,
+    top_k: asked.TopK = 0,
+    min_p: asked.MinP = 0.0,
+    seed: asked.Seed = 0,
+    stop: asked.StopTexts = None,
+    ignore_eos: asked.IgnoreEos = False,
     num_samples: options.NumSamples = 1,
     checkpoint: Annotated[
         Path | None,
@@ -176,7 +125,7 @@ def generate(
     from kvcli.inputs.sampling import Sampling
 
     if resume is not None:
-        _hush_libraries(verbose)
+        hush_libraries(verbose)
         shown = {"quiet": quiet, "verbose": verbose, "timeline": timeline, "stats": stats}
         raise typer.Exit(resume_run(context, resume, every, model, output, trace, as_json=as_json, **shown))
     outputs = {"-o": output, "--trace": trace}
@@ -188,10 +137,10 @@ def generate(
     if len(prompts or ()) > 1:
         raise usage_error("-p is given twice, and a document has one question", "run kvcli once for each")
     entries = read_prompts(files or [], prompts[0] if prompts else None)
-    _hush_libraries(verbose)
-    template = Template(system, raw, _json_object(chat_template_kwargs))
+    hush_libraries(verbose)
+    template = Template(system, raw, json_object(chat_template_kwargs))
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
-    chosen = _profile(context, method, profile, settings or [], short)
+    chosen = profile_of(context, method, profile, settings or [], short)
 
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
@@ -215,47 +164,3 @@ def generate(
         show.abandon()
         raise
     raise typer.Exit(show.conclude(report, lambda: chrome_trace({"kvcli": spans.spans})))
-
-
-def _profile(
-    context: typer.Context, method: str | None, profile: str | None, settings: list[str], short: dict[str, str | None]
-) -> Profile:
-    """Resolve method, profile and settings; what the command line says counts more than the environment."""
-    from kvcli.inputs.profiles import known_settings, resolve_profile
-
-    named = by_precedence(context, {"method": method, "profile": profile})
-    explicit = given(context, named)
-    if len(explicit) == 1:  # --method quest beats KVCLI_PROFILE=freekv instead of contradicting it
-        named = {name: named[name] for name in explicit}
-    overrides = assignments(settings)
-    direct = by_precedence(context, short)
-    twice = [key for key in given(context, direct) if key in overrides and given(context, ["settings"])]
-    if twice:
-        raise usage_error(f"{twice[0]} is set twice, by --set and by its own option", "leave one out")
-    # A default from the environment is meant for the methods that have the setting.
-    known = known_settings(**named)
-    direct = {key: value for key, value in direct.items() if key in known or key in given(context, direct)}
-    layers = (direct, overrides) if given(context, ["settings"]) else (overrides, direct)
-    return resolve_profile(**named, overrides={**layers[0], **layers[1]})
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    hint = """for example --chat-template-kwargs '{"enable_thinking": false}'"""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise usage_error(f"--chat-template-kwargs {text[:60]!r}: bad JSON: {error}", hint) from None
-    if not isinstance(value, dict):
-        raise usage_error(f"--chat-template-kwargs {text!r} is not a JSON object", hint)
-    return value
-
-
-def _hush_libraries(verbose: bool) -> None:
-    """Keep the libraries' own warnings and bars off stderr, unless asked; to be called before they are imported."""
-    if verbose:
-        return
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.simplefilter("ignore")

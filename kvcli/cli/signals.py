@@ -21,7 +21,7 @@ def end_at_once() -> Iterator[None]:
         os.write(2, b"kvcli: error: interrupted\n")
         os._exit(128 + number)
 
-    with _handled_by(end):
+    with handled_by(end):
         yield
 
 
@@ -41,12 +41,12 @@ def caught_signals() -> Iterator[list[int]]:
         if not repeated:
             raise KeyboardInterrupt
 
-    with _handled_by(interrupt):
+    with handled_by(interrupt):
         yield received
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Install the handler for the signals that are not ignored, and put back what was there before."""
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:

@@ -71,6 +71,11 @@ class RunConsole(Observer):
         self._progress: Progress | None = None
         self._waiting: list[tuple[int, str | None]] | None = [] if text_on_screen and prompts > 1 else None
 
+    @property
+    def console(self) -> Console:
+        """Where it is shown: what is shown beside it has to go there, too."""
+        return self._console
+
     def stage(self, name: str, total: int | None = None) -> None:
         """Show a bar, or a spinner where the end is not known."""
         self.stage_done()

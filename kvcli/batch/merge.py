@@ -1,0 +1,156 @@
+"""The files of shards joined into one, and how a batch stands by its files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcli.batch.jobs import Inputs, Job, read_jobs
+from kvcli.batch.order import Shard
+from kvcli.batch.results import is_written, read_results, shown
+from kvcli.batch.source import RowSource
+from kvcli.batch.tally import read_state
+from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.encoding import Template
+from kvcli.inputs.sampling import Sampling
+from kvcli.telemetry.progress import Progress
+
+
+class _Place(NamedTuple):
+    """Where a result is, and what it is of."""
+
+    path: Path
+    start: int
+    size: int
+    row: str
+    failed: bool
+
+
+def merge(source: str, output: Path) -> Progress:
+    """Write the results of all shards of `output` into it, in the order of the rows.
+
+    Raises:
+        KvcliError: no files of shards, some missing, being written, of several models or profiles or with a result
+            twice (usage); rows without a result.
+    """
+    shards = shard_files(output)
+    if not shards:
+        what = f"no files of shards beside {output}, such as {Shard(1, 4).of(output).name}"
+        raise usage_error(what, "name OUT as the shards were given it with -o")
+    places = _places([shards[shard] for shard in sorted(shards)])
+    with RowSource(source) as rows:
+        jobs = read_jobs(Inputs(rows, Sampling(), Template()))
+    _check_whole(jobs, places, output, shards)
+    _write([places[job.custom_id] for job in jobs], output)
+    return Progress(total=len(jobs), earlier=len(jobs), earlier_failed=sum(place.failed for place in places.values()))
+
+
+def state(output: Path) -> tuple[Progress, bool]:
+    """Tell how a batch stands, and whether a run writes to it; what shards say of themselves is added up.
+
+    Raises:
+        KvcliError: there is neither the file nor one of its shards (usage), or it holds something else.
+    """
+    paths = [output] if output.exists() else list(shard_files(output).values())
+    if not paths:
+        raise usage_error(f"{output}: no such file, and no shards of it", "name the file that -o was given")
+    found, running = Progress(total=0), False
+    for path in paths:
+        mine, its_running = _state(path)
+        running |= its_running
+        sums = {name: getattr(found, name) + getattr(mine, name) for name in _SUMMED}
+        latest = {name: max(getattr(found, name) or 0, getattr(mine, name) or 0) for name in ("seconds", "time")}
+        left = [each.left_seconds for each in (found, mine) if each.left_seconds is not None]
+        found = Progress(**sums, **latest, left_seconds=max(left, default=None))
+    return found, running
+
+
+_SUMMED = [name for name in Progress.model_fields if name not in ("seconds", "time", "left_seconds")]
+
+
+def shard_files(output: Path) -> dict[Shard, Path]:
+    """Find the files of shards beside `output`.
+
+    Raises:
+        KvcliError: there are several partitions (usage).
+    """
+    name = re.compile(rf"{re.escape(output.stem)}\.(\d+)-of-(\d+){re.escape(output.suffix)}")
+    matches = {path: name.fullmatch(path.name) for path in output.resolve().parent.glob("*")}
+    found = {Shard(int(match[1]), int(match[2])): path for path, match in matches.items() if match}
+    if len(counts := {shard.count for shard in found}) > 1:
+        what = f"there are shards of {output} by {' and by '.join(map(str, sorted(counts)))}"
+        raise usage_error(what, "take those of the earlier run away")
+    return dict(sorted(found.items()))
+
+
+def _state(path: Path) -> tuple[Progress, bool]:
+    """How one file stands: by its lines, and by what its run has last said."""
+    failed = total = tokens = 0
+    for _, result in read_results(path):
+        total, failed, tokens = total + 1, failed + result.failed, tokens + result.output_tokens
+    said, running = read_state(path), is_written(path)
+    if said is None:
+        return Progress(total=total, earlier=total, earlier_failed=failed, output_tokens=tokens), running
+    known = {"earlier": 0, "earlier_failed": 0, "done": total - failed, "failed": failed}
+    return said.model_copy(update={**known, "in_flight": said.in_flight if running else 0}), running
+
+
+def _places(paths: list[Path]) -> dict[str, _Place]:
+    """Find every result in its file."""
+    found: dict[str, _Place] = {}
+    kinds: dict[tuple[str, str], Path] = {}
+    for path in paths:
+        if is_written(path):
+            raise usage_error(f"{path}: a run is writing to it", "wait until it has ended")
+        start = 0
+        for line, result in read_results(path):
+            place = _Place(path, start, len(line), result.kvcli.key.row, result.failed)
+            if (first := found.setdefault(result.custom_id, place)) is not place:
+                what = f"row {result.custom_id!r} has a result in {first.path} and in {path}"
+                raise usage_error(what, "the shards had different rows: run them again on one IN")
+            kinds.setdefault((result.kvcli.key.model, result.kvcli.key.profile), path)
+            start += len(line)
+    if len(kinds) > 1:
+        what = f"the shards have several models or profiles: {', '.join(path.name for path in kinds.values())}"
+        raise usage_error(what, "run those that differ again, with --overwrite")
+    return found
+
+
+def _check_whole(jobs: list[Job], places: Mapping[str, _Place], output: Path, shards: Mapping[Shard, Path]) -> None:
+    """Refuse results that are not exactly those of the rows."""
+    rows = {job.custom_id: job for job in jobs}
+    if strangers := [name for name, place in places.items() if name not in rows or rows[name].digest != place.row]:
+        what = f"the shards have results of {len(strangers):,} rows that are not in IN: {shown(strangers)}"
+        raise usage_error(what, "name the IN that the shards were given")
+    if missing := [name for name in rows if name not in places]:
+        count = next(iter(shards)).count
+        absent = [number for number in range(1, count + 1) if Shard(number, count) not in shards]
+        where = f"; there is no file of shard {', '.join(map(str, absent))} of {count}" if absent else ""
+        what = f"{len(missing):,} of {len(rows):,} rows have no result: {shown(missing)}{where}"
+        raise KvcliError(what, f"run the shards again until all have ended; {output} was not written")
+
+
+def _write(places: list[_Place], output: Path) -> None:
+    """Copy results into a file that takes the place of `output` when it is whole."""
+    if output.exists():
+        for _ in read_results(output):
+            break  # it is a file of results, or this has raised
+    beside = output.with_name(f".{output.name}.kvcli")
+    files = {path: path.open("rb") for path in {place.path for place in places}}
+    try:
+        with beside.open("wb") as whole:
+            for place in places:
+                files[place.path].seek(place.start)
+                whole.write(files[place.path].read(place.size))
+            whole.flush()
+            os.fsync(whole.fileno())
+        beside.replace(output)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise KvcliError(f"{output}: cannot be written: {error.strerror}", "free some space") from None
+    finally:
+        for file in files.values():
+            file.close()
