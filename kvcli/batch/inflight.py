@@ -56,7 +56,10 @@ class Dropped(Exception):  # noqa: N818 - nothing went wrong
 
 
 class InFlight:
-    """Runs groups of rows on one engine; `answered` takes a row when all its samples have ended, `refused` its problem."""
+    """Runs groups of rows on one engine.
+
+    `answered` takes a row when all its samples have ended, `refused` one that came to nothing with its problem.
+    """
 
     def __init__(
         self,
@@ -246,9 +249,10 @@ class InFlight:
         """Take a row out of what is in flight."""
         del self.flights[flight.job.custom_id]
         self.tally.in_flight = len(self.flights)
-        for part in [part for part in self.parts if not any(each.job.custom_id in self.flights for each in part.flights)]:
-            self.parts.remove(part)
-            self.room.give_back(part.kv)
+        for part in list(self.parts):
+            if not any(each.job.custom_id in self.flights for each in part.flights):
+                self.parts.remove(part)
+                self.room.give_back(part.kv)
 
     def _refuse(self, job: Job, problem: RowProblem) -> None:
         self.tally.work_done += work(job)

@@ -29,7 +29,8 @@ _FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
 class Job:
     """One row: where it stands, what it is called, what is wrong with it (`problem`), and once measured its length.
 
-    `size` is that of its text in characters, and `document` tells apart how texts begin. `prefixes` are hashes of its first 64, 128, 256 tokens and so on: what rows have in common shows in them.
+    `size` is that of its text in characters, and `document` tells apart how texts begin. `prefixes` are hashes of its
+    first 64, 128, 256 tokens and so on: what rows have in common shows in them.
     """
 
     line: Line

@@ -28,6 +28,7 @@ from kvcli.runtime.engine import engine
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 
+
 @dataclass(frozen=True)
 class BatchRequest:
     """What to run: rows, by which method, and how.

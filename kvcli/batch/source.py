@@ -1,7 +1,7 @@
 """Where rows come from: a file of lines, packed or not, standard input, or a folder of documents.
 
-A file is read more than once: to check all rows, and each row again when its turn comes, so that however many there are,
-only those in flight are in memory. What cannot be read twice is unpacked into a temporary file.
+A file is read more than once: to check all rows, and each row again when its turn comes, so that only rows in flight
+are in memory, however many there are. What cannot be read twice is unpacked into a temporary file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
@@ -92,7 +92,7 @@ class RowSource:
         start = file.peek(4)[:4] if hasattr(file, "peek") else b""
         if self._path is not None and self._path.is_file() and not start.startswith((_GZIP, _ZSTD)):
             return file
-        with file if self._path is not None else suppress():
+        with file if self._path is not None else nullcontext():
             return _unpacked(file, start)
 
 
@@ -127,4 +127,3 @@ def _listed(folder: Path) -> BinaryIO:
             path = str((Path(directory) / name).relative_to(folder))
             spool.write(json.dumps({"custom_id": path, "document_file": path}).encode() + b"\n")
     return spool
-

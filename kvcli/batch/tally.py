@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from pydantic import ValidationError
+from typing_extensions import override
 
 from kvcli.telemetry.progress import Progress
 
@@ -71,6 +71,7 @@ class Regularly(Watcher):
         self.seconds, self.write = seconds, write
         self._next = time.monotonic() + seconds
 
+    @override
     def update(self, tally: Tally, last: bool = False) -> None:
         if last or time.monotonic() >= self._next:
             self._next = time.monotonic() + self.seconds
@@ -101,7 +102,7 @@ def state_keeper(output: Path, seconds: float = 1.0) -> Watcher:
     def write(found: Progress) -> None:
         with suppress(OSError):
             beside.write_text(found.model_dump_json())
-            os.replace(beside, path)
+            beside.replace(path)
 
     return Regularly(seconds, write)
 
@@ -112,4 +113,3 @@ def read_state(output: Path) -> Progress | None:
         return Progress.model_validate_json(state_file(output).read_bytes())
     except (OSError, ValidationError):
         return None
-

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -36,7 +36,7 @@ class _WithDefault(TyperGroup):
     """A group of commands, the first of which is meant where none is named."""
 
     @override
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = bool(args) and args[0] in self.commands
         return super().parse_args(ctx, args if named else [next(iter(self.commands)), *args])
 
@@ -236,9 +236,7 @@ def shard_of(text: str) -> Shard:
     from kvcli.batch.order import Shard
 
     if text == "slurm":
-        found = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "STEP", "COUNT")]
-        numbers = [int(value) if value.isdecimal() else default for value, default in zip(found, (-1, 0, 1, -1), strict=True)]
-        task, first, step, count = numbers
+        task, first, step, count = map(_slurm, ("ID", "MIN", "STEP", "COUNT"), (-1, 0, 1, 0))
         if task < 0 or count < 1:
             what = "--shard slurm: there is no SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT"
             raise usage_error(what, "submit with sbatch --array=1-N, or give --shard I/N")
@@ -247,6 +245,11 @@ def shard_of(text: str) -> Shard:
     if not (slash and number_of.isdecimal() and count_of.isdecimal() and 1 <= int(number_of) <= int(count_of)):
         raise usage_error(f"--shard {text!r} is not I/N", "count from 1: --shard 1/4 to --shard 4/4")
     return Shard(int(number_of), int(count_of))
+
+
+def _slurm(name: str, default: int) -> int:
+    value = os.environ.get(f"SLURM_ARRAY_TASK_{name}", "")
+    return int(value) if value.isdecimal() else default
 
 
 @batch.command("merge")
@@ -278,7 +281,7 @@ def merge(
 
 @batch.command("status")
 def status(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file that a run writes to, or that of its shards.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file that -o was given, with or without --shard.")],
     as_json: options.AsJson = False,
     debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
@@ -297,5 +300,3 @@ def status(
     else:
         text = console.render_batch(found) + f"{'state':<10} {'running' if running else 'no run writes to it'}\n"
     write_result(None, text)
-
-

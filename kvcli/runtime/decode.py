@@ -59,8 +59,8 @@ class Stepper(Protocol):
 class BlockingStepper(Stepper):
     """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions.
 
-    A step has at least so many `rows`, the last one repeated where there are fewer sequences: matrix products of another
-    number of rows may be made in another way, and what a sequence gets would depend on its company.
+    A step has at least so many `rows`, the last one repeated where there are fewer sequences: matrix products of
+    another number of rows may be made in another way, and what a sequence gets would depend on its company.
     """
 
     def __init__(self, hook: Hook, rope: Rope, rows: int = 1):

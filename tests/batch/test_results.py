@@ -1,6 +1,7 @@
 """The file of results: what is in it survives whatever ends a run."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -100,12 +101,8 @@ def test_what_is_taken_out_can_be_done_again(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_full_disk_ends_the_run_with_one_line():
-    with pytest.raises(KvcliError, match="/dev/full"):
-        from pathlib import Path
-
-        full = ResultFile(None)
-        full.path = Path("/dev/full")
-        with full.path.open("r+b", buffering=0) as file:
-            full._file = file
-            full.add(result("a"))
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
+    with ResultFile(tmp_path / "out.jsonl") as file, Path("/dev/full").open("r+b", buffering=0) as full:
+        file._file = full
+        with pytest.raises(KvcliError, match=r"out\.jsonl: cannot be written: No space left"):
+            file.add(result("a"))

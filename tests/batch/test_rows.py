@@ -96,7 +96,12 @@ def test_what_is_wrong_with_a_row_is_said_all_at_once(row, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "code"),
-    [(b"{nope", "invalid_json"), (b"[1]", "invalid_row"), (b'{"prompt": "x"}', "invalid_row"), (b"\xff", "invalid_json")],
+    [
+        (b"{nope", "invalid_json"),
+        (b"[1]", "invalid_row"),
+        (b'{"prompt": "x"}', "invalid_row"),
+        (b"\xff", "invalid_json"),
+    ],
 )
 def test_a_row_without_a_name_goes_by_its_line(data, code):
     found = problem(data)
@@ -139,5 +144,5 @@ def test_a_folder_has_a_row_for_each_document(tmp_path):
 def test_files_that_cannot_be_unpacked_or_are_empty(tmp_path, data):
     path = tmp_path / "rows"
     path.write_bytes(data)
-    with pytest.raises(KvcliError, match="rows: (cannot be read|no rows)"):
+    with pytest.raises(KvcliError, match=r"rows: (cannot be read|no rows)"):
         lines(path)

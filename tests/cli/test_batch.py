@@ -14,7 +14,7 @@ import pytest
 from command import COMMAND, assert_refused, environment
 from families import tiny_checkpoint
 
-WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps ".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "sleeps", "while"]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,11 @@ def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
     result = batch("in.jsonl", "-o", "out.jsonl", "--max-tokens", 3)
     assert result.returncode == 4
     found = answers(tmp_path / "out.jsonl")
-    assert [found["a"]["code"], found["line-2"]["code"], found["b"]["role"]] == ["invalid_row", "invalid_json", "assistant"]
+    assert [found["a"]["code"], found["line-2"]["code"], found["b"]["role"]] == [
+        "invalid_row",
+        "invalid_json",
+        "assistant",
+    ]
     shown = other("status", "out.jsonl")
     assert "3 of 3 have a result" in shown.stdout
     assert "failed     2" in shown.stdout
@@ -162,12 +166,9 @@ def wait_for(path, lines, process):
 
 def long_rows(path):
     drawn = random.Random(2)
-    path.write_text(
-        "".join(
-            json.dumps({"custom_id": f"r{n}", "prompt": " ".join(drawn.choices(WORDS, k=40)), "ignore_eos": True}) + "\n"
-            for n in range(20)
-        )
-    )
+    prompts = (" ".join(drawn.choices(WORDS, k=40)) for _ in range(20))
+    found = ({"custom_id": f"r{n}", "prompt": prompt, "ignore_eos": True} for n, prompt in enumerate(prompts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 def test_killed_and_started_again_every_row_is_there_once(batch, model, tmp_path):

@@ -55,7 +55,7 @@ def print_batch_summary(found: Progress) -> None:
 
 
 def render_batch(found: Progress) -> str:
-    """The same as text for stdout."""
+    """Say on stdout what a batch has come to."""
     return "".join(f"{label:<10} {value}\n" for label, value in progress_rows(found))
 
 
