@@ -26,7 +26,7 @@ def gather_pages_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
         for j in range(int(misses.counts[b, h])):
             start = (sink + int(misses.slots[b, h, j])) * size
             block = host.block(b, int(misses.pages[b, h, j]), h)
-            for target, source in zip((rows.k, rows.v), block, strict=True):
+            for target, source in zip((rows.k, rows.v)[-len(block) :], block, strict=True):
                 target[b, h, start : start + size] = source
 
 
@@ -54,6 +54,7 @@ def _gather_kernel(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -79,10 +80,13 @@ def _gather_kernel(
             inside = (row < SIZE)[:, None] & (c < D)[None, :]
             there = row.to(tl.int64)[:, None] * host_row + c[None, :]
             here = target + row.to(tl.int64)[:, None] * kv_row + c[None, :]
-            keys = tl.load(source + there, mask=inside)
-            values = tl.load(source + host_half + there, mask=inside)
-            tl.store(k + here, keys, mask=inside)
-            tl.store(v + here, values, mask=inside)
+            if PARTS == 2:
+                keys = tl.load(source + there, mask=inside)
+                values = tl.load(source + host_half + there, mask=inside)
+                tl.store(k + here, keys, mask=inside)
+                tl.store(v + here, values, mask=inside)
+            else:
+                tl.store(v + here, tl.load(source + there, mask=inside), mask=inside)
 
 
 def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
@@ -110,6 +114,7 @@ def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int
         K=layout.selected,
         SIZE=layout.size,
         D=d,
+        PARTS=host.parts,
         BLOCK_P=power_of_two(b * num_kv_heads),
         BLOCK_R=rows_at_once(layout.size, block_d, BLOCK_ELEMENTS),
         BLOCK_D=block_d,

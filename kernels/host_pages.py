@@ -3,6 +3,8 @@
     hnd   [pages, Hk, 2, p, d]   a page of one KV head is one contiguous block, keys then values
     nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
 
+Where keys are kept elsewhere, there is 1 in place of 2.
+
 A pool may lie in several pieces, so that it can be allocated bit by bit and sequences can share some of them. Kernels
 see pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are cut to a
 size that divides all. Pinned memory has one address for the host and the device.
@@ -72,14 +74,27 @@ class HostPages:
         return num_kv_heads, size, shape[4]
 
     @property
+    def parts(self) -> int:
+        """How many parts a page has: keys and values, or values alone."""
+        return self.pieces[0][0].shape[2 if self.layout == "hnd" else 1]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a page of one KV head."""
+        _, size, d = self.block_shape
+        return self.parts * size * d * self.pieces[0][0].element_size()
+
+    @property
     def strides(self) -> tuple[int, int, int, int]:
         """Elements from a page, head, half (keys, values) and token to the next."""
         num_kv_heads, size, d = self.block_shape
-        page = num_kv_heads * 2 * size * d
-        return (page, 2 * size * d, size * d, d) if self.layout == "hnd" else (page, d, page // 2, num_kv_heads * d)
+        page, parts = num_kv_heads * self.parts * size * d, self.parts
+        if self.layout == "hnd":
+            return page, parts * size * d, size * d, d
+        return page, d, page // parts, num_kv_heads * d
 
     def block(self, sequence: int, page: int, head: int) -> Tensor:
-        """View a page of one KV head: [2, p, d]."""
+        """View a page of one KV head: [2 or 1, p, d]."""
         block = self.pieces[sequence][page // self.per_piece][page % self.per_piece]
         return block[head] if self.layout == "hnd" else block[:, :, head]
 

@@ -195,10 +195,10 @@ def rows_of(draw: Draw, s: Sizes, layout: SlotLayout | None = None) -> PagedKV:
     return PagedKV(kv[:, 0], kv[:, 1], lengths, layout, resident)
 
 
-def host_of(draw: Draw, s: Sizes, host_layout: str) -> HostPages:
+def host_of(draw: Draw, s: Sizes, host_layout: str, parts: int = 2) -> HostPages:
     """Pools of two pieces a sequence."""
     per_piece, p = -(-s.pages // 2), s.layout.size
-    shape = (s.hk, 2, p, s.d) if host_layout == "hnd" else (2, p, s.hk, s.d)
+    shape = (s.hk, parts, p, s.d) if host_layout == "hnd" else (parts, p, s.hk, s.d)
     pieces = [[draw(per_piece, *shape).cpu(), draw(s.pages - per_piece, *shape).cpu()] for _ in s.lengths]
     if draw.device.type == "cuda":
         pieces = [[piece.pin_memory() for piece in row] for row in pieces]
@@ -317,11 +317,12 @@ def _(draw: Draw, s: Sizes, pooling: str) -> Call:
     return Call(args, [previous, *decision])
 
 
-@case(_with_few_programs, gather.gather_pages_ref, ["hnd", "nhd"], exact=True)
-def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
+@case(_with_few_programs, gather.gather_pages_ref, ["hnd", "values", "nhd"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
     rows = rows_of(draw, s)
     misses = misses_of(draw, s, s.layout.selected, s.pages)
-    return Call((host_of(draw, s, host_layout), misses, rows), [rows.k, rows.v])
+    host = host_of(draw, s, "hnd", parts=1) if variant == "values" else host_of(draw, s, variant)
+    return Call((host, misses, rows), [rows.k, rows.v])
 
 
 @case(write.write_filled_page, write.write_filled_page_ref, ["hnd", "nhd"], exact=True)

@@ -10,15 +10,19 @@ mean over its query heads. Budget and recent tokens include the current one, at 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.last_rows import last_rows, last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.eviction import LowestScore
+from kvcli.steps.plan import StepPlan
 from kvcli.store.evicting import EvictingCache
 
 # Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
@@ -80,6 +84,13 @@ class H2O(Method[H2OConfig, EvictingCache]):
             cache.load_scored(k, v, sums)
             if sums.is_cuda:  # made on the stream that reads the prompt, last used on the one that stores it
                 sums.record_stream(torch.cuda.current_stream(sums.device))
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(
+            evict=partial(LowestScore, recent=int(self.config.recent * self.config.budget), over="group", summed=True)
+        )
 
     def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to all that is held, and add to its scores."""

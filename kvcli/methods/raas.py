@@ -14,6 +14,7 @@ code pages have 16 tokens, too, and the newest is never evicted; it has no sinks
 here with the first.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.eviction import StalestPage
+from kvcli.steps.plan import StepPlan
 from kvcli.store.timestamped import TimestampedPageCache
 
 
@@ -64,6 +67,15 @@ class RaaS(Method[RaaSConfig, TimestampedPageCache]):
             context.prompt_tokens,
             self.config.pages,
             context.tiers,
+        )
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        config, pages = self.config, self.config.pages
+        size, threshold = pages.size, config.threshold
+        return StepPlan(
+            evict=partial(StalestPage, window=pages.window, size=size, threshold=threshold, pooling=config.pooling)
         )
 
     def retrieve(self, layer: int, cache: TimestampedPageCache, q: Tensor, softmax: Softmax) -> Tensor:

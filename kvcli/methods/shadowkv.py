@@ -38,6 +38,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.chunks import BestChunks, LandmarkScores, RebuiltKeys
+from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 
 
@@ -96,6 +98,14 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         context = self.context
         rotary = context.rotary[layer.index]
         return ShadowCache(layer, context.capacity, context.prompt_tokens, self.config.layout, rotary, context.tiers)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan | None:
+        """State the step but of ShadowKV+, whose context may be divided on the way."""
+        if self.config.plus:
+            return None
+        return StepPlan(LandmarkScores, BestChunks, fetch=FromHost(rebuild=RebuiltKeys, writes=False))
 
     def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""

@@ -8,6 +8,8 @@ Decided as in the paper's algorithm and reference code: the mean is over all que
 heads hold the same tokens. The budget includes the current token, at whose arrival the eviction happens.
 """
 
+from functools import partial
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,6 +18,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.steps.eviction import LowestScore
+from kvcli.steps.plan import StepPlan
 from kvcli.store.evicting import EvictingCache
 
 
@@ -50,6 +54,11 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
         """Keep what the prompt's last query looks at most."""
         with self.span("prune", layer):
             cache.load_scored(k, v, _newest_row(q, k, softmax))
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(evict=partial(LowestScore, recent=0, over="layer", summed=False))
 
     def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to all that is held; this query's row alone decides what goes next."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.models.geometry import attention_modules, decoder_of, geometry_of, layer_type_of, refusal
 
 # Positions per call while a table is built: its float32 intermediates stay below 100 MB.
@@ -177,10 +178,18 @@ class Rotary:
         cos, sin = self._angles(torch.zeros(1, dtype=torch.long, device=frequencies.device))
         self.attention_scaling = float(cos[0, 0])  # the cosine of position 0 is one
         self._rotated = head_dim
+        self._tables: Rotation | None = None
         try:
             self._turn(torch.empty(1, 1, 1, head_dim, device=cos.device), cos[None], sin[None])
         except RuntimeError:  # models that cut the rotated part off before they call the function (phi, stablelm)
             self._rotated = cos.shape[-1]
+
+    def rotation(self, head_dim: int) -> Rotation:
+        """Give the rotation of keys as kernels apply it, by tables of all positions; made once."""
+        if self._tables is None:
+            cos, sin = _tabulate(self._frequencies, torch.float32, self._layer_type)
+            self._tables = Rotation.of(cos, sin, self._turn, self._rotated, head_dim)
+        return self._tables
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; returns float32."""

@@ -22,13 +22,26 @@ if TYPE_CHECKING:
 class BatchSlots:
     """A layer of b sequences: its rows, its other `tensors` [b, ...] by the names that the caches give them, and more.
 
-    `host` are the pages of layers that have any in host memory; `rotary` is the layer's rotation in each sequence.
+    `seen` [b] int32 are the tokens of each sequence, of which the rows may hold less. `host` are the pages of layers
+    that have any in host memory, `into` is the layout of the slots that they come into. Each sequence chooses once it
+    has `active_from` tokens; `rotary` is the layer's rotation in it.
     """
 
     rows: PagedKV
     tensors: Mapping[str, Tensor]
+    seen: Tensor
     host: HostPages | None
+    into: SlotLayout
+    active_from: Sequence[int]
     rotary: Sequence[Rotary | None] = ()
+
+    @property
+    def slots(self) -> PagedKV:
+        """The rows that pages come into from the host."""
+        if self.into == self.rows.layout:
+            return self.rows
+        rows, end = self.rows, self.into.total * self.into.size
+        return PagedKV(rows.k[:, :, :end], rows.v[:, :, :end], rows.lengths, self.into, self.tensors["resident"])
 
     @property
     def by_position(self) -> PagedKV:
@@ -43,13 +56,14 @@ class BatchSlots:
         cls,
         caches: Sequence[LayerCache],
         parts: Sequence[LayerSlots],
-        lengths: Tensor,
+        seen: Tensor,
+        held: Tensor | None = None,
         rotary: Sequence[Rotary | None] = (),
     ) -> BatchSlots:
         """Take over the layer's cache of every sequence, which from then on is a view of this; `parts` are its slots.
 
-        `lengths` [b] int32 is what kernels will read; its values do not matter yet. A single sequence is not copied;
-        of several, each cache is copied to its place and then freed.
+        `seen` and, where it is less, `held` [b] int32 are what kernels will read; their values do not matter yet. A
+        single sequence is not copied; of several, each cache is copied to its place and then freed.
         """
         kv = _side_by_side([part.kv for part in parts])  # [b, 2, Hk, rows, d]
         tensors = {name: _side_by_side([part.tensors[name] for part in parts]) for name in parts[0].tensors}
@@ -57,8 +71,11 @@ class BatchSlots:
             own = {name: tensors[name][row][_corner(x)] for name, x in part.tensors.items()}
             cache.adopt_slots(part._replace(kv=kv[row][_corner(part.kv)], tensors=own))
         longest = max((part.layout for part in parts), key=lambda layout: layout.total)
-        rows = PagedKV(kv[:, 0], kv[:, 1], lengths, longest, tensors.get("resident"), parts[0].in_place)
-        return cls(rows, tensors, _host_pages(parts, kv.device), rotary)
+        resident = tensors.get("resident") if longest.selected else None
+        rows = PagedKV(kv[:, 0], kv[:, 1], seen if held is None else held, longest, resident, parts[0].in_place)
+        outgrown = longest.budget * longest.size + 1
+        active_from = [outgrown if part.active_from is None else part.active_from for part in parts]
+        return cls(rows, tensors, seen, _host_pages(parts, kv.device), parts[0].into or longest, active_from, rotary)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:

@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.softmax import Softmax
 from kvcli.steps.batch_slots import BatchSlots
+from kvcli.steps.eviction import Eviction
 
 RecallBy = Literal["gather", "copy"]
 
@@ -63,11 +65,14 @@ class Resident(NamedTuple):
 class FromHost(NamedTuple):
     """Chosen pages lie in host memory; those that are missing are brought into their slots.
 
-    By a kernel that reads pinned memory (gather), or copied one after another through one or two staging buffers.
+    By a kernel that reads pinned memory (gather), or copied one after another through one or two staging buffers. Where
+    only values lie there, `rebuild` makes the keys that go with them. Pages that fill are written there (`writes`).
     """
 
     recall: RecallBy = "gather"
     double_buffer: bool = True
+    rebuild: Callable[[BatchSlots], Callable[[MissList], None]] | None = None
+    writes: bool = True
 
 
 Fetch = Resident | FromHost
@@ -89,8 +94,9 @@ class StepPlan:
     """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names.
-    `index`, `choose`, `prepare` and `turn` are made for every layer of a batch. `prepare` is called before all else;
-    `turn` gives queries and new keys the coordinates that the layer keeps its keys in.
+    `index`, `choose` and what follows `correction` are made for every layer of a batch. `prepare` is called before all
+    else; `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `evict` makes room before
+    attention and looks back after it.
     """
 
     index: Callable[[BatchSlots], StepIndex] | None = None
@@ -100,3 +106,4 @@ class StepPlan:
     correction: Correction | None = None
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None
     turn: Callable[[BatchSlots], Callable[[Tensor], Tensor]] | None = None
+    evict: Callable[[BatchSlots], Eviction] | None = None

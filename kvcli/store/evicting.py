@@ -6,8 +6,10 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.kept_tokens import kept_tokens
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import take
 
 
@@ -71,6 +73,17 @@ class EvictingCache(ResidentCache):
     def attended(self) -> Tensor:
         mask = torch.zeros(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device)
         return mask.scatter_(1, self.positions[:, : self.held], True)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        rows = torch.tensor(self.rows, device=self.k.device)
+        tensors = {"positions": self.positions, "scores": self.scores, "rows": rows}
+        return LayerSlots(self.kv, SlotLayout.everything(self.rows), tensors, most=self.rows)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.positions, self.scores = slots.tensors["positions"], slots.tensors["scores"]
 
     @override
     def footprint(self) -> Footprint:

@@ -9,13 +9,18 @@ from torch import Tensor
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.slot_layout import SlotLayout
 
+NEVER = 2**31 - 1
+"""More tokens than a sequence can have."""
+
 
 class LayerSlots(NamedTuple):
     """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
 
     `in_place`: the rows are those of all tokens in order. What else the layer has on the device is in `tensors`, by
     name: among them `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory,
-    in which they lie in `pieces`. Of the tokens seen, `dropped` are not held, and never more than `most`.
+    in which they lie in `pieces`. Of the tokens seen, `dropped` are not held, and never more than `most`. A layer
+    chooses once `active_from` tokens are seen, by default when it has outgrown its slots. Pages go to the slots of
+    `into` where these are not those of the layout.
     """
 
     kv: Tensor
@@ -24,5 +29,7 @@ class LayerSlots(NamedTuple):
     in_place: bool = False
     dropped: int = 0
     most: int | None = None
+    active_from: int | None = None
+    into: SlotLayout | None = None
     pieces: list[Tensor] | None = None
     host_layout: HostLayout = "hnd"

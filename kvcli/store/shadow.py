@@ -19,12 +19,13 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import resolve_pages
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.slot_layout import EMPTY, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, ResidentCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
+from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged, take
 
@@ -168,6 +169,30 @@ class ShadowCache(ResidentCache):
         chunks = outliers.scatter(1, self.resident, True)  # [Hk, num_chunks]
         mask[:, : self.num_chunks * self.layout.size] = chunks.repeat_interleave(self.layout.size, 1)
         return mask
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        """Lay the cache out in slots; the context has to be divided already, or never be."""
+        layout, low_rank, marks = self.layout, self.keys, self.landmarks
+        tensors = {"resident": self.resident.int(), "a": low_rank.a, "b": low_rank.b}
+        tensors |= {"means": marks.means, "excluded": marks.excluded}
+        tensors["chunks"] = torch.tensor(self.num_chunks, dtype=torch.int32, device=self.k.device)
+        return LayerSlots(
+            self.kv,
+            SlotLayout.everything(self.k.shape[1]),
+            tensors,
+            dropped=self.length - self._held,
+            active_from=1 if self.active else NEVER,
+            into=SlotLayout(layout.size, layout.outliers, layout.selected, 0),
+            pieces=self.values.pieces,
+        )
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        tensors, low_rank, marks = slots.tensors, self.keys, self.landmarks
+        self.resident, low_rank.a, low_rank.b = tensors["resident"], tensors["a"], tensors["b"]
+        marks.means, marks.excluded = tensors["means"], tensors["excluded"]
 
     @override
     def footprint(self) -> Footprint:

@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, paged
 from kvcli.store.state import Settled
 
@@ -41,7 +43,8 @@ class TimestampedPageCache(LayerCache):
         self.budget = budget
         self.protected, self.num_slots = self._split(capacity if prompt is None else prompt)
         slots = min(self.num_slots, budget.count(capacity))
-        self.k, self.v = (tiers.on_device(num_kv_heads, slots, budget.size, head_dim) for _ in range(2))
+        self.kv = tiers.on_device(2, num_kv_heads, slots, budget.size, head_dim)
+        self.k, self.v = self.kv
         self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
         self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
         self.prompt_pages = 0  # full ones
@@ -99,7 +102,7 @@ class TimestampedPageCache(LayerCache):
     def settled(self) -> list[Settled]:
         """Full pages of the prompt are never evicted."""
         held = -(-self._rows // self.budget.size)
-        return [Settled(slots, 1, self.prompt_pages, held) for slots in (self.k, self.v, self.bounds)]
+        return [Settled(self.kv, 2, self.prompt_pages, held), Settled(self.bounds, 1, self.prompt_pages, held)]
 
     @override
     def attended(self) -> Tensor:
@@ -107,6 +110,20 @@ class TimestampedPageCache(LayerCache):
         mask = pages.new_zeros(len(pages), self.budget.count(self.length), self.budget.size, dtype=torch.bool)
         mask[torch.arange(len(pages), device=pages.device)[:, None], pages] = True
         return mask.flatten(1)[:, : self.length]
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        sizes = {"protected": self.protected, "slots": self.num_slots}
+        tensors = {name: torch.tensor(size, device=self.k.device) for name, size in sizes.items()}
+        tensors |= {"bounds": self.bounds, "stamps": self.stamps, "pages": self.pages}
+        layout = SlotLayout.everything(self.k.shape[1], self.budget.size)
+        return LayerSlots(self.kv.flatten(2, 3), layout, tensors)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.kv = slots.kv.unflatten(2, (-1, self.budget.size))  # type: ignore[no-untyped-call]
+        self.k, self.v = self.kv
+        self.bounds, self.stamps, self.pages = (slots.tensors[name] for name in ("bounds", "stamps", "pages"))
 
     @override
     def footprint(self) -> Footprint:

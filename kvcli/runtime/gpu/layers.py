@@ -44,7 +44,7 @@ from kvcli.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, St
 class PlannedLayer:
     """One layer's part of a step, as its plan says; a call appends the newest token of every sequence and attends.
 
-    `outgrown` [b, Hk] bool says which sequences have outgrown their slots at this step; others choose nothing. What the
+    `active` [b, Hk] bool says in which sequences it chooses at this step. What the
     layer finds goes to `found`, of layers that fetch. Its work beside the main stream runs in `stream`.
     """
 
@@ -53,17 +53,18 @@ class PlannedLayer:
         layer: int,
         slots: BatchSlots,
         plan: StepPlan,
-        outgrown: Tensor,
+        active: Tensor,
         found: LayerStepStats | None,
         streams: Streams,
         stream: str,
     ):
-        self.slots, self.rows, self.plan, self.outgrown = slots, slots.rows, plan, outgrown
+        self.slots, self.rows, self.plan, self.active = slots, slots.rows, plan, active
         self.streams, self.stream = streams, stream
         self.prepare = plan.prepare(slots) if plan.prepare is not None else None
         self.turn = plan.turn(slots) if plan.turn is not None else None
         self.index: StepIndex | None = plan.index(slots) if plan.index is not None else None
         self.choose: Choice = (plan.choose or BestScores)(slots)
+        self.eviction = plan.evict(slots) if plan.evict is not None else None
         self.recalls: Recalls | None = None
         if isinstance(plan.fetch, FromHost):
             assert found is not None
@@ -83,6 +84,11 @@ class PlannedLayer:
             return out
         if self.turn is not None:
             q, new = self.turn(q), new._replace(k=self.turn(new.k))
+        if self.eviction is not None:
+            at = self.eviction.make_room()
+            slot_attention(q, self.eviction.rows, softmax, out, new._replace(at=at))
+            self.eviction.look_back(q, softmax)
+            return out
         if self.index is None:
             slot_attention(q, self.rows, softmax, out, new)
             return out
@@ -103,17 +109,17 @@ class PlannedLayer:
     def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None]:
         """Choose before attention: the rows to attend to, and which of them are kept."""
         if self.recalls is None:
-            pages, kept = self.select(q, self.outgrown, softmax)
+            pages, kept = self.select(q, self.active, softmax)
             return self.rows._replace(resident=pages), kept
-        self.bring(q, self.outgrown, self.recalls.now, softmax)
+        self.bring(q, self.active, self.recalls.now, softmax)
         return self.rows, None
 
     def _take_in(self, new: NewToken) -> None:
         """Index and write out the newest token, or what it has completed."""
         assert self.index is not None
         self.index.update(new)
-        if self.slots.host is not None:
-            write_filled_page(self.rows, self.slots.host)
+        if self.recalls is not None and self.recalls.writes:
+            write_filled_page(self.rows, self.recalls.host)
 
     def _speculate(self, heads: Speculation, q: Tensor, new: NewToken, softmax: Softmax, out: Tensor) -> None:
         """Attend to what the step before chose, but for heads that turned; then choose for the next step.
@@ -145,15 +151,8 @@ class PlannedLayer:
 
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""
-        assert self.rows.resident is not None
-        assert self.slots.host is not None
         assert self.recalls is not None
-        pages, _ = self.select(q, heads, softmax)
-        if self.rows.layout.size == 1:
-            resolve_tokens_device(self.rows.resident, pages, misses, heads, self.slots.host.count)
-        else:
-            resolve_pages_device(self.rows.resident, pages, misses, heads)
-        self.recalls.back_end(self.slots.host, misses, self.rows)
+        self.recalls.bring(self.select(q, heads, softmax).pages, misses, heads)
 
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
         """Choose for `heads` [b, Hk] with queries q."""
@@ -165,11 +164,24 @@ class Recalls:
     """What a layer fetches pages by: the back end, and lists of what is missing, before attention and after it."""
 
     def __init__(self, slots: BatchSlots, fetch: FromHost, found: LayerStepStats):
-        assert slots.rows.resident is not None
+        assert slots.host is not None
+        self.slots, self.host, self.writes = slots.slots, slots.host, fetch.writes
+        self.resident = slots.tensors["resident"]
         self.back_end = recall_of(fetch)
-        pages, into = slots.rows.resident.new_empty(2, 2, *slots.rows.resident.shape)
+        self.rebuild = fetch.rebuild(slots) if fetch.rebuild is not None else None
+        pages, into = self.resident.new_empty(2, 2, *self.resident.shape)
         self.now = MissList(pages[0], into[0], found.missed_now)
         self.later = MissList(pages[1], into[1], found.missed_later)
+
+    def bring(self, pages: Tensor, misses: MissList, heads: Tensor) -> None:
+        """Make the page table say `pages` [b, Hk, selected] for `heads` [b, Hk], and bring those that are missing."""
+        if self.slots.layout.size == 1:
+            resolve_tokens_device(self.resident, pages, misses, heads, self.host.count)
+        else:
+            resolve_pages_device(self.resident, pages, misses, heads)
+        self.back_end(self.host, misses, self.slots)
+        if self.rebuild is not None:
+            self.rebuild(misses)
 
 
 class Speculation:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.steps.batch_slots import BatchSlots
 from kvcli.store.layer_slots import LayerSlots
 
 
@@ -21,12 +21,12 @@ class StepLengths:
         self.running = torch.zeros_like(self.first)
         self.held, self.dropped, self.most = torch.zeros(3, num_layers, len(lengths), dtype=torch.int32, device=device)
         self.some_dropped = False
-        self.flags: dict[tuple[SlotLayout, int, int], tuple[PagedKV, Tensor]] = {}
+        self.flags: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
 
-    def of(self, layer: int, parts: Sequence[LayerSlots]) -> Tensor:
+    def held_in(self, layer: int, parts: Sequence[LayerSlots]) -> Tensor | None:
         """Give the tokens held in a layer, where it does not hold all that were seen; kernels know them as lengths."""
         if all(part.dropped == 0 and part.most is None for part in parts):
-            return self.seen
+            return None
         self.some_dropped = True
         self.dropped[layer] = self.first.new_tensor([part.dropped for part in parts])
         most = torch.iinfo(torch.int32).max
@@ -34,11 +34,12 @@ class StepLengths:
         held: Tensor = self.held[layer]
         return held
 
-    def outgrown(self, rows: PagedKV) -> Tensor:
-        """Give the flags [b, Hk] of sequences that have outgrown such slots; layers that are alike share them."""
-        key = rows.layout, rows.k.shape[1], rows.lengths.data_ptr()
+    def active(self, slots: BatchSlots) -> Tensor:
+        """Give the flags [b, Hk] of sequences in which such a layer chooses; layers that are alike share them."""
+        key = tuple(slots.active_from), slots.rows.k.shape[1]
         if key not in self.flags:
-            self.flags[key] = rows, torch.zeros(rows.k.shape[:2], dtype=torch.bool, device=rows.k.device)
+            least = self.first.new_tensor(slots.active_from)[:, None].expand(-1, key[1])
+            self.flags[key] = least, torch.zeros(least.shape, dtype=torch.bool, device=least.device)
         return self.flags[key][1]
 
     def start(self) -> None:
@@ -57,5 +58,5 @@ class StepLengths:
         if self.some_dropped:
             torch.sub(self.seen, self.dropped, out=self.held)
             torch.minimum(self.held.clamp_min_(0), self.most, out=self.held)
-        for rows, flags in self.flags.values():
-            torch.gt(rows.lengths[:, None].expand_as(flags), rows.layout.budget * rows.layout.size, out=flags)
+        for least, flags in self.flags.values():
+            torch.ge(self.seen[:, None].expand_as(flags), least, out=flags)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.query_similarity import Turn
-from kvcli.kernels.slot_layout import SlotLayout, active, selected_count
+from kvcli.kernels.slot_layout import SlotLayout, selected_count
 from kvcli.telemetry.counters import Count, Counters
 
 STEPS = 256
@@ -25,16 +25,18 @@ class LayerStepStats(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggedLayer:
-    """A layer that chooses: KV heads, the layout of its slots, bytes of a page of one head in host memory, if any.
+    """A layer that chooses: KV heads, the layout of what it chooses, bytes of a page of one head in host memory.
 
-    A layer that `speculates` chooses as its `turn` says, others at every step of a sequence that has outgrown its
-    slots.
+    It writes pages that fill to host memory, or does not. A layer that `speculates` chooses as its `turn` says, others
+    at every step of a sequence that has `active_from` tokens or more.
     """
 
     layer: int
     num_kv_heads: int
     layout: SlotLayout
+    active_from: tuple[int, ...]
     block_bytes: int
+    writes: bool
     speculates: bool
 
     @property
@@ -92,7 +94,8 @@ class Log:
 def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
     """What each KV head of a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
     corrected = found.turn == Turn.CORRECTED
-    chose = found.turn != Turn.IDLE if layer.speculates else active(lengths, layer.layout)[..., None]
+    active = (lengths >= torch.tensor(layer.active_from))[..., None]
+    chose = found.turn != Turn.IDLE if layer.speculates else active
     return {
         Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
         Count.HEADS_CORRECTED: corrected,
@@ -105,7 +108,8 @@ def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepSta
     """What a layer did: of its heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
     sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
     indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
-    written = (lengths % indexed == 0) * (layer.num_kv_heads * layer.layout.group * layer.block_bytes)
+    together = layer.num_kv_heads * layer.layout.group * layer.block_bytes
+    written = (lengths % indexed == 0) * (together if layer.writes else 0)
     amounts = {
         **sums,
         Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),

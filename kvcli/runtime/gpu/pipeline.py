@@ -19,7 +19,7 @@ from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
 from kvcli.runtime.gpu.streams import Streams
 from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
 from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import StepPlan
+from kvcli.steps.plan import FromHost, StepPlan
 
 RECALL_STREAMS = 2
 """Streams that layers take in turns: one may still recall while the next selects."""
@@ -114,13 +114,13 @@ class SlotPipeline:
         parts = [part for part in (cache.as_slots() for cache in caches) if part is not None]
         if len(parts) < len(caches):
             raise ValueError(f"not all of {len(caches)} caches have slots")
-        held = self.lengths.of(layer, parts)
-        return BatchSlots.of(caches, parts, held, [method.context.rotary[layer] for method in self.methods])
+        held, rotary = self.lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
+        return BatchSlots.of(caches, parts, self.lengths.seen, held, rotary)
 
     def _layer(self, layer: int, slots: BatchSlots, plan: StepPlan) -> PlannedLayer:
-        outgrown = self.lengths.outgrown(slots.rows)
+        active = self.lengths.active(slots)
         stream = f"recall {layer % RECALL_STREAMS}"
-        parts = (layer, slots, plan, outgrown, self.log.found.get(layer), self.streams, stream)
+        parts = (layer, slots, plan, active, self.log.found.get(layer), self.streams, stream)
         if self.rates is None or plan.correction is None:
             return PlannedLayer(*parts)
         if self.forced is None:
@@ -134,7 +134,7 @@ class SlotPipeline:
 
 
 def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:
-    _, num_kv_heads, _, d = slots.rows.k.shape
-    layout = slots.rows.layout
-    block_bytes = 0 if slots.host is None else 2 * layout.size * d * slots.rows.k.element_size()
-    return LoggedLayer(layer, num_kv_heads, layout, block_bytes, plan.correction is not None)
+    block_bytes = 0 if slots.host is None else slots.host.block_bytes
+    heads, writes = slots.rows.k.shape[1], isinstance(plan.fetch, FromHost) and plan.fetch.writes
+    speculates = plan.correction is not None
+    return LoggedLayer(layer, heads, slots.into, tuple(slots.active_from), block_bytes, writes, speculates)

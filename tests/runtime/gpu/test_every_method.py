@@ -96,7 +96,7 @@ def test_steps_are_those_of_the_blocking_pipeline(name, switch):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("name", STATED)
 def test_steps_with_sliding_layers_softcaps_and_attention_sinks(name, family):
-    case = (tiny_model(family), name, settings(name), prompts(63, 45), 9)
+    case = (tiny_model(family), name, settings(name), prompts(75, 45), 9)
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
 
@@ -114,7 +114,7 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
 @pytest.mark.parametrize("name", STATED)
 def test_steps_by_kernels(name, monkeypatch):
     """The same by the Triton kernels, under their interpreter."""
-    case = (tiny_model("llama"), name, settings(name), prompts(61), 4)
+    case = (tiny_model("llama"), name, settings(name), prompts(69), 4)
     expected = decoded(*case)
     start = SlotPipeline.start
 
