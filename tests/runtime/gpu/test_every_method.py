@@ -2,45 +2,24 @@
 
 import pytest
 import torch
-from engine import new_method, run
+from engine import run
 from families import VOCAB, tiny_model
+from stated import STATED, settings, variants
 
 from kvcli.kernels import _triton
-from kvcli.methods import get_method, method_names
-from kvcli.methods.card import read_card
-from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.gpu.streams import SerialStreams
 
-SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12, "local": 1}
-SMALL |= {"outliers": 2, "group": 8}
 # One has outgrown its budget, one does while it decodes, one never does.
 LENGTHS = (91, 33, 7)
 STEPS = 34
-STATED = [name for name in method_names() if read_card(name).gpu_step == "graph"]
-
-
-def settings(name, **changed):
-    fields = get_method(name).Config.model_fields
-    return {key: value for key, value in SMALL.items() if key in fields} | changed
 
 
 def prompts(*lengths):
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-def variants():
-    """Every method as it is, and with each of its switches and words turned, as far as its step is stated then."""
-    layers = [LayerGeometry(index, 4, 2, 8, None, True) for index in range(2)]
-    for name in STATED:
-        fields = get_method(name).Config.model_fields
-        switches = [{key: not field.default} for key, field in fields.items() if isinstance(field.default, bool)]
-        for switch in [{}, *switches, *([{"positions": "cache"}] if "positions" in fields else [])]:
-            if new_method(name, settings(name, **switch), layers, 200).step_plan is not None:
-                yield pytest.param(name, switch, id="-".join([name, *switch]))
 
 
 class Watched:

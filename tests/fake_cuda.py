@@ -1,0 +1,137 @@
+"""A CUDA device without one: tensors of shapes and dtypes alone, on which steps run and are watched.
+
+torch's fake tensors need a build for CUDA in a few places of its Python interface; `NoDevice` goes around them.
+"""
+
+import importlib
+import math
+import pkgutil
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kvcli.kernels
+
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or"}
+# What makes the host wait for the device: sizes or values that only it knows.
+WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero"}
+NOTHING = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+    "split",
+}
+NOTHING |= {"_reshape_alias", "detach", "alias", "split_with_sizes", "unbind"}
+
+
+class NoDevice(TorchFunctionMode):
+    """Does by operations what torch's Python interface does only where CUDA is linked; notes numbers of the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.from_host = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.__name__
+        if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+            self.from_host.append(name)
+        first = args[0] if args else None
+        if not (isinstance(first, torch.Tensor) and first.is_cuda):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            return _taken(*args)
+        if func is torch.Tensor.__setitem__:
+            target, value = _taken(first, args[1], view=True), args[2]
+            return aten.copy_(target, value) if isinstance(value, torch.Tensor) else aten.fill_(target, value)
+        if func is torch.Tensor.new_tensor:
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype), device=first.device)
+        if func is torch.Tensor.contiguous:
+            return first if first.is_contiguous() else aten.clone(first, memory_format=torch.contiguous_format)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "not linked" not in str(error):
+                raise
+            return getattr(aten, NAMES.get(name, name))(*args, **kwargs)
+
+
+def _taken(x, index, view=False):
+    index = index if isinstance(index, tuple) else (index,)
+    known = sum(i is not None and i is not Ellipsis for i in index)
+    if any(i is Ellipsis for i in index):
+        at = next(n for n, i in enumerate(index) if i is Ellipsis)
+        index = (*index[:at], *[slice(None)] * (x.dim() - known), *index[at + 1 :])
+    dim, tensors = 0, []
+    for i in index:
+        if i is None:
+            x, dim = aten.unsqueeze(x, dim), dim + 1
+        elif isinstance(i, int):
+            x = aten.select(x, dim, i)
+        elif isinstance(i, slice):
+            x = x if i == slice(None) else aten.slice(x, dim, i.start, i.stop, i.step or 1)
+            dim += 1
+        else:
+            tensors += [None] * (dim - len(tensors)) + [torch.as_tensor(i)]
+            dim += 1
+    assert not (tensors and view)
+    return aten.index(x, tensors) if tensors else x
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations that launch a kernel, and notes what a captured step may not do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.faults = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self.faults.append(f"{name} waits for the device")
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "aten":
+            return out
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in tensors if x.dim() or x.is_cuda}
+        if devices == {"cpu", "cuda"}:
+            self.faults.append(f"{name} copies between host and device")
+        if "cuda" in devices and not func.is_view and name not in NOTHING:
+            self.kernels[name] += 1
+        return out
+
+
+@contextmanager
+def fake_cuda(monkeypatch):
+    """Inside, CUDA tensors are fake, and launches of Triton kernels are noted: yields the list of their names."""
+    launched = []
+
+    def launch(kernel, grid, *args, **_):
+        assert math.prod(grid) > 0
+        for x in args:
+            assert not isinstance(x, torch.Tensor) or x.is_cuda, f"{kernel.__name__} reads {x.device}"
+        launched.append(kernel.__name__)
+
+    for _, name, _ in pkgutil.iter_modules(kvcli.kernels.__path__):
+        module = importlib.import_module(f"kvcli.kernels.{name}")
+        for attribute, stand_in in (("launch", launch), ("multiprocessors", lambda _: 132)):
+            if name != "_triton" and hasattr(module, attribute):
+                monkeypatch.setattr(module, attribute, stand_in)
+    with FakeTensorMode(allow_non_fake_inputs=True), NoDevice() as mode, torch.inference_mode():
+        yield launched, mode
+
+
+def on_fake_cuda(x):
+    """A fake tensor of the same shape, strides and dtype."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)

@@ -1,0 +1,129 @@
+"""A step of every method on a fake CUDA device: nothing that cannot be captured, and a budget of kernels a layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine import new_method
+from fake_cuda import CUDA, Watch, fake_cuda, on_fake_cuda
+from stated import variants
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
+
+from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.streams import SerialStreams
+
+H, HK, D, LAYERS, LENGTH = 4, 2, 16, 3, 131
+# Kernels of a layer beside the model's own: Triton kernels, operations of torch.
+BUDGET = {
+    "arkvale": (9, 23),
+    "cake": (2, 0),
+    "fier": (6, 16),
+    "fier-offload": (8, 63),
+    "freekv": (17, 0),
+    "freekv-score_scale": (17, 0),
+    "freekv-double_buffer": (17, 0),
+    "full": (2, 0),
+    "h2o": (2, 30),
+    "loki": (4, 18),
+    "pyramidkv": (2, 0),
+    "quest": (6, 0),
+    "raas": (5, 66),
+    "refreekv": (2, 0),
+    "shadowkv": (8, 6),
+    "snapkv": (2, 0),
+    "streaming": (2, 0),
+    "streaming-positions": (2, 22),
+    "tokenselect": (4, 39),
+    "tova": (2, 31),
+    "twilight": (7, 95),
+}
+
+
+class FakeRotary:
+    """A rotation of the right shapes."""
+
+    def rotate(self, x, positions):
+        return x.float() * positions.cos()[..., None]
+
+    unrotate = rotate
+
+    def rotation(self, d):
+        tables = (torch.empty(LENGTH + 9, d, device=CUDA) for _ in range(2))
+        names = (torch.empty(d, dtype=dtype, device=CUDA) for dtype in (torch.int32, torch.int32, torch.float32))
+        return Rotation(*tables, *names)
+
+
+def prefilled(name, wanted, length):
+    """A method of layers that have read a prompt, on the CPU."""
+    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(LAYERS)]
+    method = new_method(name, wanted, layers, length + 9)
+    generator, softmax = torch.Generator().manual_seed(0), Softmax(D**-0.5)
+    for layer in range(LAYERS):
+        k, v = torch.randn(2, HK, length, D, generator=generator)
+        q = torch.randn(H, length, D, generator=generator)
+        method.observe(layer, q, k, softmax)
+        method.prefill(layer, k, v, q[:, length - min(length, method.query_rows) :], softmax)
+    return method
+
+
+def moved(method):
+    """Let a method's caches be on the fake device, with their host memory where it is."""
+    method.context.tiers = replace(method.context.tiers, device=CUDA)
+    method.context.rotary = [FakeRotary()] * LAYERS
+    for cache in method.caches:
+        slots = cache.as_slots()
+        slots = slots._replace(
+            kv=on_fake_cuda(slots.kv), tensors={n: on_fake_cuda(x) for n, x in slots.tensors.items()}
+        )
+        cache.as_slots = lambda slots=slots: slots
+        cache.adopt_slots = lambda _: None
+    return method
+
+
+def traced(name, wanted, lengths, monkeypatch):
+    """Run two steps of a batch: what the second one launched, by kind, and what it should not have done."""
+    methods = [prefilled(name, wanted, length) for length in lengths]
+    softmax, b = Softmax(D**-0.5), len(lengths)
+    with fake_cuda(monkeypatch) as (launched, mode):
+        pipeline = SlotPipeline([moved(method) for method in methods], lengths, SerialStreams())
+        pipeline.start()
+        q, k, v = (torch.empty(b, heads, 1, D, device=CUDA) for heads in (H, HK, HK))
+        for _ in range(2):
+            launched.clear()
+            mode.from_host.clear()
+            with Watch() as watch:
+                pipeline.advance()
+                before = sum(watch.kernels.values()), len(launched)
+                for layer in range(LAYERS):
+                    out = pipeline(layer, q, k, v, softmax)
+                after = sum(watch.kernels.values()), len(launched)
+                pipeline.settle()
+        assert out.shape == (b, 1, H, D)
+        assert out.is_cuda
+    per_layer = [(end - begin) / LAYERS for begin, end in zip(before, after, strict=True)]
+    return per_layer[1], per_layer[0], [*watch.faults, *(f"{each} of the host's numbers" for each in mode.from_host)]
+
+
+@pytest.mark.parametrize(("name", "switch"), list(variants(dense_layers=0)))
+def test_a_step_can_be_captured_and_keeps_to_its_budget(name, switch, monkeypatch, request):
+    kernels, operations, faults = traced(name, switch, (LENGTH, 40), monkeypatch)
+    assert faults == []
+    allowed = BUDGET[request.node.callspec.id]
+    assert kernels <= allowed[0]
+    assert operations <= allowed[1]
+
+
+def test_what_cannot_be_captured_is_found(monkeypatch):
+    with fake_cuda(monkeypatch) as (_, mode):
+        x = torch.empty(4, device=CUDA)
+        x.new_tensor([1.0])
+        with Watch() as watch:
+            with pytest.raises(DataDependentOutputException):
+                x.sum().item()
+            with pytest.raises(FakeTensorDeviceMismatchError):
+                x + torch.empty(4)
+    assert watch.faults == ["_local_scalar_dense waits for the device"]
+    assert mode.from_host == ["new_tensor"]
