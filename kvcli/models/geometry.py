@@ -23,16 +23,8 @@ from kvcli.errors import ExitCode, KvcliError
 
 _PROBE = "kvcli_probe"
 # What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
-_UNDERSTOOD = {
-    "scaling",
-    "softcap",
-    "s_aux",
-    "sliding_window",
-    "dropout",
-    "is_causal",
-    "position_ids",
-    "past_key_values",
-}
+_UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
+_UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "past_key_values"}
 _SUPPORTED_HINT = (
     "kvcli needs a decoder whose layers keep keys and values, with full or sliding-window attention "
     "(llama, qwen2, qwen3, mistral, gemma2, gemma3, phi3, glm4, granite, gpt_oss and their like)"
