@@ -1,6 +1,6 @@
 """Made-up reports for the tests of what shows them."""
 
-from kvcli.telemetry.report import Cache, Correction, LayerCacheCounts, Memory, Report, Sequence, Step, Timing
+from kvcli.telemetry.report import Cache, CorrectionCounts, LayerCacheCounts, Memory, Report, Sequence, Step, Timing
 
 SETTINGS = {"budget": 256, "sink": 32, "window": 64, "page_size": 16, "dense_layers": 1, "tau": 0.9}
 MIB = 2**20
@@ -17,7 +17,7 @@ def retrieving_sequence(source: str = "notes.txt", steps: int = 9, sample: int =
         prompt_tokens=3912,
         output_tokens=steps + 1,
         timing=Timing.of(1240.0, 1262.5, [20.0 + i for i in range(steps)]),
-        correction=Correction(340, 12, 170, 9, 2),
+        correction=CorrectionCounts(340, 12, 170, 9, 2),
         cache=Cache(
             11000,
             10201,

@@ -33,7 +33,7 @@ _ROOM = 20 << 30  # bytes of disk: the weights of an 8B model in 16 bits, and so
 _PINNED = 64 << 20  # bytes that the check of pinned memory pins
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """The outcome of a check: a `NOTE` costs speed or a feature, `BROKEN` prevents runs."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Check:
     """The finding of one check, and what to do about it (`fix`) where its state is not `OK`."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     fix: str = ""
 
@@ -60,26 +60,26 @@ def examine(debug: bool = False) -> Iterator[Check]:
         try:
             yield Check(name, *check())
         except KvcliError as error:
-            yield Check(name, State.BROKEN, error.what, error.hint)
+            yield Check(name, CheckState.BROKEN, error.what, error.hint)
         except Exception as error:
             if debug:
                 traceback.print_exc()
             message = f"{type(error).__name__}: {error}".splitlines()[0]
-            yield Check(name, State.BROKEN, message, _FIXES.get(name, "run again with --debug"))
+            yield Check(name, CheckState.BROKEN, message, _FIXES.get(name, "run again with --debug"))
 
 
 def usable(checks: list[Check]) -> bool:
     """Tell whether nothing that is needed is broken."""
-    return all(check.state is not State.BROKEN for check in checks)
+    return all(check.state is not CheckState.BROKEN for check in checks)
 
 
-Finding = tuple[State, str] | tuple[State, str, str]
+Finding = tuple[CheckState, str] | tuple[CheckState, str, str]
 
 
 def _versions() -> Finding:
     names = ("kvcli", "torch", "transformers", "triton")
     found = ", ".join(f"{name} {metadata.version(name)}" for name in names if _installed(name))
-    return State.OK, f"Python {platform.python_version()}, {found}"
+    return CheckState.OK, f"Python {platform.python_version()}, {found}"
 
 
 def _installed(name: str) -> bool:
@@ -101,22 +101,26 @@ def _requirements() -> Finding:
     ]
     problems = [f"{each.name} is missing" for each in missing] + unmet
     if problems:
-        return State.BROKEN, "; ".join(problems), "install kvcli again, into an environment of its own"
-    return State.OK, f"all {len(wanted)} are installed in suitable versions"
+        return CheckState.BROKEN, "; ".join(problems), "install kvcli again, into an environment of its own"
+    return CheckState.OK, f"all {len(wanted)} are installed in suitable versions"
 
 
 def _device() -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if len(names) == 1:
-            return State.OK, names[0]
+            return CheckState.OK, names[0]
         found = f"{len(names)} GPUs ({', '.join(names)}): a run uses one of them, by default {_where()}"
-        return State.NOTE, found, "choose another one with --device, as in --device cuda:1"
+        return CheckState.NOTE, found, "choose another one with --device, as in --device cuda:1"
     name = processor()
     if torch.version.cuda is None:
-        return State.NOTE, f"CPU only ({name}): this torch has no CUDA", "for a GPU, install a torch built for CUDA"
+        return (
+            CheckState.NOTE,
+            f"CPU only ({name}): this torch has no CUDA",
+            "a GPU needs a torch built for CUDA",
+        )
     fix = "see that nvidia-smi shows a GPU and that its driver is new enough for this torch"
-    return State.NOTE, f"CPU only ({name}): torch is built for CUDA {torch.version.cuda} and sees no GPU", fix
+    return CheckState.NOTE, f"CPU only ({name}): torch is built for CUDA {torch.version.cuda} and sees no GPU", fix
 
 
 def _memory() -> Finding:
@@ -128,8 +132,8 @@ def _memory() -> Finding:
     limit = cgroup.memory_limit()
     if limit is not None and limit < memory.total:
         fix = "raise the memory limit of the container: the KV cache lies in host memory"
-        return State.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
-    return State.OK, found
+        return CheckState.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
+    return CheckState.OK, found
 
 
 def _bandwidth() -> Finding:
@@ -139,54 +143,54 @@ def _bandwidth() -> Finding:
     spread = (rates.copy.most - rates.copy.least) / rates.copy.median
     if spread > 0.5:
         return (
-            State.NOTE,
+            CheckState.NOTE,
             f"{found}; memory copy varies by {spread:.0%}",
             "other programs use this machine: timings taken now are not reliable",
         )
-    return State.OK, found
+    return CheckState.OK, found
 
 
 def _pinned() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"limit {format_bytes(soft)}"
     if not torch.cuda.is_available():
-        return State.OK, f"not needed without a GPU (ulimit -l: {limit})"
+        return CheckState.OK, f"not needed without a GPU (ulimit -l: {limit})"
     torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
-    return State.OK, f"{format_bytes(_PINNED)} could be pinned (ulimit -l: {limit})"
+    return CheckState.OK, f"{format_bytes(_PINNED)} could be pinned (ulimit -l: {limit})"
 
 
 def _triton() -> Finding:
     import triton
 
     if not torch.cuda.is_available():
-        return State.OK, f"Triton {triton.__version__} can be imported; there is no GPU to compile for"
+        return CheckState.OK, f"Triton {triton.__version__} can be imported; there is no GPU to compile for"
     keys = torch.arange(256, device="cuda", dtype=torch.float32).view(1, 4, 4, 16)
     if not torch.equal(page_summary(keys), page_summary_ref(keys)):
         return (
-            State.BROKEN,
+            CheckState.BROKEN,
             "Triton compiles, but its results are wrong",
             "update the driver, or torch and triton together",
         )
-    return State.OK, f"Triton {triton.__version__} compiles"
+    return CheckState.OK, f"Triton {triton.__version__} compiles"
 
 
 def _graphs() -> Finding:
     if not torch.cuda.is_available():
-        return State.OK, "not needed without a GPU"
+        return CheckState.OK, "not needed without a GPU"
     x, graph = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = 2 * x
     graph.replay()
     if float(y.sum()) != 2048:
-        return State.BROKEN, "a captured graph gives wrong results", "update the driver"
-    return State.OK, "a graph can be captured and replayed"
+        return CheckState.BROKEN, "a captured graph gives wrong results", "update the driver"
+    return CheckState.OK, "a graph can be captured and replayed"
 
 
 def _compiler() -> Finding:
     if path := cpp_compiler():
-        return State.OK, f"{path}: --pipeline compiled can be used on a CPU"
+        return CheckState.OK, f"{path}: --pipeline compiled can be used on a CPU"
     found = "neither $CXX nor g++ exists: no --pipeline compiled on a CPU"
-    return (State.OK, found) if torch.cuda.is_available() else (State.NOTE, found, "install g++, or set CXX")
+    return (CheckState.OK, found) if torch.cuda.is_available() else (CheckState.NOTE, found, "install g++, or set CXX")
 
 
 def _threads() -> Finding:
@@ -197,22 +201,22 @@ def _threads() -> Finding:
     found = f"{threads} threads on {usable_cores} cores (OMP_NUM_THREADS {setting or 'not set'})"
     if threads > usable_cores:
         return (
-            State.NOTE,
+            CheckState.NOTE,
             f"{found}: more threads than cores slow each other down",
             f"set OMP_NUM_THREADS={usable_cores}",
         )
     if not torch.cuda.is_available() and not onednn_suits(torch.empty(0)):
-        return State.NOTE, f"{found}; torch has no oneDNN, decoding is slower", "install a torch built with oneDNN"
+        return CheckState.NOTE, f"{found}; torch has no oneDNN, decoding is slower", "install a torch built with oneDNN"
     if threads < usable_cores and not torch.cuda.is_available():
-        return State.NOTE, f"{found}: some are idle", f"set OMP_NUM_THREADS={usable_cores}"
-    return State.OK, found
+        return CheckState.NOTE, f"{found}: some are idle", f"set OMP_NUM_THREADS={usable_cores}"
+    return CheckState.OK, found
 
 
 def _demo() -> Finding:
     path = bundled_model()
     check_config(path)
     check_files(path)
-    return State.OK, "the bundled model is complete"
+    return CheckState.OK, "the bundled model is complete"
 
 
 def _disk() -> Finding:
@@ -224,10 +228,10 @@ def _disk() -> Finding:
     free = shutil.disk_usage(place).free
     found = f"{format_bytes(free)} free for checkpoints in {HF_HUB_CACHE}"
     if not os.access(place, os.W_OK):
-        return State.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a directory of your own"
+        return CheckState.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a directory of your own"
     if free < _ROOM:
-        return State.NOTE, f"{found}: an 8B model takes 16 GB", "free some space, or set HF_HOME to a larger disk"
-    return State.OK, found
+        return CheckState.NOTE, f"{found}: an 8B model takes 16 GB", "free some space, or set HF_HOME to a larger disk"
+    return CheckState.OK, found
 
 
 def _where() -> torch.device:

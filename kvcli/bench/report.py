@@ -32,7 +32,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Part:
+class PhaseTime:
     """One phase of a step: `ms` is the time that the step waits for it, `hidden_ms` the time overlapped with others.
 
     `floor_ms` is the roofline of `work`, its bytes and operations.
@@ -55,7 +55,7 @@ class Breakdown:
 
     step_ms: float
     steps: int
-    parts: list[Part]
+    parts: list[PhaseTime]
     disturbance: Spread
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 import torch
 
 from kvcli.bench.phases import StepParts, middle, step_parts
-from kvcli.bench.report import Breakdown, Case, Counts, Part, Spread
+from kvcli.bench.report import Breakdown, Case, Counts, PhaseTime, Spread
 from kvcli.bench.runs import Candidate, Load, TimedRun
 from kvcli.capacity.roofline import PHASES, MachineRates, least_seconds
 from kvcli.errors import KvcliError
@@ -107,7 +107,7 @@ class Rounds:
             exposed = sum(step.exposed.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
             hidden = sum(step.hidden.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
             floor = 1000 * work[phase].seconds(self.rates) if phase in work else None
-            parts.append(Part(phase, exposed, hidden, floor, work.get(phase)))
+            parts.append(PhaseTime(phase, exposed, hidden, floor, work.get(phase)))
         step_ms = sum(ms for ms, _ in steps) / len(steps)
         outside = step_ms - sum(part.ms for part in parts)  # the time of the loop around the step's own span
         return Breakdown(

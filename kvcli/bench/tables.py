@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvcli.bench.report import Case, Part, ProfileReport, Spread
+from kvcli.bench.report import Case, PhaseTime, ProfileReport, Spread
 from kvcli.capacity.roofline import rate_rows
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, counted, duration, rate, without_empty_columns
@@ -150,7 +150,7 @@ def _over_roofline(case: Case) -> str:
     return f"{case.step_ms.median / case.floor_ms:.1f}x" if case.step_ms and case.floor_ms else "-"
 
 
-def _of_roofline(part: Part) -> str:
+def _of_roofline(part: PhaseTime) -> str:
     """Write the multiple of its roofline that a phase takes; nothing where there is no time or no roofline."""
     if not part.ms or not part.floor_ms:
         return ""

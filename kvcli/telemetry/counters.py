@@ -65,14 +65,14 @@ class Counters:
         """Count everything of a layer and step at once, in the order of `Count`."""
         self.counts[step][layer] = list(map(add, self.counts[step][layer], amounts))
 
-    def correction(self) -> report.Correction:
+    def correction(self) -> report.CorrectionCounts:
         """Total what speculation did."""
         counts = self._done()
         checked, corrected = counts[..., Count.HEADS_CHECKED], counts[..., Count.HEADS_CORRECTED]
-        return report.Correction(
+        return report.CorrectionCounts(
             layer_steps_checked=int((checked > 0).sum()),
             layer_steps_corrected=int((corrected > 0).sum()),
-            **_named(report.Correction, counts.sum((0, 1)).tolist()),
+            **_named(report.CorrectionCounts, counts.sum((0, 1)).tolist()),
         )
 
     def cache(self) -> report.Cache:

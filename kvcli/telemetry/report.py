@@ -38,7 +38,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Correction:
+class CorrectionCounts:
     """How often speculation had to be corrected; counts only steps where retrieval was active."""
 
     heads_checked: int = 0
@@ -140,7 +140,7 @@ class Sequence:
     prompt_tokens: int
     output_tokens: int
     timing: Timing = field(default_factory=Timing)
-    correction: Correction = field(default_factory=Correction)
+    correction: CorrectionCounts = field(default_factory=CorrectionCounts)
     cache: Cache = field(default_factory=Cache)
     steps: list[Step] = field(default_factory=list)
     method: dict[str, Any] = field(default_factory=dict)

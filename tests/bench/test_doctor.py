@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvcli.bench import doctor
-from kvcli.bench.doctor import Check, State, examine, usable
+from kvcli.bench.doctor import Check, CheckState, examine, usable
 from kvcli.capacity import cgroup, roofline
 from kvcli.cli.app import app
 from kvcli.cli.guard import run
@@ -25,7 +25,7 @@ def test_here_everything_that_is_needed_is_there():
     assert [check.name for check in checks] == list(doctor._CHECKS)
     for check in checks:
         assert check.found
-        assert bool(check.fix) == (check.state is not State.OK), check
+        assert bool(check.fix) == (check.state is not CheckState.OK), check
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
@@ -35,15 +35,17 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     def knows():
         raise KvcliError("the model is gone", "install it again")
 
-    monkeypatch.setattr(doctor, "_CHECKS", {"triton": fails, "demo model": knows, "rest": lambda: (State.OK, "fine")})
+    monkeypatch.setattr(
+        doctor, "_CHECKS", {"triton": fails, "demo model": knows, "rest": lambda: (CheckState.OK, "fine")}
+    )
     broken, gone, rest = examine()
-    assert broken == Check("triton", State.BROKEN, "RuntimeError: no such driver", doctor._FIXES["triton"])
-    assert gone == Check("demo model", State.BROKEN, "the model is gone", "install it again")
-    assert rest.state is State.OK
+    assert broken == Check("triton", CheckState.BROKEN, "RuntimeError: no such driver", doctor._FIXES["triton"])
+    assert gone == Check("demo model", CheckState.BROKEN, "the model is gone", "install it again")
+    assert rest.state is CheckState.OK
     assert not usable([rest, gone])
 
 
-@pytest.mark.parametrize(("state", "code"), [(State.OK, 0), (State.NOTE, 0), (State.BROKEN, 1)])
+@pytest.mark.parametrize(("state", "code"), [(CheckState.OK, 0), (CheckState.NOTE, 0), (CheckState.BROKEN, 1)])
 def test_the_exit_code_says_whether_it_can_be_used(monkeypatch, capsys, state, code):
     monkeypatch.setattr(doctor, "_CHECKS", {"disk": lambda: (state, "what there is", "what to do")})
     assert run(app, ["doctor"]) == code
@@ -55,7 +57,7 @@ def test_the_exit_code_says_whether_it_can_be_used(monkeypatch, capsys, state, c
 def test_a_requirement_that_is_missing_or_too_old_is_named(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["torch>=99", "nonesuch>=1", 'absent; extra == "dev"'])
     check = found("requirements")
-    assert check.state is State.BROKEN
+    assert check.state is CheckState.BROKEN
     assert "nonesuch is missing" in check.found
     assert f"torch {doctor.metadata.version('torch')} is not >=99" in check.found
     assert "absent" not in check.found
@@ -64,20 +66,20 @@ def test_a_requirement_that_is_missing_or_too_old_is_named(monkeypatch):
 def test_a_missing_compiler_is_a_note_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert found("C++ compiler").state is State.NOTE
+    assert found("C++ compiler").state is CheckState.NOTE
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert found("C++ compiler").state is State.OK
+    assert found("C++ compiler").state is CheckState.OK
 
 
 def test_more_threads_than_cores_are_a_note(monkeypatch):
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     check = found("threads")
-    assert check.state is State.NOTE
+    assert check.state is CheckState.NOTE
     assert check.fix == "set OMP_NUM_THREADS=1"
 
 
-@pytest.mark.parametrize(("count", "state"), [(1, State.OK), (2, State.NOTE)])
+@pytest.mark.parametrize(("count", "state"), [(1, CheckState.OK), (2, CheckState.NOTE)])
 def test_of_several_gpus_it_says_that_one_is_used(monkeypatch, count, state):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -92,14 +94,14 @@ def test_a_full_disk_is_a_note(monkeypatch):
     usage = doctor.shutil.disk_usage("/")._replace(free=1 << 30)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
     check = found("disk")
-    assert check.state is State.NOTE
+    assert check.state is CheckState.NOTE
     assert "1.00 GiB free" in check.found
 
 
 def test_the_traceback_of_a_check_is_for_debug(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_CHECKS", {"triton": lambda: 1 / 0})
     (check,) = examine()
-    assert (check.state, capsys.readouterr().err) == (State.BROKEN, "")
+    assert (check.state, capsys.readouterr().err) == (CheckState.BROKEN, "")
     list(examine(debug=True))
     assert "ZeroDivisionError" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvcli.bench.html import page
 from kvcli.bench.profiler import Outcome, case_name
-from kvcli.bench.report import Breakdown, Case, Counts, Part, ProfileReport, Spread
+from kvcli.bench.report import Breakdown, Case, Counts, PhaseTime, ProfileReport, Spread
 from kvcli.bench.tables import headline, notes, parts_table, steps_table, tables
 from kvcli.telemetry.report import HeadCounts
 from kvcli.telemetry.timeline import Span
@@ -18,7 +18,7 @@ PHASES = ("projections", "attention", "mlp", "score", "select", "recall", "corre
 
 
 def case(label="full", context=1024, batch=1, ms=2.0, offloaded=False, hidden=0.0):
-    parts = [Part(phase, ms / 2 if phase in ("attention", "host") else 0.0, 0.0, ms / 20) for phase in PHASES]
+    parts = [PhaseTime(phase, ms / 2 if phase in ("attention", "host") else 0.0, 0.0, ms / 20) for phase in PHASES]
     parts[5] = replace(parts[5], hidden_ms=hidden)
     steps, layers = 3, 2
     return Case(

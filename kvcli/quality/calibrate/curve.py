@@ -54,7 +54,7 @@ def value_text(value: Any) -> str:
 
 
 @dataclass
-class Tally:
+class PassageSums:
     """Adds up the passages of one setting."""
 
     settings: dict[str, Any]
@@ -132,32 +132,32 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenPoint:
     """The point chosen, None where none stays within the limit, and the reason."""
 
     point: Point | None
     reason: str
 
 
-def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool = False) -> Choice:
+def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool = False) -> ChosenPoint:
     """Take the cheapest point that adds at most `max_loss` nats, the closest of equally cheap ones.
 
     `relative` says that the added loss counts from the last point and not from full attention.
     """
     if all(point.mass is not None and point.mass > 1 - NOTHING for point in points):
-        return Choice(
+        return ChosenPoint(
             None, "nothing was left out of attention at any value: the text fits into the budget, take a longer one"
         )
     within = [point for point in points if point.added_bound <= max_loss]
     if not within:
         nearest = min(points, key=lambda point: point.added_bound)
-        return Choice(
+        return ChosenPoint(
             None, f"none adds at most {max_loss:g} nats; the nearest is {nearest.label} with {_added(nearest)}"
         )
     best = min(within, key=lambda point: (cost.of(point), point.loss))
     base = f" to {points[-1].label}" if relative else ""
     whole = f"; from full attention it is {nats(best.loss, best.loss_bound)}" if relative else ""
-    return Choice(
+    return ChosenPoint(
         best,
         f"{best.label}: the least {cost.name} of the {len(within)} of {len(points)} that add at most {max_loss:g} nats"
         f"{base} (this one {_added(best)}){whole}",

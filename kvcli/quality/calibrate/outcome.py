@@ -10,7 +10,7 @@ import tomli_w
 from safetensors.torch import save
 
 from kvcli.inputs.profiles import Profile
-from kvcli.quality.calibrate.curve import Choice, Cost, Point, nats, value_text
+from kvcli.quality.calibrate.curve import ChosenPoint, Cost, Point, nats, value_text
 from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget, eighths, layer_table
 from kvcli.quality.calibrate.sweep import Sweep
 from kvcli.sizes import format_bytes
@@ -30,7 +30,7 @@ class Calibration:
     sweep: Sweep
     points: Sequence[Point]
     profiles: Sequence[Profile]
-    choice: Choice
+    choice: ChosenPoint
     figures: dict[str, Any]
     provenance: dict[str, Any]
     complete: bool
@@ -171,7 +171,7 @@ def _profile(base: Profile, settings: Mapping[str, Any], found: str, provenance:
     )
 
 
-def curve_table(points: Sequence[Point], choice: Choice, relative: bool) -> Table:
+def curve_table(points: Sequence[Point], choice: ChosenPoint, relative: bool) -> Table:
     """Tabulate a row a setting, the chosen one marked; `relative` where added loss counts from the last one."""
     keys = list(points[0].settings)
     columns = (

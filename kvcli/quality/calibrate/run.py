@@ -12,7 +12,7 @@ from kvcli.methods import get_method
 from kvcli.methods.base import Method
 from kvcli.models.loading import Checkpoint, Model, open_checkpoint
 from kvcli.quality.calibrate.collectors import Collector
-from kvcli.quality.calibrate.curve import Tally, choose
+from kvcli.quality.calibrate.curve import PassageSums, choose
 from kvcli.quality.calibrate.layerwise import layerwise
 from kvcli.quality.calibrate.matrices import TensorTarget
 from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
@@ -113,9 +113,9 @@ def _measure(
     tried: Sequence[tuple[dict[str, Any], Profile]],
     collector: Collector,
     observer: Observer,
-) -> tuple[list[Tally], int]:
+) -> tuple[list[PassageSums], int]:
     """Measure all settings; returns their tallies and the number of passages measured."""
-    tallies, profiles = [Tally(settings) for settings, _ in tried], [profile for _, profile in tried]
+    tallies, profiles = [PassageSums(settings) for settings, _ in tried], [profile for _, profile in tried]
     if not tried:
         return [], len(passages)
     windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
@@ -142,7 +142,7 @@ def _check_per_layer(sweep: Sweep, tried: Sequence[dict[str, Any]]) -> None:
         raise KvcliError(f"--per-layer with several values of {others}", "calibrate one of them first", ExitCode.USAGE)
 
 
-def _by_layer(sweep: Sweep, tallies: Sequence[Tally], model: Model) -> list[tuple[float, ...]]:
+def _by_layer(sweep: Sweep, tallies: Sequence[PassageSums], model: Model) -> list[tuple[float, ...]]:
     """Combine the measured values by layer, into no more combinations than values: those fitted into memory."""
     found = {float(tally.settings[sweep.name]): tally.by_layer() for tally in tallies}
     values = sorted(found)

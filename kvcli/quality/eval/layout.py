@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcli.quality.eval.suite import PERPLEXITY
-from kvcli.quality.eval.table import Estimate, EvaluationTable, Result, VariantCost
+from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
 from kvcli.sizes import format_bytes
 from kvcli.ui import summary
 
@@ -56,7 +56,7 @@ def heat_maps(table: EvaluationTable) -> list[DepthHeatMap]:
     ]
 
 
-def _what(results: Sequence[Result]) -> str:
+def _what(results: Sequence[CellScore]) -> str:
     counts = sorted({result.score.examples for result in results})
     documents = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     depths = len({result.depth for result in results if result.depth is not None})
@@ -78,7 +78,7 @@ def mean(figures: Sequence[Estimate]) -> Estimate:
     return Estimate(statistics.mean(figure.value for figure in figures), whole, sum(f.examples for f in figures))
 
 
-def _scores(results: Sequence[Result]) -> summary.Table:
+def _scores(results: Sequence[CellScore]) -> summary.Table:
     tasks = list(dict.fromkeys(result.task for result in results))
     averaged = {result.task for result in results if result.metric != PERPLEXITY}
     rows = []
@@ -94,7 +94,7 @@ def _scores(results: Sequence[Result]) -> summary.Table:
     return summary.Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
 
 
-def _passes(results: Sequence[Result]) -> summary.Table:
+def _passes(results: Sequence[CellScore]) -> summary.Table:
     sampled = [result for result in results if result.pass_at and result.depth is None]
     counts = sorted({k for result in sampled for k in result.pass_at})
     heads = [f"pass@{k}" for k in counts]
@@ -109,7 +109,7 @@ def _passes(results: Sequence[Result]) -> summary.Table:
     return summary.Table(("", f"avg@{counts[-1]}", *heads), rows)
 
 
-def _costs(results: Sequence[Result]) -> summary.Table:
+def _costs(results: Sequence[CellScore]) -> summary.Table:
     columns = ("", "attended", "of all KV", "device KV", "host KV", "to device / step", "step")
     rows = []
     for variant in dict.fromkeys(result.variant for result in results):

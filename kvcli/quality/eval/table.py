@@ -107,7 +107,7 @@ _HELD = ("device_kv_bytes", "host_kv_bytes")
 
 
 @dataclass(frozen=True)
-class Result:
+class CellScore:
     """One variant in one cell.
 
     `score` is a mean in per cent over examples, each the mean of its samples (avg@k); for the metric ppl it is the
@@ -132,7 +132,7 @@ class EvaluationTable:
     configuration: dict[str, Any]
     hash: str
     variants: Sequence[Variant]
-    results: Sequence[Result]
+    results: Sequence[CellScore]
     complete: bool
 
     def to_json(self) -> str:
@@ -152,7 +152,7 @@ class EvaluationTable:
         return json.dumps(body, ensure_ascii=False)
 
 
-def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction]) -> list[Result]:
+def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction]) -> list[CellScore]:
     """Average predictions by cell and variant, in the order of the run; a cell without any is left out."""
     by_place: dict[Any, list[Prediction]] = defaultdict(list)
     for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
@@ -163,7 +163,7 @@ def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Ite
         if given := by_place[cell.task, cell.length, cell.depth, variant.label]:
             score, passes = _figures(given)
             cost = VariantCost.sum([VariantCost.of(each) for each in given])
-            found.append(Result(variant.label, cell.task, cell.length, cell.depth, cell.metric, score, passes, cost))
+            found.append(CellScore(variant.label, cell.task, cell.length, cell.depth, cell.metric, score, passes, cost))
     return found
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcli.quality.calibrate.curve import Cost, Point, Tally, choose
+from kvcli.quality.calibrate.curve import Cost, PassageSums, Point, choose
 from kvcli.quality.fidelity import Fidelity, StepFidelity
 
 COST = Cost("bytes_exposed", "recall", "bytes")
@@ -64,7 +64,7 @@ def test_text_that_fits_into_the_budget_says_nothing():
 
 def tally(losses):
     steps = [StepFidelity(0, 0.5, 0.5, 0.5, 8.0, loss, True) for loss in losses]
-    return Tally({"tau": 0.5}, Fidelity({}, steps), list(losses), 10, 4, 100, 300, 50)
+    return PassageSums({"tau": 0.5}, Fidelity({}, steps), list(losses), 10, 4, 100, 300, 50)
 
 
 def test_a_point_is_the_mean_of_the_passages_and_two_standard_errors():
