@@ -108,7 +108,9 @@ def kept_tokens(directory: Path) -> int:
         return 0
     kept = KeptRun.open(Keep(directory / "kept"))
     try:
-        if kept.report() is not None or kept.journal.tree() is None:
+        if (report := kept.report()) is not None:
+            return max(sequence.output_tokens for sequence in report.sequences)
+        if kept.journal.tree() is None:
             return 0
         list(kept.journal.parts())
         return max(count for name, count in kept.journal.written.items() if name.endswith("token_ids"))

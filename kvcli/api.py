@@ -22,6 +22,7 @@ from kvcli.capacity.memory import available
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
+from kvcli.chat.dialogue import Dialogue
 from kvcli.errors import KvcliError, usage_error
 from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
@@ -126,6 +127,23 @@ class LanguageModel:
         if (error := generation.sequences[0].error) is not None:
             raise KvcliError(error)
 
+    def chat(self, document: str = "", **options: Any) -> Chat:
+        """Talk about a document (or about none): it is read once, and each turn reads what is new.
+
+        Args:
+            document: a text.
+            options: as in `generate`, but for `audit`, `pipeline`, `checkpoint`, `every` and `num_samples`.
+
+        Raises:
+            KvcliError: an unknown name or a bad value, or a document that will not fit.
+        """
+        request, observer = _request([document or "-"], None, **options)
+        if request.sampling.num_samples > 1 or request.audit or request.keep or request.pipeline != "auto":
+            raise usage_error("a chat takes no num_samples, audit, checkpoint or pipeline", "leave it out")
+        model, checkpoint = self.loaded, self.checkpoint
+        settings = (request.profile, request.sampling, request.template, document)
+        return Chat(Dialogue(model, checkpoint, *settings, observer))
+
     def plan(
         self,
         context: int,
@@ -166,6 +184,47 @@ class LanguageModel:
         pipeline = choose_pipeline(request, self.checkpoint)
         kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
         return Generation(request, self.loaded, prompts, pipeline, observer, kept=kept), observer
+
+
+class Chat:
+    """A conversation, made by `LanguageModel.chat`; `dialogue` has its exchanges."""
+
+    def __init__(self, dialogue: Dialogue):
+        self.dialogue = dialogue
+        dialogue.read()
+
+    def ask(self, question: str) -> Answer:
+        """Ask about the document and what was said.
+
+        Raises:
+            KvcliError: the conversation will not fit, or cannot be continued.
+        """
+        for _ in self.dialogue.ask(question):
+            pass
+        return Answer(self.dialogue.report(last=1))
+
+    def stream(self, question: str) -> Iterator[str]:
+        """Ask, and yield the answer as it comes; errors as in `ask`."""
+        return self.dialogue.ask(question)
+
+    def retry(self) -> Answer:
+        """Ask the last question again, in place of the answer that it had; errors as in `ask`."""
+        for _ in self.dialogue.retry():
+            pass
+        return Answer(self.dialogue.report(last=1))
+
+    def use(self, method: str | None = None, profile: str | None = None, **settings: Any) -> None:
+        """Answer by another method, or with other settings, from now on; without a name, the settings are defaults.
+
+        Raises:
+            KvcliError: an unknown name or a bad value (usage).
+        """
+        name = method or (None if profile else self.dialogue.profile.method)
+        self.dialogue.profile = resolve_profile(name, profile, settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give all turns as `kvcli chat --json` prints them."""
+        return self.dialogue.report().to_dict()
 
 
 def load(

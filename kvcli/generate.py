@@ -5,12 +5,9 @@ Read this first; every other module serves one of its lines. `docs/architecture.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.inputs.profiles import reference_profile
@@ -21,6 +18,7 @@ from kvcli.runtime.engine import Engine, Pipeline, engine
 from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
+from kvcli.runtime.run_report import run_report
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.saved.library import KVLibrary
 from kvcli.store.cache import Footprint
@@ -188,26 +186,12 @@ class Generation:
             by_index[audit.sequence.index] = replace(by_index[audit.sequence.index], fidelity=audit.summary())
         samples = request.sampling.num_samples
         kv = sum((sequence.method.footprint() for sequence in self.sequences), self.loaded)
-        cuda = model.device.type == "cuda"
-        device_name = torch.cuda.get_device_name(model.device) if cuda else "CPU"
-        return report.Report(
-            environment=report.environment() | {"device": device_name, "threads": torch.get_num_threads()},
-            model=model.as_dict(),
-            profile=request.profile.as_dict(),
-            sequences=[
-                by_index.get(index * samples + sample) or _unread(prompt, sample)
-                for index, prompt in enumerate(self.prompts)
-                for sample in range(samples)
-            ],
-            memory=report.Memory(
-                device_peak_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
-                host_pinned_bytes=kv.host if cuda else 0,
-                device_kv_bytes=kv.device,
-                host_kv_bytes=kv.host,
-                process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            ),
-            saved=self.saved,
-        )
+        entries = [
+            by_index.get(index * samples + sample) or _unread(prompt, sample)
+            for index, prompt in enumerate(self.prompts)
+            for sample in range(samples)
+        ]
+        return run_report(model, request.profile, entries, kv, self.saved)
 
 
 def announce(step: Step, observer: Observer) -> None:

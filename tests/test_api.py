@@ -125,3 +125,24 @@ def test_a_method_made_here_can_be_used_by_its_name(model):
     answers = [model.generate(TEXT, **{**OPTIONS, "method": name}) for name in ("quest", "quest-again")]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[1].report.profile["method"] == "quest-again"
+
+
+def test_a_chat_goes_on_where_it_was(model):
+    """Each turn has its answer; another method answers from the same KV."""
+    chat = model.chat("the quick brown fox jumps over the lazy dog " * 20, method="quest", max_tokens=6)
+    first = chat.ask("which fox?")
+    assert first.statistics["timing"]["prefill_ms"] > 0
+    chat.use("freekv", budget="2K")
+    assert "".join(chat.stream("which dog?")) == chat.to_dict()["sequences"][1]["text"]
+    turns = chat.to_dict()["sequences"]
+    assert [turn["question"] for turn in turns] == ["which fox?", "which dog?"]
+    assert turns[1]["kv"]["shared_tokens"] > 100
+    assert chat.retry().text == turns[1]["text"]
+    with pytest.raises(KvcliError, match="a chat takes no"):
+        model.chat("text", num_samples=2)
+
+
+def test_a_run_that_was_kept_is_resumed(model, tmp_path):
+    texts = ["a quick brown fox", "a lazy dog"]
+    answers = model.generate(texts, checkpoint=tmp_path, every=2, max_tokens=6, ignore_eos=True)
+    assert [answer.token_ids for answer in kvcli.resume(tmp_path)] == [answer.token_ids for answer in answers]

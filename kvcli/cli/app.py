@@ -7,6 +7,7 @@ import typer
 from kvcli import __version__
 from kvcli.cli.batch import batch
 from kvcli.cli.calibrate import calibrate
+from kvcli.cli.chat import chat
 from kvcli.cli.doctor import doctor
 from kvcli.cli.environment import warn_of_unknown_variables
 from kvcli.cli.eval import evaluate
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.add_typer(batch, name="batch", help="Run a file of prompts; only rows in flight are ever lost.")
+app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(methods)

@@ -94,10 +94,13 @@ def encode_all(
     return encoded
 
 
-def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode(
+    prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]] = ()
+) -> list[int]:
     """Token ids of a prompt: through the tokenizer's chat template where it has one, unless `template.raw`.
 
-    Without a template the text is encoded with the tokenizer's own special tokens.
+    Without a template the text is encoded with the tokenizer's own special tokens. `turns` are messages after the
+    prompt, for a template to put in their places.
 
     Raises:
         KvcliError: a system message or template variables that nothing would read, a template that fails, or a prompt
@@ -107,7 +110,7 @@ def encode(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBas
         _refuse_unread(template)
         ids = tokenizer(prompt.content, verbose=False)["input_ids"]
     else:
-        rendered = _render(prompt, template, tokenizer)
+        rendered = _render(prompt, template, tokenizer, turns)
         ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise usage_error(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
@@ -121,11 +124,13 @@ def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
     return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _render(prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
+def _render(
+    prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]] = ()
+) -> str:
     reserved = sorted(_RESERVED & template.kwargs.keys())
     if reserved:
         raise usage_error(f"--chat-template-kwargs cannot set {reserved[0]!r}", "kvcli sets it itself")
-    conversation = [{"role": "user", "content": prompt.content}]
+    conversation = [{"role": "user", "content": prompt.content}, *turns]
     if template.system is not None:
         conversation.insert(0, {"role": "system", "content": template.system})
     return render_chat_template(tokenizer, conversation, template.kwargs)

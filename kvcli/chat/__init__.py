@@ -1,0 +1,1 @@
+"""Talking about documents: what is said, and how it becomes tokens."""

@@ -1,0 +1,174 @@
+"""A dialogue about documents: messages in, texts out, on `kvcli.runtime.conversation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from kvcli.capacity import memory, pipelines
+from kvcli.errors import ExitCode, KvcliError, usage_error
+from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.prompts import Prompt
+from kvcli.methods.base import Method
+from kvcli.models.loading import Checkpoint, Model
+from kvcli.runtime.conversation import Conversation, Question, in_common
+from kvcli.runtime.run_report import run_report
+from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.sizes import format_bytes
+from kvcli.store.cache import Footprint
+from kvcli.telemetry import report
+from kvcli.telemetry.observer import Observer
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question with its answer: the conversation in tokens before it, what the answer was, and what it took."""
+
+    question: str
+    ids: Sequence[int]
+    answer: report.Sequence
+    profile: Profile
+    kv: Footprint
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return self.answer.text
+
+
+class Dialogue:
+    """A document (or none) and what was said about it; `profile` and `sampling` are those of the next answer.
+
+    With a chat template the messages are rendered anew at every turn, and what is as before is not read again. Without
+    one, a blank line parts questions and answers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        checkpoint: Checkpoint,
+        profile: Profile,
+        sampling: Sampling,
+        template: Template,
+        document: str = "",
+        observer: Observer | None = None,
+    ):
+        self.model, self.checkpoint, self.template, self.document = model, checkpoint, template, document
+        self.profile, self.sampling, self.observer = profile, sampling, observer or Observer()
+        self.exchanges: list[Exchange] = []
+        self.conversation = Conversation(model, self.observer)
+        self.attempts = 0  # of the last question, after the first
+
+    def read(self) -> None:
+        """Read the document before the first question, where the method can make use of it.
+
+        Raises:
+            KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
+        """
+        method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
+        if not self.document or method.prefill_window is not None or type(method).observe is not Method.observe:
+            return
+        one, other = (self._tokens(self.document, question, []) for question in "AZ")
+        ids = one[: in_common(one, other)]
+        self._check(len(ids))
+        if ids:
+            self.conversation.read(ids, len(ids) + self.sampling.max_tokens)
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Answer a question about the document and what was said; yields the text as it comes.
+
+        An answer that is broken off stays as far as it came.
+
+        Raises:
+            KvcliError: the conversation will not fit (exit code 3), or cannot be continued.
+        """
+        self.attempts = 0
+        yield from self._answer(question)
+
+    def retry(self) -> Iterator[str]:
+        """Answer the last question once more, in place of the answer that it had; drawn anew where tokens are drawn.
+
+        Raises:
+            KvcliError: nothing was asked yet (usage); as in `ask`.
+        """
+        if not self.exchanges:
+            raise usage_error("nothing was asked yet", "ask something")
+        self.attempts += 1
+        yield from self._answer(self.exchanges.pop().question)
+
+    def report(self, last: int | None = None) -> report.Report:
+        """Put what was said together: an entry for each answer, or for the `last` ones."""
+        chosen = self.exchanges if last is None else self.exchanges[-last:]
+        profile = chosen[-1].profile if chosen else self.profile
+        kv = chosen[-1].kv if chosen else Footprint()
+        return run_report(self.model, profile, [each.answer for each in chosen], kv)
+
+    def _answer(self, question: str) -> Iterator[str]:
+        ids = self._tokens(self.document, question, self.exchanges)
+        self._check(len(ids))
+        asked = Question(ids, encode_question(Prompt("", "", question), self.checkpoint.tokenizer), self.attempts)
+        pipeline = pipelines.choose("auto", self.profile, self.checkpoint)
+        steps = self.conversation.answer(asked, self.profile, self.sampling, pipeline)
+        sequence: RunningSequence | None = None
+        try:
+            with closing(steps):
+                for running, piece in steps:
+                    sequence = running
+                    if piece:
+                        yield piece
+        finally:
+            if sequence is not None:
+                self._note(question, ids, sequence)
+        if sequence is not None and sequence.error is not None:
+            raise KvcliError(sequence.error)
+
+    def _note(self, question: str, ids: Sequence[int], sequence: RunningSequence) -> None:
+        if sequence.running:
+            sequence.end("interrupted")
+        entry = replace(sequence.report(), source=f"turn {len(self.exchanges) + 1}", question=question)
+        kv = sequence.method.footprint() + self.conversation.footprint()
+        self.exchanges.append(Exchange(question, ids, entry, self.profile, kv))
+
+    def _tokens(self, document: str, question: str, said: Sequence[Exchange]) -> list[int]:
+        """The conversation in tokens, up to where the answer to `question` begins."""
+        tokenizer, first = self.checkpoint.tokenizer, said[0].question if said else question
+        prompt = Prompt("chat", document, first) if document else Prompt("chat", first)
+        if self.template.raw or tokenizer.chat_template is None:
+            if not said:
+                return encode(prompt, self.template, tokenizer)
+            last = said[-1]
+            ended = last.answer.finish_reason == "eos"
+            answer = last.answer.token_ids[: len(last.answer.token_ids) - ended]
+            more = tokenizer(f"\n\n{question}", add_special_tokens=False, verbose=False)["input_ids"]
+            return [*last.ids, *answer, *more]
+        questions, turns = [*(each.question for each in said), question], []
+        for each, following in zip(said, questions[1:], strict=True):
+            turns += [{"role": "assistant", "content": each.text}, {"role": "user", "content": following}]
+        return encode(prompt, self.template, tokenizer, turns)
+
+    def _check(self, tokens: int) -> None:
+        """Refuse a turn that will not fit, what is kept of the conversation included.
+
+        Raises:
+            KvcliError: exit code 3.
+        """
+        checkpoint, sampling = self.checkpoint, self.sampling
+        need = memory.need(
+            *(self.profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
+            device=checkpoint.device,
+        )
+        token = sum(2 * each.num_kv_heads * each.head_dim for each in checkpoint.geometry.layers)
+        kept = Footprint(host=token * tokens * checkpoint.dtype.itemsize)
+        wanted = replace(need, weights=0, kv=need.kv + kept).on(checkpoint.device)
+        free = memory.available(checkpoint.device)
+        if not memory.fits(wanted, free):
+            pool = next(name for name, size in wanted.items() if size > free[name])
+            raise KvcliError(
+                f"a conversation of {tokens:,} tokens needs {format_bytes(wanted[pool])} of {pool} memory beside the "
+                f"weights, {format_bytes(free[pool])} are free",
+                "take a smaller --budget, --dtype or --max-tokens, or a shorter document",
+                ExitCode.WILL_NOT_FIT,
+            )

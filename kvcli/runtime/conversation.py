@@ -1,0 +1,180 @@
+"""A conversation in tokens: what was read stays, and each turn reads what is new.
+
+Every answer is that of its method to the conversation so far, read as one prompt. What earlier turns have read is
+kept as raw KV in host memory (`kvcli.store.raw_kv`); a turn reads its own tokens and the answer before it, exactly and
+at once, and hands all to a fresh object of whatever method is asked for. A method that decides at a prompt's end what
+to keep does so for each question. Methods that read by windows have KV of their own: such a one stays and reads on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from kvcli.inputs.profiles import Profile
+from kvcli.methods import get_method
+from kvcli.methods.base import AnyMethod, Method, SequenceContext
+from kvcli.models.loading import Model
+from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.prefill import Branches
+from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.windowed import windowed_prefill
+from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.raw_kv import PAGE, RawKV
+from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.observer import Observer
+from kvcli.telemetry.report import KVOrigin
+
+ROOM = 4
+"""For so many further answers a method that reads by windows gets room."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A turn: the whole conversation in tokens up to where the answer begins, and the question's tokens alone.
+
+    The answer is drawn for the `attempt`-th time.
+    """
+
+    ids: Sequence[int]
+    question: Sequence[int] = ()
+    attempt: int = 0
+
+
+@dataclass
+class WindowedReader:
+    """A method that reads by windows, with what it has read: `ids` before its last answer, and that answer."""
+
+    profile: Profile
+    method: AnyMethod
+    ids: list[int]
+    sequence: RunningSequence | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in its cache."""
+        return self.method.caches[0].length
+
+    def continued_by(self, ids: Sequence[int]) -> bool:
+        """Tell whether a conversation begins with all that is in the cache."""
+        answer = self.sequence.token_ids if self.sequence is not None else []
+        held = [*self.ids, *answer][: self.length]
+        return len(ids) > len(held) and list(ids[: len(held)]) == held
+
+
+class Conversation:
+    """What one conversation has read so far on a model; `observer` is told of stages and of what is read again."""
+
+    def __init__(self, model: Model, observer: Observer):
+        self.model, self.observer = model, observer
+        self.ids: list[int] = []
+        """Tokens that were read; the raw KV is of their whole pages."""
+        self._kv: RawKV | None = None
+        self._capacity = 1  # that the KV was made for: positions may depend on it
+        self._windowed: WindowedReader | None = None
+        self._tiers = Tiers.for_device(model.device, model.dtype)
+
+    def footprint(self) -> Footprint:
+        """Count the bytes of what is kept between turns."""
+        return Footprint() if self._kv is None else self._kv.footprint()
+
+    def read(self, ids: Sequence[int], capacity: int) -> None:
+        """Read the beginning of a conversation, so that its first question finds it read; room for `capacity`."""
+        with self._engine(capacity) as ready:
+            kv = RawKV(ready.layers, self._tiers, len(ids))
+            self.observer.stage("prefill", len(ids) * len(ready.layers))
+            ready.prefill_into(ids, kv, self.observer.advance, capacity)
+            self.observer.stage_done()
+            self._keep(ids, kv, capacity)
+
+    def answer(
+        self, turn: Question, profile: Profile, sampling: Sampling, pipeline: Pipeline = "blocking"
+    ) -> Generator[tuple[RunningSequence, str], None, None]:
+        """Read what is new and answer; yields the sequence with each new text, until it has ended."""
+        capacity = len(turn.ids) + sampling.max_tokens
+        with self._engine(capacity, capacity + ROOM * sampling.max_tokens) as ready:
+            started = time.perf_counter()
+            reader = self._reader(ready, turn, profile, sampling)
+            if reader is None:
+                method = ready.method(profile, ready.context(len(turn.ids), sampling.max_tokens, turn.question))
+                logits, read = self._read_exactly(ready, turn.ids, method)
+            else:
+                method = reader.method
+                logits, read = self._read_by_windows(ready, turn.ids, reader)
+            self._windowed = reader
+            sequence = ready.sequence(method, sampling, sample=turn.attempt)
+            sequence.prompt_tokens = len(turn.ids)
+            sequence.kv = KVOrigin(read, len(turn.ids) - read)
+            if reader is not None:
+                reader.sequence = sequence
+            sequence.prefill_ms = 1000 * (time.perf_counter() - started)
+            piece = sequence.accept(logits)
+            sequence.ttft_ms = 1000 * (time.perf_counter() - started)
+            yield sequence, piece
+            for step in ready.decode([sequence], pipeline=pipeline):
+                yield step[0]
+
+    def _engine(self, *capacities: int) -> AbstractContextManager[Engine]:
+        held = [] if self._windowed is None else [self._windowed.method.context.capacity]
+        return engine(self.model, {*capacities, self._capacity, *held}, self.observer.notice)
+
+    def _keep(self, ids: Sequence[int], kv: RawKV, capacity: int) -> None:
+        self.ids, self._kv, self._capacity = list(ids), kv, capacity
+
+    def _read_exactly(self, ready: Engine, ids: Sequence[int], method: AnyMethod) -> tuple[torch.Tensor, int]:
+        """Read into a method what is not known yet -> logits [vocab] of the token that follows, and tokens read."""
+        capacity, skip = method.context.capacity, 0
+        if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
+            known = min(in_common(self.ids, ids), self._kv.length)
+            wanted = len(ids) if type(method).observe is not Method.observe else max(1, method.query_rows)  # queries
+            skip = max(0, min(known, len(ids) - wanted)) // PAGE * PAGE
+            if known and not skip:
+                self.observer.notice("this method wants to see all queries of its prompt, which is read anew")
+        kv = RawKV(ready.layers, self._tiers, len(ids), self._kv, skip // PAGE)
+        branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)
+        read = len(ids) - skip
+        self.observer.stage("prefill", read * len(ready.layers))
+        ((logits,),) = ready.prefill_branches(branches, [[method]], self.observer.advance, watchers=[kv])
+        self.observer.stage_done()
+        self._keep(ids, kv, capacity)
+        return logits, read
+
+    def _reader(self, ready: Engine, turn: Question, profile: Profile, sampling: Sampling) -> WindowedReader | None:
+        """Who reads this turn, if the method reads by windows: the one of the turn before where it can go on."""
+        meta = SequenceContext.of(len(ready.layers), torch.device("meta"), self.model.dtype, 1)
+        if get_method(profile.method)(profile.settings, ready.layers, meta).prefill_window is None:
+            return None
+        before, needed = self._windowed, len(turn.ids) + sampling.max_tokens
+        fits = before is not None and before.profile == profile and needed <= before.method.context.capacity
+        if before is not None and fits and turn.attempt == 0 and before.continued_by(turn.ids):
+            before.method.context.counters = Counters(len(ready.layers))
+            return before
+        if self.ids or before is not None:
+            self.observer.notice(f"{profile.method} reads prompts by windows of its own: the conversation is read anew")
+        room = needed + ROOM * sampling.max_tokens
+        context = ready.context(len(turn.ids), sampling.max_tokens, turn.question, capacity=room)
+        return WindowedReader(profile, ready.method(profile, context), [])
+
+    def _read_by_windows(self, ready: Engine, ids: Sequence[int], reader: WindowedReader) -> tuple[torch.Tensor, int]:
+        method, start = reader.method, reader.length
+        assert method.prefill_window is not None
+        read = len(ids) - start
+        ready.rope.use([method.context.capacity])
+        self.observer.stage("prefill", read * len(ready.layers))
+        logits = windowed_prefill(
+            ready.hook, ids, method, ready.layers, self.observer.advance, method.prefill_window, start
+        )
+        self.observer.stage_done()
+        reader.ids = list(ids)
+        return logits, read
+
+
+def in_common(before: Sequence[int], now: Sequence[int]) -> int:
+    """How many tokens two conversations begin with in common."""
+    same = next((at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), None)
+    return min(len(before), len(now)) if same is None else same

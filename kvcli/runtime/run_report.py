@@ -1,0 +1,39 @@
+"""What a run found out, put together with the model and the machine that it ran on."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+
+import torch
+
+from kvcli.inputs.profiles import Profile
+from kvcli.models.loading import Model
+from kvcli.store.cache import Footprint
+from kvcli.telemetry import report
+
+
+def run_report(
+    model: Model,
+    profile: Profile,
+    sequences: Sequence[report.Sequence],
+    kv: Footprint,
+    saved: Sequence[report.SavedPrompt] = (),
+) -> report.Report:
+    """Put the entries of a run's sequences together; `kv` is what their caches hold at its end."""
+    cuda = model.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(model.device) if cuda else "CPU"
+    return report.Report(
+        environment=report.environment() | {"device": device_name, "threads": torch.get_num_threads()},
+        model=model.as_dict(),
+        profile=profile.as_dict(),
+        sequences=list(sequences),
+        memory=report.Memory(
+            device_peak_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
+            host_pinned_bytes=kv.host if cuda else 0,
+            device_kv_bytes=kv.device,
+            host_kv_bytes=kv.host,
+            process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        ),
+        saved=list(saved),
+    )

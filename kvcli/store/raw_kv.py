@@ -1,0 +1,72 @@
+"""The KV of a conversation so far in host memory: all layers, as the model made it, by whole pages.
+
+Whatever method answers is given it instead of reading these tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.host_pool import HostPagePool
+from kvcli.store.pages import paged
+
+PAGE = 32
+"""Tokens of a page: as many of what was read are forgotten, at most, where the next prompt goes on differently."""
+
+
+class RawKV:
+    """Takes down what a prompt's exact reading gives (a `PrefillConsumer`), and has it for the next one (a `KnownKV`).
+
+    There is room for `tokens`. The first `pages` pages are those of `before`, whose memory it shares.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        tiers: Tiers,
+        tokens: int,
+        before: RawKV | None = None,
+        pages: int = 0,
+    ):
+        self.known = pages if before is not None else 0  # pages
+        self.pools = [HostPagePool(each.num_kv_heads, each.head_dim, PAGE, tokens // PAGE, tiers) for each in layers]
+        for pool, other in zip(self.pools, before.pools if before is not None else (), strict=False):
+            if self.known:
+                pool.share(other, self.known)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is there in all layers."""
+        return PAGE * min(pool.written for pool in self.pools)
+
+    @property
+    def query_rows(self) -> int:
+        """None of the prompt's queries are wanted."""
+        return 0
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """Look at nothing."""
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
+        """Take down the pages of k, v [Hk, s, d] that are not there yet."""
+        stop = k.shape[1] // PAGE * PAGE
+        start = min(self.known * PAGE, stop)
+        self.pools[layer].write(start // PAGE, *(paged(each[:, start:stop], PAGE) for each in (k, v)))
+
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """Put keys and values of the first n tokens, n a multiple of `PAGE`, into kv [2, Hk, n, d]."""
+        at, pages = 0, kv.shape[2] // PAGE
+        for piece in self.pools[layer].pieces:
+            here = piece[: max(0, pages - at)].to(kv.device)  # [n, Hk, 2, p, d]
+            for part, rows in enumerate(kv):
+                paged(rows, PAGE)[:, at : at + len(here)].copy_(here[:, :, part].transpose(0, 1))
+            at += len(here)
+
+    def footprint(self) -> Footprint:
+        """Count the bytes of all that is held."""
+        return sum((pool.footprint() for pool in self.pools), Footprint())

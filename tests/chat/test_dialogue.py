@@ -1,0 +1,134 @@
+"""Messages become tokens as the template says, and only what is new of them is read."""
+
+import pytest
+
+from kvcli.chat.dialogue import Dialogue
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.encoding import Template
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.observer import Observer
+
+DOCUMENT = "The access code of Nelson is Edna. It was a quiet morning, and the doctors were white. " * 8
+QUESTION = "What is the access code of Nelson?"
+CHATTY = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As models do that think: what an earlier answer said goes.
+FORGETFUL = CHATTY.replace("{{ m.content }}", "{{ '...' if m.role == 'assistant' else m.content }}")
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_checkpoint(ModelSpec(dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint.load()
+
+
+@pytest.fixture
+def dialogue(model, checkpoint, monkeypatch):
+    def make(template=CHATTY, document=DOCUMENT, method="freekv", **how):
+        monkeypatch.setattr(checkpoint.tokenizer, "chat_template", template)
+        sampling = Sampling(max_tokens=8, ignore_eos=True)
+        return Dialogue(model, checkpoint, resolve_profile(method), sampling, Template(**how), document)
+
+    return make
+
+
+def say(dialogue, question):
+    return "".join(dialogue.ask(question))
+
+
+def prompt(dialogue, turn=-1):
+    return dialogue.checkpoint.tokenizer.decode(dialogue.exchanges[turn].ids)
+
+
+def test_the_document_is_read_once_and_a_turn_reads_what_is_new(dialogue):
+    talk = dialogue(system="Be brief.")
+    talk.read()
+    first, second = say(talk, QUESTION), say(talk, "And who?")
+    assert prompt(talk) == (
+        f"<system>Be brief.</system><user>{DOCUMENT.rstrip()}\n\n{QUESTION}</user><assistant>{first}</assistant>"
+        "<user>And who?</user><assistant>"
+    )
+    for exchange in talk.exchanges:
+        assert exchange.answer.kv.shared_tokens % 32 == 0
+        assert exchange.answer.kv.read_tokens < 32 + len(exchange.answer.token_ids) + 40 < len(exchange.ids) / 2
+    report = talk.report()
+    assert [each.text for each in report.sequences] == [first, second]
+    assert [each.question for each in report.sequences] == [QUESTION, "And who?"]
+    assert [each.text for each in talk.report(last=1).sequences] == [second]
+
+
+def test_a_template_that_forgets_costs_what_it_changes(dialogue):
+    talk = dialogue(FORGETFUL)
+    say(talk, QUESTION), say(talk, "And who?")
+    assert "<assistant>...</assistant><user>And who?</user>" in prompt(talk)
+    known = talk.exchanges[0].ids
+    assert talk.exchanges[1].answer.kv.shared_tokens > len(known) - 64
+
+
+def test_without_a_template_the_tokens_go_on_as_they_are(dialogue):
+    talk = dialogue(None)
+    say(talk, QUESTION), say(talk, "And who?")
+    first, second = talk.exchanges
+    assert second.ids[: len(first.ids) + 8] == [*first.ids, *first.answer.token_ids]
+    assert prompt(talk).endswith("\n\nAnd who?")
+
+
+def test_there_need_be_no_document(dialogue):
+    talk = dialogue(document="")
+    talk.read()
+    assert say(talk, QUESTION)
+    assert prompt(talk) == f"<user>{QUESTION}</user><assistant>"
+
+
+def test_a_retry_takes_the_place_of_the_answer(dialogue):
+    talk = dialogue()
+    before = say(talk, QUESTION)
+    assert "".join(talk.retry()) == before
+    assert len(talk.exchanges) == 1
+    talk.sampling = Sampling(max_tokens=8, temperature=2.0, ignore_eos=True)
+    assert len({"".join(talk.retry()) for _ in range(3)}) > 1
+
+
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(dialogue):
+    talk = dialogue()
+    pieces = talk.ask(QUESTION)
+    text = next(pieces) + next(pieces)
+    pieces.close()
+    assert talk.exchanges[0].answer.finish_reason == "interrupted"
+    assert talk.exchanges[0].text.startswith(text)
+    say(talk, "And who?")
+    assert f"<assistant>{talk.exchanges[0].text}</assistant>" in prompt(talk)
+
+
+def test_ctrl_c_while_reading_leaves_the_conversation_as_it_was(dialogue):
+    class Interrupting(Observer):
+        def advance(self, amount=1):
+            raise KeyboardInterrupt
+
+    talk = dialogue()
+    say(talk, QUESTION)
+    quiet, talk.conversation.observer = talk.conversation.observer, Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        say(talk, "And who?")
+    talk.conversation.observer = quiet
+    assert len(talk.exchanges) == 1
+    assert say(talk, "And who?")
+
+
+def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
+    talk = dialogue()
+    with pytest.raises(KvcliError, match="nothing was asked yet"):
+        next(talk.retry())
+    monkeypatch.setattr("kvcli.chat.dialogue.memory.available", lambda device: {"host": 1})
+    with pytest.raises(KvcliError, match=r"a conversation of .* tokens needs") as raised:
+        say(talk, QUESTION)
+    assert raised.value.exit_code is ExitCode.WILL_NOT_FIT
+    assert not talk.exchanges

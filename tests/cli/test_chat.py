@@ -1,0 +1,109 @@
+"""Sessions of the real command: piped, and in a terminal."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+
+import pytest
+from command import COMMAND, assert_refused, environment
+from families import tiny_checkpoint
+
+WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "fox.txt"
+    path.write_text(WORDS * 12)
+    return path
+
+
+def test_a_line_is_a_turn(warm, model, document):
+    lines = (
+        "which fox?\n\n/stats\n/method quest\n/budget 64\nand which dog?\n/nonsense\n/set x\n/retry\n/help\n/quit\nno\n"
+    )
+    result = warm("chat", "-m", model, document, "--max-tokens", 6, text=lines)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 3
+    for words in ("6 tokens, ended by --max-tokens", "from quest, budget 64", "no command /nonsense", "no KEY=VALUE"):
+        assert words in result.stderr
+    assert "/retry           answer the last question once more" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_json_has_all_turns(warm, model, document):
+    result = warm("chat", "-m", model, document, "--max-tokens", 6, "--json", "-q", text="which fox?\nwhich dog?\n")
+    first, second = json.loads(result.stdout)["sequences"]
+    assert (first["question"], second["question"]) == ("which fox?", "which dog?")
+    assert second["kv"]["shared_tokens"] > 0.8 * first["prompt_tokens"] - 32
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-"], "- is no document here"),
+        (["missing.txt"], "missing.txt"),
+        (["--method", "qest"], "unknown method 'qest'"),
+        (["--temperature", "-1"], "--temperature"),
+    ],
+)
+def test_bad_input_is_one_line(warm, model, arguments, words):
+    assert_refused(warm("chat", "-m", model, *arguments), 2, words)
+
+
+def test_the_exit_code_is_that_of_the_last_question(warm, model):
+    failing = "/retry\n"
+    assert warm("chat", "-m", model, "--max-tokens", 4, text=failing).returncode == 2
+    assert warm("chat", "-m", model, "--max-tokens", 4, text=failing + "hello\n").returncode == 0
+
+
+class Terminal:
+    """A session in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        command = [*COMMAND, "chat", *map(str, arguments)]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        self.process = subprocess.Popen(command, **streams, env=environment(TERM="dumb"), start_new_session=True)
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, words, after=0):
+        """Read until `words` were shown behind position `after`; returns the position behind them."""
+        end = time.monotonic() + 60
+        while words not in self.seen[after:]:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+        return self.seen.index(words, after) + len(words)
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(model, document):
+    terminal = Terminal("-m", model, document, "--max-tokens", 4000)
+    at = terminal.until("> ")
+    terminal.type("which fox?\n")
+    at = terminal.until("fox?", at)
+    time.sleep(1)  # into the answer
+    terminal.process.send_signal(signal.SIGINT)
+    at = terminal.until("> ", at)
+    terminal.type("half a line")
+    terminal.until("half a line", at)
+    terminal.process.send_signal(signal.SIGINT)
+    at = terminal.until("\n> ", at)
+    terminal.type("/stats\n")
+    at = terminal.until("interrupted", at)
+    terminal.type("/quit\n")
+    assert terminal.process.wait(30) == 0
