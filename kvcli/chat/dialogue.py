@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvcli.capacity import memory, pipelines
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
-from kvcli.methods.base import Method
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.runtime.conversation import Conversation, Question, in_common
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.saved.library import KVLibrary, KVOptions
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
@@ -69,7 +70,7 @@ class Dialogue:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
         """
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
-        if not self.document or method.prefill_window is not None or type(method).observe is not Method.observe:
+        if not self.document or method.prefill_window is not None or method.observes:
             return
         one, other = (self._tokens(self.document, question, []) for question in "AZ")
         ids = one[: in_common(one, other)]
@@ -98,6 +99,17 @@ class Dialogue:
             raise usage_error("nothing was asked yet", "ask something")
         self.attempts += 1
         yield from self._answer(self.exchanges.pop().question)
+
+    def save(self, folder: Path) -> int:
+        """Save the KV of what was read, as `kvcli generate --save-kv` does; returns how many tokens it is of.
+
+        Raises:
+            KvcliError: nothing was read yet, or the directory is no new one (usage); it cannot be written (runtime).
+        """
+        document = self.exchanges[0].question if self.exchanges and not self.document else self.document
+        library = KVLibrary(KVOptions(save=folder), self.checkpoint, self.template, self.observer.notice)
+        prompt = EncodedPrompt("chat", self.conversation.ids, prompt=Prompt("chat", document))
+        return self.conversation.save(lambda ids, rope: library.writers(prompt, ids, rope, None))
 
     def report(self, last: int | None = None) -> report.Report:
         """Put what was said together: an entry for each answer, or for the `last` ones."""

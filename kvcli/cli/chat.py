@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ HELP = """\
 /budget TOKENS   tokens attended per layer and KV head, as in 4K
 /set KEY=VALUE   change one setting of the method
 /stats           what the last answer took and moved
+/save DIR        save the KV of what was read, for kvcli generate --kv DIR
 /retry           answer the last question once more
 /help            these lines
 /quit            end (also Ctrl-D)
@@ -153,6 +155,11 @@ class Session:
             commands[name](rest.strip())
         elif name == "stats":
             self._stats()
+        elif name == "save":
+            if not rest.strip():
+                raise usage_error("/save takes a directory", "as in /save report-kv")
+            tokens = self.dialogue.save(Path(rest.strip()))
+            self.console.notice(f"saved {tokens:,} tokens; kvcli generate FILE --kv {rest.strip()} -p ... asks them")
         elif name == "retry":
             self._answer(self.dialogue.retry())
         elif name == "help":

@@ -34,9 +34,10 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Twelve hexadecimal digits over the vocabulary, the special tokens and the chat template."""
-    told = [sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:12]
+    """Twelve hexadecimal digits over what a tokenizer does, its chat template included."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(json.dumps([rules, tokenizer.chat_template]).encode()).hexdigest()[:12]
 
 
 def _folder(checkpoint: Checkpoint) -> Path | None:

@@ -9,21 +9,24 @@ to keep does so for each question. Methods that read by windows have KV of their
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod, Method, SequenceContext
+from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, Pipeline, engine
 from kvcli.runtime.prefill import Branches
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import windowed_prefill
+from kvcli.saved.writer import KVWriter
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.raw_kv import PAGE, RawKV
 from kvcli.telemetry.counters import Counters
@@ -83,6 +86,26 @@ class Conversation:
         """Count the bytes of what is kept between turns."""
         return Footprint() if self._kv is None else self._kv.footprint()
 
+    def save(self, writers: Callable[[Sequence[int], str], Sequence[KVWriter]]) -> int:
+        """Let writers, made for tokens and the fingerprint of their positions, save what was read; returns the tokens.
+
+        Raises:
+            KvcliError: no page was read yet (usage), or it could not be saved.
+        """
+        if self._kv is None or not self._kv.length:
+            raise usage_error(f"nothing was read yet, or less than {PAGE} tokens", "ask something before")
+        tokens, kv = self._kv.length, self._kv
+        with self._engine(self._capacity) as ready:
+            chosen = writers(self.ids[:tokens], ready.rope.fingerprint(self._capacity))
+            for layer in ready.layers:
+                k, v = both = self._tiers.on_device(2, layer.num_kv_heads, tokens, layer.head_dim)
+                kv.fill(layer.index, both)
+                for writer in chosen:
+                    writer.prefill(layer.index, k, v, both[:0], Softmax(1.0))
+        for writer in chosen:
+            writer.finish()
+        return tokens
+
     def read(self, ids: Sequence[int], capacity: int) -> None:
         """Read the beginning of a conversation, so that its first question finds it read; room for `capacity`."""
         with self._engine(capacity) as ready:
@@ -131,7 +154,7 @@ class Conversation:
         capacity, skip = method.context.capacity, 0
         if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
             known = min(in_common(self.ids, ids), self._kv.length)
-            wanted = len(ids) if type(method).observe is not Method.observe else max(1, method.query_rows)  # queries
+            wanted = len(ids) if method.observes else max(1, method.query_rows)  # queries
             skip = max(0, min(known, len(ids) - wanted)) // PAGE * PAGE
             if known and not skip:
                 self.observer.notice("this method wants to see all queries of its prompt, which is read anew")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template
-from kvcli.models.fingerprint import fingerprint
+from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint
 from kvcli.saved.folders import remove
 from kvcli.saved.manifest import PAGE, Identity, Manifest, PromptRead, page_hashes, read_manifest
@@ -125,7 +123,7 @@ class KVLibrary:
     @cached_property
     def _fingerprints(self) -> tuple[str, str, str]:
         checkpoint = self.checkpoint
-        return fingerprint(checkpoint), _tokenizer(checkpoint), checkpoint.name
+        return fingerprint(checkpoint), tokenizer_fingerprint(checkpoint.tokenizer), checkpoint.name
 
     def _asked(self, prompt: EncodedPrompt) -> PromptRead:
         text = prompt.prompt
@@ -153,12 +151,3 @@ class KVLibrary:
             raise usage_error(what, "save it with an output as long, or read the document")
         if manifest.reading != "exact" or manifest.first_page:
             raise usage_error(f"{folder}: not a whole document that was read exactly", hint)
-
-
-def _tokenizer(checkpoint: Checkpoint) -> str:
-    """Twelve hexadecimal digits over what a tokenizer does, its chat template included."""
-    tokenizer = checkpoint.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    body = json.dumps([rules, tokenizer.chat_template])
-    return hashlib.sha256(body.encode()).hexdigest()[:12]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.pages import slices
-from kvcli.store.state import Settled
+from kvcli.store.state import Settled, raw
 
 PIECE_BYTES = 256 << 20
 """About as much is pinned at once: small enough that the first layer need not wait for long."""
@@ -131,9 +131,16 @@ class HostPagePool:
         return Footprint(host=(self.num_pages - self.shared) * self.page_bytes, shared=self.shared * self.page_bytes)
 
     def settled(self) -> list[Settled]:
-        """Pages that were written stay; those of another pool are its own."""
-        own = ((start, piece.result()) for start, piece in self._allocating if start >= self.shared)
-        return [Settled(piece, 0, min(len(piece), max(0, self.written - start))) for start, piece in own]
+        """Pages that were written stay, and so does all memory that they are shared from."""
+        parts = []
+        for start, piece in self._allocating:
+            pages = piece.result()
+            if start >= self.shared:
+                parts.append(Settled(pages, 0, min(len(pages), max(0, self.written - start))))
+            else:  # of a pool that says itself what has settled, unless it is gone
+                memory = raw(pages.untyped_storage())
+                parts.append(Settled(memory, 0, len(memory)))
+        return parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
         """A copy shares what is written, and has memory of its own for what comes, pinned like this one's."""

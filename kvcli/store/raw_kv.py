@@ -33,6 +33,7 @@ class RawKV:
         before: RawKV | None = None,
         pages: int = 0,
     ):
+        self._filled = 0  # the layer that was filled last
         self.known = pages if before is not None else 0  # pages
         self.pools = [HostPagePool(each.num_kv_heads, each.head_dim, PAGE, tokens // PAGE, tiers) for each in layers]
         for pool, other in zip(self.pools, before.pools if before is not None else (), strict=False):
@@ -60,6 +61,7 @@ class RawKV:
 
     def fill(self, layer: int, kv: Tensor) -> None:
         """Put keys and values of the first n tokens, n a multiple of `PAGE`, into kv [2, Hk, n, d]."""
+        self._filled = layer
         at, pages = 0, kv.shape[2] // PAGE
         for piece in self.pools[layer].pieces:
             here = piece[: max(0, pages - at)].to(kv.device)  # [n, Hk, 2, p, d]
@@ -67,6 +69,14 @@ class RawKV:
                 paged(rows, PAGE)[:, at : at + len(here)].copy_(here[:, :, part].transpose(0, 1))
             at += len(here)
 
+    def pool(self) -> HostPagePool:
+        """The pages of the layer that was filled last, which caches of the same pages can share."""
+        return self.pools[self._filled]
+
+    def keep(self, pool: HostPagePool) -> None:
+        """Do nothing: who shares pages holds them."""
+
     def footprint(self) -> Footprint:
-        """Count the bytes of all that is held."""
-        return sum((pool.footprint() for pool in self.pools), Footprint())
+        """Count the bytes of all that is held, whoever else holds it."""
+        held = sum((pool.footprint() for pool in self.pools), Footprint())
+        return Footprint(host=held.host + held.shared)

@@ -32,7 +32,8 @@ _CONSTANT += (torch.device, torch.dtype)  # type: ignore[assignment]
 class Settled(NamedTuple):
     """The first `stop` entries of a tensor's dimension `dim` never change again; those from `used` on mean nothing.
 
-    The tensor has memory of its own. Of a list of numbers, or of lists of numbers, `dim` is 0.
+    The tensor takes up its memory whole; where several objects tell of one memory, the first one counts. Of a list of
+    numbers, or of lists of numbers, `dim` is 0.
     """
 
     what: Tensor | list[Any]
@@ -147,7 +148,7 @@ class _Capture:
 
     def settle(self, part: Settled) -> None:
         what = part.what
-        self.settled[what.untyped_storage().data_ptr() if isinstance(what, Tensor) else id(what)] = part
+        self.settled.setdefault(what.untyped_storage().data_ptr() if isinstance(what, Tensor) else id(what), part)
         self.held.append(what)
 
     def tensor(self, value: Tensor, way: str) -> dict[str, Any]:

@@ -1,13 +1,19 @@
 """Messages become tokens as the template says, and only what is new of them is read."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvcli.chat.dialogue import Dialogue
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.generate import generate
 from kvcli.inputs.encoding import Template
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
+from kvcli.saved.library import KVOptions
 from kvcli.telemetry.observer import Observer
 
 DOCUMENT = "The access code of Nelson is Edna. It was a quiet morning, and the doctors were white. " * 8
@@ -132,3 +138,21 @@ def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
         say(talk, QUESTION)
     assert raised.value.exit_code is ExitCode.WILL_NOT_FIT
     assert not talk.exchanges
+
+
+def test_what_was_read_is_saved_for_other_runs(dialogue, checkpoint, tmp_path):
+    """As `generate --kv` finds it: the document's pages, whatever is asked of them next."""
+    talk = dialogue(checkpoint.tokenizer.chat_template)
+    with pytest.raises(KvcliError, match="nothing was read yet"):
+        talk.save(tmp_path / "kv")
+    say(talk, QUESTION)
+    saved = talk.save(tmp_path / "kv")
+    assert saved == len(talk.exchanges[0].ids) // 32 * 32
+    request = GenerationRequest(
+        resolve_profile("quest"),
+        (Prompt("text", DOCUMENT, "Who else?"),),
+        Sampling(max_tokens=4),
+        kv=KVOptions(use=tmp_path / "kv"),
+    )
+    (sequence,) = generate(ModelSpec(dtype="float32"), replace(request, template=talk.template), Observer()).sequences
+    assert sequence.kv.disk_tokens > saved - 96

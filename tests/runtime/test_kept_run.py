@@ -18,6 +18,7 @@ from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
+from kvcli.saved.library import KVOptions
 from kvcli.store.journal import Journal
 from kvcli.telemetry.observer import Observer
 
@@ -113,6 +114,22 @@ def test_questions_on_one_document_share_its_pages_again(checkpoint, tmp_path, m
         expected.memory.host_kv_bytes,
         expected.memory.device_kv_bytes,
     )
+
+
+def test_pages_that_came_from_the_disk_are_kept_once(checkpoint, tmp_path):
+    """Caches refer to what was loaded: the run that goes on has it from the directory of the run alone."""
+    options = {"prompts": PROMPTS[:1], "overrides": {**SMALL, "page_size": 32, "budget": 192}}
+    save = replace(asked(**options), kv=KVOptions(save=tmp_path / "kv"))
+    expected = generate(ModelSpec(checkpoint), save, Watcher())
+    use = replace(asked(Keep(tmp_path / "run", EVERY), **options), kv=KVOptions(use=tmp_path / "kv"))
+    with pytest.raises(CutOff):
+        generate(ModelSpec(checkpoint), use, Watcher(at_step=10))
+    shutil.rmtree(tmp_path / "kv")
+    *_, changing = (tmp_path / "run").glob("changing*")
+    assert not [name for name in load_file(changing) if "pool" in name]
+    again = resume(Keep(tmp_path / "run"), Watcher())
+    assert [each.token_ids for each in again.sequences] == [each.token_ids for each in expected.sequences]
+    assert again.sequences[0].kv.disk_tokens > 0
 
 
 def test_loses_no_more_than_the_steps_since_the_last_writing(checkpoint, tmp_path):
