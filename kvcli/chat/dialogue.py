@@ -12,6 +12,8 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.provenance import profile_mismatch
+from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.runtime.conversation import Conversation, Question, in_common
 from kvcli.runtime.run_report import run_report
@@ -62,13 +64,18 @@ class Dialogue:
         self.exchanges: list[Exchange] = []
         self.conversation = Conversation(model, self.observer)
         self.attempts = 0  # of the last question, after the first
+        self._warned = False  # that the conversation is longer than what the model was made for
 
     def read(self) -> None:
-        """Read the document before the first question, where the method can make use of it.
+        """Read the document before the first question, where the method can make use of it; say what may be amiss.
 
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
         """
+        for notice in notices(self.checkpoint.path):
+            self.observer.notice(notice)
+        if (mismatch := profile_mismatch(self.profile, self.checkpoint)) is not None:
+            self.observer.notice(mismatch)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
         if not self.document or method.prefill_window is not None or method.observes:
             return
@@ -168,6 +175,10 @@ class Dialogue:
             KvcliError: exit code 3.
         """
         checkpoint, sampling = self.checkpoint, self.sampling
+        beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
+        if beyond is not None and not self._warned:
+            self.observer.notice(f"{beyond}: the text may be poor")
+            self._warned = True
         need = memory.need(
             *(self.profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
             device=checkpoint.device,

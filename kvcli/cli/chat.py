@@ -81,7 +81,8 @@ def chat(
     in, one a line: answers go to stdout, everything else to stderr. --json prints
     all turns at the end, in the form of kvcli generate.
 
-    Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory.
+    Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory,
+    143 ended by SIGTERM, 129 by SIGHUP; a pipe's session also by Ctrl-C, 130.
     """
     from kvcli.inputs.encoding import Template
     from kvcli.inputs.sampling import Sampling
@@ -110,7 +111,11 @@ def chat(
         dialogue = Dialogue(checkpoint.load(), checkpoint, chosen, sampling, template, document, console)
         dialogue.read()
         console.stage_done()
-        code = Session(dialogue, console, verbose, silent=as_json or output is not None).run(_lines())
+        session = Session(dialogue, console, verbose, silent=as_json or output is not None)
+        try:
+            code = session.run(_lines())
+        except KeyboardInterrupt:  # what was said is not lost
+            code = ExitCode.INTERRUPTED
     if as_json or output is not None:
         texts = "\n\n".join(exchange.text for exchange in dialogue.exchanges) + "\n"
         write_result(output, dialogue.report().to_json() + "\n" if as_json else texts)

@@ -67,6 +67,26 @@ def test_the_exit_code_is_that_of_the_last_question(warm, model):
     assert warm("chat", "-m", model, "--max-tokens", 4, text=failing + "hello\n").returncode == 0
 
 
+def test_a_session_that_is_ended_from_outside_keeps_what_was_said(model, document):
+    arguments = ["chat", "-m", model, document, "--max-tokens", 4, "--json"]
+    with subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        env=environment(),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdin.write("which fox?\n/help\n")
+        process.stdin.flush()
+        while "/quit" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        (turn,) = json.loads(process.stdout.read())["sequences"]
+        assert process.wait() == 143
+    assert turn["output_tokens"] == 4
+
+
 class Terminal:
     """A session in a terminal of its own."""
 
