@@ -41,6 +41,6 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
         if method.wants_next_query:
             return f"method {profile.method!r} listens between the layers"
         return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
-    if method.step_plan is None:
+    if method.step_plan is None and (wanted == "compiled" or method.wants_next_query):
         return f"method {profile.method!r} with these settings is served by the blocking pipeline alone"
     return None

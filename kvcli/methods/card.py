@@ -27,7 +27,8 @@ LEGEND = {
     "offload": "KV lies in host memory",
     "group-consistent": "as published, all query heads of a KV head read the same KV; pooled: kvcli sees to it by "
     "pooling their scores",
-    "GPU step": "what runs a step on a GPU: graph, one CUDA graph of all of it; blocking, phase after phase",
+    "GPU step": "what runs a step on a GPU: graph, one CUDA graph of all of it; piecewise, graphs of what lies between "
+    "the attention of two layers; blocking, phase after phase",
     "device memory": "KV on the device for each layer, in tokens: "
     + ", ".join(f"{letter} {meaning}" for letter, meaning in MEMORY_SYMBOLS.items()),
 }
@@ -38,7 +39,8 @@ LEGEND = {
 class Card:
     """The class attributes of the same names (see `Method`), as they are with the method's default settings.
 
-    `gpu_step` follows from what the class states: "graph" where it has a `step_plan` of its own.
+    `gpu_step` follows from what the class states: "graph" where it has a `step_plan` of its own, "blocking" where it
+    listens between the layers.
     """
 
     title: str
@@ -60,7 +62,7 @@ class Card:
 STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
 """What a method states by class attributes of the same names."""
 
-GRAPH, BLOCKING = "graph", "blocking"
+GRAPH, PIECEWISE, BLOCKING = "graph", "piecewise", "blocking"
 
 
 def read_card(name: str) -> Card:
@@ -77,7 +79,7 @@ def read_card(name: str) -> Card:
     method = get_method(name)
     from kvcli.methods.base import Method
 
-    gpu_step = BLOCKING if method.step_plan is Method.step_plan else GRAPH
+    gpu_step = GRAPH if method.step_plan is not Method.step_plan else BLOCKING if method.wants_next_query else PIECEWISE
     return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step)
 
 
@@ -90,11 +92,13 @@ def _classes(module: str) -> dict[str, dict[str, Any]]:
                 there = {} if imported == "kvcli.methods.base" else _classes(imported.rpartition(".")[2])
                 known |= {each.name: there[each.name] for each in names if each.name in there}
             case ast.ClassDef(name=name, bases=bases, body=body):
-                stated: dict[str, Any] = {"gpu_step": BLOCKING}
+                stated: dict[str, Any] = {"gpu_step": PIECEWISE}
                 for base in bases:
                     stated |= known.get(base.id, {}) if isinstance(base, ast.Name) else {}
                 for statement in body:
                     match statement:
+                        case ast.Assign(targets=[ast.Name(id="wants_next_query")]) if stated["gpu_step"] != GRAPH:
+                            stated["gpu_step"] = BLOCKING
                         case ast.Assign(targets=[ast.Name(id=attribute)], value=ast.Constant(value=value)):
                             if attribute in STATED:
                                 stated[attribute] = value

@@ -25,6 +25,7 @@ from kvcli.runtime.attention_hook import Hook, attached
 from kvcli.runtime.compiled import CompiledStepper
 from kvcli.runtime.decode import BlockingStepper, Stepper, decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
@@ -240,6 +241,8 @@ class Engine:
             stepper = BlockingStepper(self.hook, self.rope, rows)
         elif pipeline == "compiled" and self.model.device.type == "cpu":
             stepper = CompiledStepper(self.hook, self.rope)
+        elif sequences[0].method.step_plan is None:
+            stepper = PiecewiseStepper(self.hook, sequences, self.rope, self.notice)
         else:
             stepper = SlotStepper(self.hook, sequences, self.rope, self.notice, pipeline == "compiled")
         return decode(stepper, sequences, timeline or Timeline())

@@ -1,0 +1,165 @@
+"""A decode step in pieces: what lies between the attention of two layers, each captured in a CUDA graph.
+
+For methods whose step is their own (no `step_plan`): attention stays phase after phase, sequence by sequence, and all
+else costs the host a replay a layer. Queries, keys, values and what attention gives lie in tensors that never move. A
+sequence that has ended stays in its place; nobody attends for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.rope import Rope
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.decode import Stepper
+from kvcli.runtime.sequence import RunningSequence
+
+WARM_UP = 3
+"""Steps tried out before one is captured: libraries choose their kernels then."""
+
+
+class Recorder(Protocol):
+    """Captures work, piece after piece, and does it again."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Do work that calls `cut` where a piece ends; the first piece begins with it, the last ends with it."""
+
+    def cut(self) -> None:
+        """End a piece and begin the next one."""
+
+    def replay(self, piece: int) -> None:
+        """Do the work of a piece."""
+
+
+class CudaRecorder(Recorder):
+    """Pieces are CUDA graphs of one memory pool: what one leaves, the next ones find."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    @override
+    def record(self, work: Callable[[], None]) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            self._begin()
+            try:
+                work()
+            finally:
+                self.graphs[-1].capture_end()
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    @override
+    def cut(self) -> None:
+        self.graphs[-1].capture_end()
+        self._begin()
+
+    @override
+    def replay(self, piece: int) -> None:
+        self.graphs[piece].replay()
+
+    def _begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+
+class Call(NamedTuple):
+    """A layer's attention: queries [b, H, 1, d], keys and values [b, Hk, 1, d]; its result goes to out [b, 1, H, d]."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax: Softmax
+    out: Tensor
+
+
+class PiecewiseStepper(Stepper):
+    """Steps of a batch by its own method objects, with a piece of the model between the attention of two layers.
+
+    `notice` is told where pieces cannot be captured; then, and where there is no `recorder`, the model runs as it is.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        hook: Hook,
+        sequences: Sequence[RunningSequence],
+        rope: Rope,
+        notice: Callable[[str], None] = lambda _: None,
+        recorder: Recorder | None = None,
+    ):
+        self.hook, self.sequences = hook, sequences
+        device = hook.model.device
+        self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.taking_part: list[int] = []
+        self.calls: list[Call] = []  # of the layers, in order
+        self.logits: Tensor | None = None  # [b, vocab] of the last step
+        rope.use([sequence.method.context.capacity for sequence in sequences])
+        if recorder is None and device.type == "cuda":
+            recorder = CudaRecorder(device)
+        self.recorder = recorder
+        if recorder is not None:
+            self._capture(recorder, notice)
+
+    @override
+    @torch.inference_mode()
+    def step(self, batch: Sequence[RunningSequence]) -> list[tuple[Tensor, int | None]]:
+        self.taking_part = [
+            row for row, sequence in enumerate(self.sequences) if any(sequence is other for other in batch)
+        ]
+        self.tokens.copy_(torch.tensor([[sequence.token_ids[-1]] for sequence in self.sequences]))
+        self.positions.copy_(torch.tensor([[sequence.length] for sequence in self.sequences]))
+        if self.recorder is None:
+            self._run()
+        else:
+            for piece, call in enumerate(self.calls):
+                self.recorder.replay(piece)
+                self._attend(call)
+            self.recorder.replay(len(self.calls))
+        assert self.logits is not None
+        return [(self.logits[row], None) for row in self.taking_part]
+
+    @override
+    def finish(self) -> None: ...
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend for the sequences that take part: the handler of a step that is not replayed."""
+        call = Call(layer, q, k, v, softmax, q.new_zeros(q.transpose(1, 2).shape))
+        self._attend(call)
+        return call.out
+
+    def _run(self) -> None:
+        self.logits = self.hook.run(self, self.tokens, self.positions)[:, 0]
+
+    def _attend(self, call: Call) -> None:
+        for row in self.taking_part:
+            q, k, v = (x[row, :, 0] for x in (call.q, call.k, call.v))
+            call.out[row, 0] = self.sequences[row].method.attend(call.layer, q, k, v, call.softmax)
+
+    def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
+        """Try steps out for nobody, then capture one in pieces."""
+        for _ in range(WARM_UP):
+            self._run()
+
+        def cut(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+            # Zeros belong to the piece before: what attention puts in their place is there for the next one.
+            self.calls.append(Call(layer, q, k, v, softmax, q.new_zeros(q.transpose(1, 2).shape)))
+            recorder.cut()
+            return self.calls[-1].out
+
+        def work() -> None:
+            self.logits = self.hook.run(cut, self.tokens, self.positions)[:, 0]
+
+        try:
+            recorder.record(work)
+        except RuntimeError as error:
+            self.recorder = None
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            notice(f"a decode step cannot be captured in pieces, its kernels are launched one by one: {reason}")

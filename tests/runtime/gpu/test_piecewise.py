@@ -1,0 +1,87 @@
+"""Steps in pieces against the blocking pipeline, with a recorder that does on a CPU what CUDA graphs do."""
+
+import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_model
+from stated import settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvcli.methods import method_names
+from kvcli.methods.card import read_card
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
+
+PIECEWISE = [name for name in method_names() if read_card(name).gpu_step == "piecewise"]
+
+
+class Replayed(TorchDispatchMode):
+    """Notes operations with the tensors they read and made; does them again into the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def record(self, work):
+        self.pieces.append([])
+        with self:
+            work()
+
+    def cut(self):
+        self.pieces.append([])
+
+    def replay(self, piece):
+        for func, args, kwargs, made in self.pieces[piece]:
+            for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.pieces[-1].append((func, args, kwargs or {}, _tensors(out)))
+        return out
+
+
+def _tensors(out):
+    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (91, 33, 7)]
+
+
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name):
+    recorders = []
+
+    def step(hook, rope, sequences):
+        recorders.append(Replayed())
+        return PiecewiseStepper(hook, sequences, rope, recorder=recorders[0])
+
+    model = tiny_model("llama")
+    free = run(model, name, settings(name), prompts(), 20)
+    stop = next(token for token in free[0].token_ids[2:] if all(token not in each.token_ids for each in free[1:]))
+    case = (model, name, settings(name), prompts(), 20)
+    found, expected = run(*case, eos=(stop,), step=step), run(*case, eos=(stop,))
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.counters.counts == other.counters.counts
+        assert one.method.statistics() == other.method.statistics()
+    assert len(recorders[0].pieces) == model.config.num_hidden_layers + 1
+
+
+def test_where_pieces_cannot_be_captured_the_steps_are_the_same():
+    class Broken:
+        def record(self, work):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    notices, case = [], (tiny_model("llama"), PIECEWISE[0], settings(PIECEWISE[0]), prompts()[:1], 6)
+
+    def step(hook, rope, sequences):
+        return PiecewiseStepper(hook, sequences, rope, notices.append, Broken())
+
+    assert run(*case, step=step)[0].token_ids == run(*case)[0].token_ids
+    (notice,) = notices
+    assert notice.endswith("launched one by one: operation not permitted when stream is capturing")
