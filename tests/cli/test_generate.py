@@ -290,8 +290,7 @@ def test_pipelines_give_the_same_text_and_counts(generate, document):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--method", "razor"], "method 'razor'"),
-        (["--method", "refreekv", "--set", "offload=true"], "method 'refreekv'"),
+        (["--method", "infinigen"], "method 'infinigen'"),
         (["--audit", 2], "--audit looks into"),
         (["--pipeline", "compiled", "--method", "infinigen"], "method 'infinigen'"),
     ],
