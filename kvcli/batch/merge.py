@@ -48,13 +48,16 @@ def merge(source: str, output: Path) -> Progress:
     return Progress(total=len(jobs), earlier=len(jobs), earlier_failed=sum(place.failed for place in places.values()))
 
 
-def state(output: Path) -> tuple[Progress, bool]:
+def state(output: Path, shards_first: bool = False) -> tuple[Progress, bool]:
     """Tell how a batch stands, and whether a run writes to it; what shards say of themselves is added up.
+
+    Shards are asked where there is no `output`, or first of all.
 
     Raises:
         KvcliError: there is neither the file nor one of its shards (usage), or it holds something else.
     """
-    paths = [output] if output.exists() else list(shard_files(output).values())
+    shards = list(shard_files(output).values()) if shards_first or not output.exists() else []
+    paths = shards or [output] * output.exists()
     if not paths:
         raise usage_error(f"{output}: no such file, and no shards of it", "name the file that -o was given")
     found, running = Progress(total=0), False
@@ -62,13 +65,15 @@ def state(output: Path) -> tuple[Progress, bool]:
         mine, its_running = _state(path)
         running |= its_running
         sums = {name: getattr(found, name) + getattr(mine, name) for name in _SUMMED}
-        latest = {name: max(getattr(found, name) or 0, getattr(mine, name) or 0) for name in ("seconds", "time")}
+        means = {name: getattr(found, name) + getattr(mine, name) / len(paths) for name in _AVERAGED}
+        latest = {name: max(getattr(found, name), getattr(mine, name)) for name in ("seconds", "time")}
         left = [each.left_seconds for each in (found, mine) if each.left_seconds is not None]
-        found = Progress(**sums, **latest, left_seconds=max(left, default=None))
+        found = Progress(**sums, **means, **latest, left_seconds=max(left, default=None))
     return found, running
 
 
-_SUMMED = [name for name in Progress.model_fields if name not in ("seconds", "time", "left_seconds")]
+_AVERAGED = ("prefill_seconds", "decode_seconds")
+_SUMMED = [name for name in Progress.model_fields if name not in (*_AVERAGED, "seconds", "time", "left_seconds")]
 
 
 def shard_files(output: Path) -> dict[Shard, Path]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 
 from kvcli.batch.jobs import Job, common_tokens
+from kvcli.errors import usage_error
 
 # Tokens of a prompt that are read in the time of a decode step, roughly: a step reads all weights for a token of each
 # row, the prefill for a whole chunk. It only decides which rows come first.
@@ -40,6 +41,26 @@ class Shard:
 
     number: int
     count: int
+
+    @classmethod
+    def named(cls, text: str, environment: Mapping[str, str]) -> Shard:
+        """Read "I/N" with I from 1 on, or "slurm": both from the variables of a job array.
+
+        Raises:
+            KvcliError: it is neither, or there are no such variables (usage).
+        """
+        if text == "slurm":
+            values = (environment.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "STEP", "COUNT"))
+            pairs = zip(values, (-1, 0, 1, 0), strict=True)
+            task, first, step, count = (int(value) if value.isdecimal() else default for value, default in pairs)
+            if task < 0 or count < 1:
+                what = "--shard slurm: there is no SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT"
+                raise usage_error(what, "submit with sbatch --array=1-N, or give --shard I/N")
+            return cls((task - first) // step + 1, count)
+        part, slash, whole = text.partition("/")
+        if not (slash and part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
+            raise usage_error(f"--shard {text!r} is not I/N", "count from 1: --shard 1/4 to --shard 4/4")
+        return cls(int(part), int(whole))
 
     def of(self, output: Path) -> Path:
         """Name the file of this shard's results."""

@@ -42,6 +42,8 @@ class Tally:
     steps: int = 0
     work: float = 0.0
     work_done: float = 0.0
+    reported: Progress | None = None
+    """What workers elsewhere say, where they run the batch."""
     watchers: list[Watcher] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -52,6 +54,8 @@ class Tally:
 
     def progress(self) -> Progress:
         """Give the counts of this moment."""
+        if self.reported is not None:
+            return self.reported
         seconds = time.monotonic() - self.started
         rate = self.work_done / seconds if seconds else 0.0
         counts = {name: value for name, value in vars(self).items() if name in Progress.model_fields}

@@ -1,4 +1,4 @@
-"""`kvcli batch`: a file of prompts in, a file of answers out; `merge` and `status` of such files."""
+"""`kvcli batch`: a file of prompts in, a file of answers out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -15,14 +15,15 @@ from typing_extensions import override
 
 from kvcli.cli import asked, options
 from kvcli.cli.asked import INPUT, hush_libraries, json_object, profile_of
+from kvcli.cli.batch_files import merge, status
 from kvcli.cli.options import OUTPUT, Panel, at_least, number, positive, positive_count, require_text, whole
-from kvcli.cli.output import progress, write_result
+from kvcli.cli.output import progress
 from kvcli.cli.reads import check_files
 from kvcli.cli.signals import handled_by
 from kvcli.errors import ExitCode, usage_error
 
 if TYPE_CHECKING:
-    from kvcli.batch.order import Shard
+    from kvcli.batch.on_ray import Cluster
     from kvcli.batch.run import BatchRequest
     from kvcli.batch.stop import Stop
     from kvcli.batch.tally import Tally
@@ -41,9 +42,6 @@ class _WithDefault(TyperGroup):
         return super().parse_args(ctx, args if named else [next(iter(self.commands)), *args])
 
 
-batch = typer.Typer(cls=_WithDefault, rich_markup_mode="rich")
-
-
 def share(text: object) -> float:
     """Read a part of a whole: above 0, at most 1."""
     if (value := positive(text)) > 1:
@@ -51,7 +49,6 @@ def share(text: object) -> float:
     return value
 
 
-@batch.command("run")
 def run(
     context: typer.Context,
     source: Annotated[
@@ -124,6 +121,20 @@ def run(
             "Do part I of N, into a file of its own beside OUT; slurm takes both from the job array.",
         ),
     ] = None,
+    engine: Annotated[
+        Literal["local", "ray"],
+        _MACHINES.option("--engine", None, "ray runs a shard by each of several workers, and joins their files."),
+    ] = "local",
+    workers: Annotated[
+        int | None,
+        _MACHINES.option("--workers", "N", "For ray; by default as many as there are GPUs.", positive_count),
+    ] = None,
+    gpus_per_worker: Annotated[
+        float | None, _MACHINES.option("--gpus-per-worker", "N", "For ray; by default 1.", at_least(0, number))
+    ] = None,
+    address: Annotated[
+        str | None, _MACHINES.option("--address", "HOST:PORT", "A Ray cluster; by default one is started here.")
+    ] = None,
     log_json: Annotated[
         bool, OUTPUT.flag("--log-json", "A line of JSON a minute on stderr, instead of the display.")
     ] = False,
@@ -145,6 +156,7 @@ def run(
     Exit codes: 0 done, 1 failed, 2 usage, 4 some rows failed, 130 interrupted (143 by
     SIGTERM, 129 by SIGHUP), 141 stdout was closed.
     """
+    from kvcli.batch.order import Shard
     from kvcli.batch.run import BatchRequest
     from kvcli.batch.stop import Stop
     from kvcli.inputs.encoding import Template
@@ -159,9 +171,18 @@ def run(
     require_text(texts)
     if prompt is not None and not prompt.strip():
         raise usage_error(f"the prompt {prompt!r} is empty", "give -p some text, or leave it out")
-    part = None if shard is None else shard_of(shard)
+    part = None if shard is None else Shard.named(shard, os.environ)
     if part is not None and output is None:
         raise usage_error("--shard without -o: a shard writes a file of its own beside OUT", "name OUT with -o")
+    if engine == "local" and any(given is not None for given in (workers, gpus_per_worker, address)):
+        raise usage_error(
+            "--workers, --gpus-per-worker and --address go with --engine ray", "add it, or leave them out"
+        )
+    if engine == "ray" and (output is None or source == "-"):
+        raise usage_error("--engine ray reads and writes files that all workers see", "name IN, and OUT with -o")
+    if engine == "ray" and (part is not None or validate_only):
+        what = f"--engine ray with {'--shard' if part is not None else '--validate-only'}"
+        raise usage_error(what, "leave one of them out")
     hush_libraries(False)
     request = BatchRequest(
         source=source,
@@ -178,19 +199,28 @@ def run(
         validate_only=validate_only,
     )
 
+    from kvcli.batch.on_ray import Cluster
     from kvcli.models.loading import ModelSpec
 
+    cluster = Cluster(address, workers, gpus_per_worker) if engine == "ray" else None
     spec = ModelSpec(model, device, dtype, load_format, offline)
     end = Stop(grace)
     with handled_by(lambda number, _: end.ask(number)):
-        code = _run(spec, request, end, quiet, log_json, metrics_port)
+        code = _run(spec, request, end, cluster, quiet, log_json, metrics_port)
     raise typer.Exit(code)
 
 
 def _run(
-    spec: ModelSpec, request: BatchRequest, stop: Stop, quiet: bool, log_json: bool, metrics_port: int | None
+    spec: ModelSpec,
+    request: BatchRequest,
+    stop: Stop,
+    cluster: Cluster | None,
+    quiet: bool,
+    log_json: bool,
+    metrics_port: int | None,
 ) -> int:
     """Run a batch with those that watch it; returns the exit code."""
+    from kvcli.batch.on_ray import run_on_ray
     from kvcli.batch.run import run as run_batch
     from kvcli.batch.tally import Tally
     from kvcli.ui import console
@@ -199,14 +229,17 @@ def _run(
     with progress(quiet, demo=spec.name is None) as observer:
         display = console.BatchDisplay(quiet or log_json, observer.console)
         with _watched(tally, display, log_json, metrics_port):
-            run_batch(spec, request, observer, tally, stop)
+            if cluster is None:
+                run_batch(spec, request, observer, tally, stop)
+            else:
+                run_on_ray(spec, request, cluster, observer, tally, stop)
     if not quiet:
         console.print_batch_summary(tally.progress())
-    failed = tally.failed + tally.earlier_failed
-    if stop.signal is not None and tally.progress().ended < tally.total:
+    found = tally.progress()
+    if stop.signal is not None and found.ended < found.total:
         observer.notice(f"interrupted; {tally.dropped:,} rows in flight were dropped, the same command goes on")
         return 128 + stop.signal
-    return ExitCode.PARTIAL if failed else ExitCode.OK
+    return ExitCode.PARTIAL if found.failed + found.earlier_failed else ExitCode.OK
 
 
 @contextmanager
@@ -227,76 +260,7 @@ def _watched(tally: Tally, display: BatchDisplay, log_json: bool, metrics_port: 
         stop_serving()
 
 
-def shard_of(text: str) -> Shard:
-    """Read --shard: I/N with I from 1 on, or slurm.
-
-    Raises:
-        KvcliError: it is neither, or this is no job of a SLURM array (usage).
-    """
-    from kvcli.batch.order import Shard
-
-    if text == "slurm":
-        task, first, step, count = map(_slurm, ("ID", "MIN", "STEP", "COUNT"), (-1, 0, 1, 0))
-        if task < 0 or count < 1:
-            what = "--shard slurm: there is no SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT"
-            raise usage_error(what, "submit with sbatch --array=1-N, or give --shard I/N")
-        return Shard((task - first) // step + 1, count)
-    number_of, slash, count_of = text.partition("/")
-    if not (slash and number_of.isdecimal() and count_of.isdecimal() and 1 <= int(number_of) <= int(count_of)):
-        raise usage_error(f"--shard {text!r} is not I/N", "count from 1: --shard 1/4 to --shard 4/4")
-    return Shard(int(number_of), int(count_of))
-
-
-def _slurm(name: str, default: int) -> int:
-    value = os.environ.get(f"SLURM_ARRAY_TASK_{name}", "")
-    return int(value) if value.isdecimal() else default
-
-
-@batch.command("merge")
-def merge(
-    source: Annotated[str, typer.Argument(metavar="IN", help="The rows, as the shards were given them.")],
-    output: Annotated[
-        Path, OUTPUT.option("--output -o", "OUT.jsonl", "As the shards were given it: their files lie beside it.")
-    ],
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
-) -> None:
-    """Join the files of shards into one, in the order of the rows.
-
-    kvcli batch merge prompts.jsonl -o answers.jsonl
-
-    Every row has to have one result, all by one model and profile; otherwise nothing is
-    written, and what is missing is named.
-
-    Exit codes: 0 done, 1 not all rows have a result, 2 usage, 4 some rows failed.
-    """
-    from kvcli.batch.merge import merge as join
-    from kvcli.ui import console
-
-    found = join(source, output)
-    if not quiet:
-        console.print_batch_summary(found)
-    raise typer.Exit(ExitCode.PARTIAL if found.earlier_failed else ExitCode.OK)
-
-
-@batch.command("status")
-def status(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file that -o was given, with or without --shard.")],
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
-) -> None:
-    """Show how a batch gets on, from another terminal.
-
-    kvcli batch status answers.jsonl
-
-    Exit codes: 0 done, 1 failed, 2 usage, 141 stdout was closed.
-    """
-    from kvcli.batch.merge import state
-    from kvcli.ui import console
-
-    found, running = state(output)
-    if as_json:
-        text = found.model_dump_json() + "\n"
-    else:
-        text = console.render_batch(found) + f"{'state':<10} {'running' if running else 'no run writes to it'}\n"
-    write_result(None, text)
+batch = typer.Typer(cls=_WithDefault, rich_markup_mode="rich")
+batch.command("run")(run)
+batch.command("merge")(merge)
+batch.command("status")(status)

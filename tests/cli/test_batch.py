@@ -10,6 +10,7 @@ import time
 import urllib.request
 from functools import partial
 
+import psutil
 import pytest
 from command import COMMAND, assert_refused, environment
 from families import tiny_checkpoint
@@ -99,6 +100,8 @@ def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
         (["in.jsonl", "--prefill-share", "0"], ["--prefill-share"]),
         (["in.jsonl", "-o", "in.jsonl"], ["would overwrite"]),
         (["in.jsonl", "--max-inflight", "0"], ["--max-inflight"]),
+        (["in.jsonl", "--workers", "2"], ["--workers", "--engine ray"]),
+        (["in.jsonl", "--engine", "ray"], ["--engine ray"]),
         (["status", "none.jsonl"], ["none.jsonl"]),
         (["merge", "in.jsonl", "-o", "none.jsonl"], ["no files of shards"]),
     ],
@@ -211,3 +214,17 @@ def test_sigterm_and_status_and_metrics_of_a_run(batch, other, model, tmp_path):
     kept = answers(tmp_path / "out.jsonl")
     assert 2 <= len(kept) < 20
     assert logged[-1]["done"] == len(kept)
+
+
+def test_ray_replaces_a_worker_that_is_killed(batch, model, tmp_path):
+    pytest.importorskip("ray")
+    long_rows(tmp_path / "in.jsonl")
+    arguments = ["in.jsonl", "-o", "out.jsonl", "--max-tokens", 20, "--max-inflight", 2]
+    process = started(model, *arguments, "--engine", "ray", "--workers", 2, cwd=tmp_path)
+    wait_for(tmp_path / "out.1-of-2.jsonl", 1, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if "ShardWorker" in child.name()).kill()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert batch("in.jsonl", "-o", "whole.jsonl", "--max-tokens", 20).returncode == 0
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "whole.jsonl")
