@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.documents import kind_of, text_of
 
 STDIN = "-"
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
 # How files begin that people take for text, what they are, and how they become text.
 _KINDS = (
-    (b"%PDF-", "a PDF file", "convert it: pdftotext {} out.txt"),
     (
         b"PK\x03\x04",
         "a zip archive or an office document (docx, odt, epub)",
@@ -95,6 +95,8 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
 def read_document(name: str) -> str:
     """Read one text file, or standard input for "-": UTF-8, a byte order mark dropped, line ends made plain.
 
+    PDF files, Word documents and HTML pages become text, see `kvcli.inputs.documents`.
+
     Raises:
         KvcliError: the file is missing, unreadable, no text, blank or of more than a GiB (usage); what is wrong with
             its bytes is found out while it is read.
@@ -126,10 +128,14 @@ def read_document(name: str) -> str:
 
 
 def _read_text(source: str, file: BinaryIO) -> bytes:
-    """Read in pieces, and stop where it turns out to be no text."""
+    """Read in pieces, and stop where it turns out to be no text; documents of other kinds become text."""
     data = bytearray()
+    form = None
     while piece := file.read(_PIECE):
+        form = kind_of(source, piece) if not data else form
         data += piece
+        if form is not None and len(data) <= _LONGEST:
+            continue
         for magic, kind, advice in _KINDS:
             if data.startswith(magic):
                 raise usage_error(f"{source}: {kind}, not plain text", advice.format(source))
@@ -140,7 +146,7 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
             raise usage_error(
                 f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part"
             )
-    return bytes(data)
+    return bytes(data) if form is None else text_of(source, form, bytes(data)).encode()
 
 
 def _source(name: str) -> str:
