@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _joined(found: Progress) -> dict[str, int]:
 def _connected(cluster: Cluster) -> Iterator[tuple[Any, int, float]]:
     """Within, Ray runs; gives it with the number of workers and the GPUs of each."""
     try:
-        import ray
+        ray: Any = import_module("ray")
     except ImportError:
         raise usage_error("--engine ray needs ray", "pip install 'kvcli[ray]'") from None
     quiet = {"log_to_driver": False, "logging_level": "error"}
