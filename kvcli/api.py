@@ -28,11 +28,13 @@ from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.request import GenerationRequest, begin_to_keep, check, choose_pipeline
+from kvcli.request import GenerationRequest, begin_to_keep, check, choose_pipeline, open_library
 from kvcli.runtime.kept_run import EVERY, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
+from kvcli.saved.library import KVOptions
+from kvcli.sizes import parse_bytes
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
 
@@ -88,22 +90,27 @@ class LanguageModel:
     def generate(self, document: str, prompt: str | None = None, **options: Any) -> Answer: ...
 
     @overload
-    def generate(self, document: Sequence[str], prompt: str | None = None, **options: Any) -> list[Answer]: ...
+    def generate(
+        self, document: str | Sequence[str], prompt: str | Sequence[str] | None = None, **options: Any
+    ) -> list[Answer]: ...
 
     def generate(
-        self, document: str | Sequence[str], prompt: str | None = None, **options: Any
+        self, document: str | Sequence[str], prompt: str | Sequence[str] | None = None, **options: Any
     ) -> Answer | list[Answer]:
         """Continue a document, or several as one batch without padding; `prompt` is the question after each of them.
 
+        Several questions on a document share it: it is read once, and held once in host memory.
+
         Args:
             document: a text, or several.
-            prompt: the question after each of them; without it the texts stand alone.
-            options: `method`, `profile`, `system`, `raw`, `chat_template_kwargs`, `audit`, `pipeline`, `checkpoint` (a
-                directory that `resume` goes on with), `every` and `observer` (a
+            prompt: the question after each of them, or several; without it the texts stand alone.
+            options: `method`, `profile`, `system`, `raw`, `question_first`, `chat_template_kwargs`, `audit`,
+                `pipeline`, `checkpoint` (a directory that `resume` goes on with), `every`, `kv`, `save_kv`, `kv_cache`
+                (directories), `kv_cache_size` (bytes, or text such as "200GiB") and `observer` (a
                 `kvcli.telemetry.observer.Observer`) as on the command line, settings of the sampling and of the method.
 
         Returns:
-            An answer for one text, a list of answers for several.
+            An answer for one text and question; for several of either a list, all questions on a text side by side.
 
         Raises:
             KvcliError: an unknown name or a bad value, a run that will not fit, a text that cannot be continued.
@@ -114,7 +121,7 @@ class LanguageModel:
             for step in steps:
                 announce(step, observer)
         answers = _answers(generation.report(), generation.request.sampling.num_samples)
-        return answers[0] if isinstance(document, str) else answers
+        return answers[0] if isinstance(document, str) and (prompt is None or isinstance(prompt, str)) else answers
 
     def stream(self, document: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
         """Continue one document and yield the text as it comes; parameters and errors as in `generate`."""
@@ -174,16 +181,17 @@ class LanguageModel:
         return found
 
     def _generation(
-        self, texts: Sequence[str], prompt: str | None, options: dict[str, Any]
+        self, texts: Sequence[str], prompt: str | Sequence[str] | None, options: dict[str, Any]
     ) -> tuple[Generation, Observer]:
         request, observer = _request(texts, prompt, **options)
         prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint.tokenizer)
         if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
             raise failed
+        library = open_library(request, self.checkpoint, observer)
         check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self))
         pipeline = choose_pipeline(request, self.checkpoint)
         kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
-        return Generation(request, self.loaded, prompts, pipeline, observer, kept=kept), observer
+        return Generation(request, self.loaded, prompts, pipeline, observer, kept=kept, library=library), observer
 
 
 class Chat:
@@ -267,17 +275,22 @@ def _answers(report: Report, samples: int) -> list[Answer]:
 
 def _request(
     texts: Sequence[str],
-    prompt: str | None,
+    prompt: str | Sequence[str] | None,
     *,
     method: str | None = None,
     profile: str | None = None,
     system: str | None = None,
     raw: bool = False,
+    question_first: QuestionFirst = "no",
     chat_template_kwargs: dict[str, Any] | None = None,
     audit: int | None = None,
     pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
     checkpoint: str | Path | None = None,
     every: int = EVERY,
+    kv: str | Path | None = None,
+    save_kv: str | Path | None = None,
+    kv_cache: str | Path | None = None,
+    kv_cache_size: int | str | None = None,
     observer: Observer | None = None,
     **settings: Any,
 ) -> tuple[GenerationRequest, Observer]:
@@ -288,13 +301,20 @@ def _request(
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if not texts or not all(text.strip() for text in texts):
         raise usage_error("a document is empty" if texts else "no document", "give some text")
+    questions = [prompt] if isinstance(prompt, str) else list(prompt or [""])
+    use, save, cache = (None if each is None else Path(each) for each in (kv, save_kv, kv_cache))
     request = GenerationRequest(
         profile=resolve_profile(method, profile, settings),
-        prompts=tuple(Prompt(f"text {index}", text, prompt or "") for index, text in enumerate(texts)),
+        prompts=tuple(
+            Prompt(f"text {index}", text, question, question_first=question_first)
+            for index, text in enumerate(texts)
+            for question in questions
+        ),
         sampling=Sampling(**sampling),
         template=Template(system, raw, chat_template_kwargs or {}),
         audit=audit,
         pipeline=pipeline,
         keep=None if checkpoint is None else Keep(Path(checkpoint), every),
+        kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
     )
     return request, observer or Observer()

@@ -56,9 +56,8 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
     if method.prefill_window is not None:
         what = f"method {request.profile.method!r} reads prompts by windows: KV of its own is neither saved nor loaded"
         raise usage_error(what, "take a method that reads exactly, or leave --kv, --save-kv and --kv-cache out")
-    if request.kv.save is not None and len({prompt.source for prompt in request.prompts}) > 1:
-        raise usage_error("--save-kv takes one document", "name them one by one, or keep all with --kv-cache")
-    return KVLibrary(request.kv, checkpoint, request.template, observer.notice)
+    sources = [prompt.source for prompt in request.prompts]
+    return KVLibrary(request.kv, checkpoint, request.template, sources, observer.notice)
 
 
 def check(

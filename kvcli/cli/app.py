@@ -12,9 +12,11 @@ from kvcli.cli.doctor import doctor
 from kvcli.cli.environment import warn_of_unknown_variables
 from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
+from kvcli.cli.kv import kv
 from kvcli.cli.methods import methods
 from kvcli.cli.plan import plan
 from kvcli.cli.profile import profile
+from kvcli.cli.saved import prefill
 
 app = typer.Typer(
     name="kvcli",
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command()(generate)
 app.add_typer(batch, name="batch", help="Run a file of prompts; only rows in flight are ever lost.")
 app.command()(chat)
+app.command()(prefill)
+app.add_typer(kv, name="kv")
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(methods)

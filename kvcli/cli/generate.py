@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import typer
 
 from kvcli.cli import asked, options
-from kvcli.cli.asked import INPUT, hush_libraries, json_object, profile_of
-from kvcli.cli.options import METHOD, OUTPUT, Panel, at_least, positive_count, require_text, whole
+from kvcli.cli.asked import INPUT, hush_libraries, profile_of
+from kvcli.cli.entries import read_entries, template_of
+from kvcli.cli.options import METHOD, OUTPUT, Panel, at_least, given, positive_count, require_text, whole
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import check_files
 from kvcli.cli.resume import resume_run
-from kvcli.errors import usage_error
+from kvcli.cli.saved import SAVED, KVCache, KVCacheSize, SaveKV, kv_options
 
 _KEEPING = Panel("Going on")
 
@@ -22,14 +23,32 @@ def generate(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE", help="Text documents, a prompt each; - is standard input.", show_default=False),
+        typer.Argument(metavar="FILE", help="Text documents; - is standard input.", show_default=False),
     ] = None,
     prompts: Annotated[
-        list[str] | None, INPUT.option("--prompt -p", "TEXT", "Question put after each document.", env=False)
+        list[str] | None,
+        INPUT.option("--prompt -p", "TEXT", "Question put after each document; repeatable.", env=False),
     ] = None,
+    questions: Annotated[
+        str | None,
+        INPUT.option("--questions", "FILE", "More questions: one a line, or JSONL with question and id.", env=False),
+    ] = None,
+    question_first: Annotated[
+        Literal["no", "only", "both"],
+        INPUT.option("--question-first", None, "only puts the question before the document, both before and after it."),
+    ] = "no",
     system: asked.System = None,
     raw: asked.Raw = False,
     chat_template_kwargs: asked.ChatTemplateKwargs = None,
+    kv: Annotated[
+        Path | None,
+        SAVED.option(
+            "--kv", "DIR", "Go on from what --save-kv has kept, under any method that reads exactly.", env=False
+        ),
+    ] = None,
+    save_kv: SaveKV = None,
+    kv_cache: KVCache = None,
+    kv_cache_size: KVCacheSize = None,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -120,8 +139,6 @@ def generate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP), 141 stdout was closed.
     """
-    from kvcli.inputs.encoding import Template
-    from kvcli.inputs.prompts import read_prompts
     from kvcli.inputs.sampling import Sampling
 
     if resume is not None:
@@ -129,16 +146,17 @@ def generate(
         shown = {"quiet": quiet, "verbose": verbose, "timeline": timeline, "stats": stats}
         raise typer.Exit(resume_run(context, resume, every, model, output, trace, as_json=as_json, **shown))
     outputs = {"-o": output, "--trace": trace}
-    check_files(outputs, model=model, load_format=load_format, documents=files, profiles=[profile], settings=settings)
+    reads = [*(files or ()), *([questions] if questions is not None else ())]
+    check_files(outputs, model=model, load_format=load_format, documents=reads, profiles=[profile], settings=settings)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
     require_text(
         {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}
     )
-    if len(prompts or ()) > 1:
-        raise usage_error("-p is given twice, and a document has one question", "run kvcli once for each")
-    entries = read_prompts(files or [], prompts[0] if prompts else None)
+    entries = read_entries(files or [], prompts or [], questions, question_first, kv)
     hush_libraries(verbose)
-    template = Template(system, raw, json_object(chat_template_kwargs))
+    settled = bool(given(context, ["system", "raw", "chat_template_kwargs"]))
+    template = template_of(system, raw, chat_template_kwargs, kv, settled)
+    saved_kv = kv_options(kv, save_kv, kv_cache, kv_cache_size)
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
     chosen = profile_of(context, method, profile, settings or [], short)
 
@@ -156,7 +174,7 @@ def generate(
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     keep = None if checkpoint is None else Keep(checkpoint, every)
-    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline, keep)
+    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline, keep, saved_kv)
     try:
         spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
         report = run(spec, request, show.observer, spans)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.cli.output import OutputWriter, stdout_failure
-from kvcli.cli.texts import SequenceWriter, StdoutLost, texts, title
+from kvcli.cli.texts import SequenceWriter, StdoutLost, texts, title, titles_of
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.prompts import FailedPrompt, Prompt
 from kvcli.telemetry.report import Report
@@ -47,7 +47,12 @@ class Presentation:
             print_error(error)
         if not self.prompts:
             raise failed[-1]
-        titles = [title(each.source, i, self.num_samples) for each in self.prompts for i in range(self.num_samples)]
+        several = len({(each.question, each.id) for each in self.prompts}) > 1
+        titles = [
+            title(each.source, sample, self.num_samples, (each.id or each.question) if several else None)
+            for each in self.prompts
+            for sample in range(self.num_samples)
+        ]
         streamed = not self.as_json and self.output is None
         self._writer = SequenceWriter(sys.stdout, titles, self._headed) if streamed else None
         on_screen = self._writer is not None and sys.stdout.isatty()
@@ -107,7 +112,7 @@ class Presentation:
         """Show timeline and statistics, and the failed prompts that have not been shown yet."""
         from kvcli.ui.console import print_error, print_statistics, print_timeline
 
-        titles = [title(s.source, s.sample, self.num_samples) for s in report.sequences]
+        titles = titles_of(report, self.num_samples)
         any_text = any(sequence.output_tokens for sequence in report.sequences)
         if self.timeline and any_text:
             print_timeline(report, titles)
@@ -124,8 +129,8 @@ class Presentation:
             any_text = any(sequence.output_tokens for sequence in report.sequences)
             print_note("interrupted; " + ("the text up to here was kept" if any_text else "there was no text yet"))
             return ExitCode.INTERRUPTED
-        if "error" not in reasons:
-            return ExitCode.OK
+        if "error" not in reasons:  # the text is whole; a store that lacks something costs nothing
+            return ExitCode.RUNTIME if any(each.error and not each.cached for each in report.saved) else ExitCode.OK
         return ExitCode.RUNTIME if set(reasons) == {"error"} else ExitCode.PARTIAL
 
     def _with_failed(self, report: Report) -> Report:

@@ -1,10 +1,13 @@
 """The texts of a generation, in the form in which stdout and files get them."""
 
 from collections.abc import Sequence as Many
+from textwrap import shorten
 from typing import TextIO
 
 from kvcli.telemetry.report import Report
 from kvcli.ui.escape import visible
+
+_LONGEST = 60  # characters of a question in a title
 
 
 class StdoutLost(KeyboardInterrupt):
@@ -88,17 +91,27 @@ def header(title: str) -> str:
     return f"==> {title} <==\n"
 
 
-def title(source: str, sample: int, num_samples: int) -> str:
-    """How a text of several is named: its document, and which sample of it where there are more."""
-    return f"{source} (sample {sample + 1})" if num_samples > 1 else source
+def title(source: str, sample: int, num_samples: int, question: str | None = None) -> str:
+    """How a text of several is named: its document, its question and which sample it is, where there are several."""
+    named = source if question is None else f"{source}: {shorten(question, _LONGEST, placeholder='...')}"
+    return f"{named} (sample {sample + 1})" if num_samples > 1 else named
+
+
+def titles_of(report: Report, num_samples: int) -> list[str]:
+    """Titles of the texts of a report."""
+    several = len({(sequence.question, sequence.id) for sequence in report.sequences}) > 1
+    return [
+        title(each.source, each.sample, num_samples, (each.id or each.question) if several else None)
+        for each in report.sequences
+    ]
 
 
 def texts(report: Report, headed: bool, num_samples: int) -> str:
     """All texts of a report as one string, as `SequenceWriter` writes them."""
     parts = []
-    for sequence in report.sequences:
+    for sequence, named in zip(report.sequences, titles_of(report, num_samples), strict=True):
         if not sequence.text:
             continue
-        head = header(title(sequence.source, sequence.sample, num_samples)) if headed else ""
+        head = header(named) if headed else ""
         parts.append(head + sequence.text + ("" if sequence.text.endswith("\n") else "\n"))
     return "\n".join(parts)

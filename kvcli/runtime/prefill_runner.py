@@ -100,7 +100,8 @@ class PrefillRunner:
                 error = failure.what
             saving = writer.saving
             tokens, path = saving.pages * PAGE, None if writer.path is None else str(writer.path)
-            saved.append(SavedPrompt(saving.asked.source, path, tokens, writer.bytes_written, writer.write_ms, error))
+            written = writer.bytes_written, writer.write_ms, writer.cached
+            saved.append(SavedPrompt(saving.asked.source, path, tokens, *written, error))
         self._writers = []
         return saved
 

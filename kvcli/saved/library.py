@@ -21,7 +21,10 @@ from kvcli.store.cache import Tiers
 
 @dataclass(frozen=True)
 class KVOptions:
-    """`use` and `save` are directories of one document's KV, `cache` is a store of `cache_bytes` at most."""
+    """`use` is the directory of a document's KV, `save` where it is to be kept, `cache` a store of `cache_bytes`.
+
+    Of several documents each is saved in a directory of its name in `save`.
+    """
 
     use: Path | None = None
     save: Path | None = None
@@ -41,12 +44,20 @@ class KVLibrary:
         KvcliError: a directory cannot be used, or holds KV of another model (usage); it is damaged (runtime).
     """
 
-    def __init__(self, options: KVOptions, checkpoint: Checkpoint, template: Template, notice: Callable[[str], None]):
+    def __init__(
+        self,
+        options: KVOptions,
+        checkpoint: Checkpoint,
+        template: Template,
+        sources: Sequence[str],
+        notice: Callable[[str], None],
+    ):
         self.options, self.checkpoint, self.template, self.notice = options, checkpoint, template, notice
         self.store = None if options.cache is None else KVStore(options.cache, options.cache_bytes)
         self.used: Manifest | None = None
-        if options.save is not None:
-            check_target(options.save)
+        self.targets = {} if options.save is None else _targets(options.save.absolute(), sources)
+        for target in self.targets.values():
+            check_target(target)
         if options.use is not None:
             self.used = read_manifest(options.use)
             self._refuse_other(options.use, self.used, self.identity(self.used.model.rope))
@@ -99,10 +110,9 @@ class KVLibrary:
         identity, writers = self.identity(rope), []
         asked = self._asked(prompt)
         saving = Saving(ids, identity, asked, 0, identity.root)
-        if self.options.save is not None and saving.pages:
-            folder = self.options.save.absolute()
+        if (folder := self.targets.get(prompt.source)) is not None and saving.pages:
             writers.append(KVWriter(saving, folder.parent, lambda _: folder))
-        elif self.options.save is not None:
+        elif folder is not None:
             self.notice(f"{prompt.source}: nothing is saved of a prompt of less than {PAGE} tokens")
         if (store := self.store) is not None:
             there = 0 if found is None else found.length // PAGE
@@ -110,7 +120,7 @@ class KVLibrary:
             saving = Saving(ids, identity, asked, there, parent)
             if saving.pages > 0:
                 if store.room_for(saving.pages * self._page_bytes):
-                    writers.append(KVWriter(saving, store.folder, store.target))
+                    writers.append(KVWriter(saving, store.folder, store.target, cached=True))
                 else:
                     self.notice(f"{prompt.source}: its KV is larger than --kv-cache-size, and not kept")
         return writers
@@ -151,3 +161,14 @@ class KVLibrary:
             raise usage_error(what, "save it with an output as long, or read the document")
         if manifest.reading != "exact" or manifest.first_page:
             raise usage_error(f"{folder}: not a whole document that was read exactly", hint)
+
+
+def _targets(save: Path, sources: Sequence[str]) -> dict[str, Path]:
+    """Where each document is saved: one in the directory itself, each of several in one of its name there."""
+    sources = list(dict.fromkeys(sources))
+    if len(sources) == 1:
+        return {sources[0]: save}
+    targets = {source: save / Path(source).name for source in sources}
+    if len(set(targets.values())) < len(sources):
+        raise usage_error("--save-kv: two documents have the same name", "save them one by one")
+    return targets

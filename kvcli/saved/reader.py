@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.errors import KvcliError
 from kvcli.saved.layer_file import DamagedError, UnbufferedFile, aligned, check_layer, read_pages
-from kvcli.saved.manifest import PAGE, Manifest, damaged
+from kvcli.saved.manifest import PAGE, Manifest, damaged, read_manifest
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged
@@ -109,6 +109,10 @@ class SavedKV:
         self.kept += pool.footprint()
         self._pages = None
 
+    def check(self, layer: int) -> None:
+        """Hold a layer's files against their checksums."""
+        self._free.put(self._read_layer(layer, self.length // PAGE))
+
     def _open(self, segment: Segment) -> None:
         """Open a directory and all its files, and keep it from being removed."""
         manifest, files = segment.manifest, []
@@ -168,3 +172,17 @@ class SavedKV:
         if self.tiers.pinned is not None:
             return self.tiers.on_host(*shape)
         return aligned(shape, dtype)
+
+
+def verify(folder: Path) -> Manifest:
+    """Read a directory of saved KV whole; returns its manifest.
+
+    Raises:
+        KvcliError: it is none (usage), or not as it was written (runtime).
+    """
+    manifest = read_manifest(folder)
+    segment = Segment(folder, manifest, len(manifest.pages))
+    with SavedKV([segment], Tiers.for_device(torch.device("cpu"), manifest.dtype)) as saved:
+        for layer in range(len(manifest.layers)):
+            saved.check(layer)
+    return manifest

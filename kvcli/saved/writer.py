@@ -52,8 +52,8 @@ class KVWriter:
 
     query_rows = 0
 
-    def __init__(self, saving: Saving, parent: Path, target: Callable[[Manifest], Path]):
-        self.saving, self.target = saving, target
+    def __init__(self, saving: Saving, parent: Path, target: Callable[[Manifest], Path], cached: bool = False):
+        self.saving, self.target, self.cached = saving, target, cached
         try:
             self.folder = NewFolder(parent)
         except OSError as error:

@@ -155,7 +155,8 @@ class Sequence:
 class SavedPrompt:
     """A prompt's KV that the run saved: where, tokens and bytes of it, and the time that writing took beside the run.
 
-    `error` says why it could not be saved, then `path` is None.
+    `cached` tells a store's from a directory that was named. `error` says why it could not be saved, then `path` is
+    None.
     """
 
     source: str
@@ -163,6 +164,7 @@ class SavedPrompt:
     tokens: int
     bytes: int
     write_ms: float
+    cached: bool
     error: str | None = None
 
 

@@ -77,7 +77,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     steps = len(timing.decode_ms)
     rows = [
         ("prompt", f"{sequence.prompt_tokens:,} tokens"),
-        ("prefill", f"{duration(timing.prefill_ms)} · {per_second(sequence.prompt_tokens, timing.prefill_ms)}"),
+        *([("prefill", _prefill(sequence))] if timing.prefill_ms or not sequence.kv.shared_tokens else []),
         ("first token", f"{duration(timing.ttft_ms)}"),
         ("output", f"{sequence.output_tokens:,} tokens, {ending(sequence)}"),
     ]
@@ -123,6 +123,13 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("next token", f"{divergence} · same likeliest {agreeing}")]
 
 
+def _prefill(sequence: Sequence) -> str:
+    """The time of what was read of a prompt, and its speed."""
+    kv, ms = sequence.kv, sequence.timing.prefill_ms
+    read = kv.read_tokens if kv.disk_tokens else sequence.prompt_tokens
+    return f"{duration(ms)} · {per_second(read, ms)}"
+
+
 def memory_rows(report: Report) -> list[tuple[str, str]]:
     """Where the KV was, and the most that was held at once."""
     memory = report.memory
@@ -150,7 +157,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
             (
                 name,
                 f"{sequence.prompt_tokens:,}",
-                duration(timing.prefill_ms),
+                duration(timing.prefill_ms) if timing.prefill_ms else "-",
                 duration(timing.ttft_ms),
                 f"{sequence.output_tokens:,}",
                 sequence.finish_reason,

@@ -1,0 +1,144 @@
+"""`kvcli kv`: looking after a store of saved KV, and after single directories of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli.cli import options
+from kvcli.cli.output import write_stdout
+from kvcli.cli.saved import SAVED, KVCacheSize
+from kvcli.errors import KvcliError, usage_error
+from kvcli.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from kvcli.saved.store import KVStore, Stored
+
+kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
+
+Store = Annotated[Path | None, SAVED.option("--kv-cache", "DIR", "The store.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME", help="Entries, as list shows them, or directories.", show_default=False),
+]
+_SHOWN = 12  # digits of a name
+
+
+@kv.command("list")
+def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: options.Debug = False) -> None:  # noqa: ARG001
+    """List what a store holds, least recently used first."""
+    store = _store(cache)
+    rows = [_row(entry) for entry in store.entries()]
+    if as_json:
+        write_stdout(json.dumps(rows) + "\n")
+        return
+    from kvcli.ui.console.results import render_tables
+    from kvcli.ui.summary import Table
+
+    columns = ("name", "tokens", "of prompt", "size", "used", "document")
+    cells = [
+        (
+            row["name"][:_SHOWN],
+            f"{row['tokens']:,}",
+            f"{row['prompt_tokens']:,}",
+            format_bytes(row["bytes"]),
+            f"{(time.time() - row['used']) / 3600:,.1f} h ago",
+            row["source"],
+        )
+        for row in rows
+    ]
+    held = format_bytes(sum(row["bytes"] for row in rows))
+    heading = f"{store.folder}: {len(rows):,} {'entry' if len(rows) == 1 else 'entries'}, {held}"
+    write_stdout(render_tables([(heading, Table(columns, cells))]))
+
+
+@kv.command()
+def show(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+    """Show what entries are of, as JSON."""
+    from kvcli.saved.manifest import read_manifest
+
+    for folder in _folders(cache, names):
+        manifest = read_manifest(folder)
+        body = manifest.model_dump(exclude={"tokens", "pages", "layers", "checksum"})
+        body["asked"]["text"] = f"{len(manifest.asked.text):,} characters"
+        body |= {"tokens": len(manifest.tokens), "layers": len(manifest.layers), "directory": str(folder)}
+        write_stdout(json.dumps(body, ensure_ascii=False, indent=2) + "\n")
+
+
+@kv.command()
+def check(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+    """Read entries whole and hold them against their checksums; without names, all of a store.
+
+    Exit codes: 0 all are as they were written, 1 some are damaged.
+    """
+    from kvcli.saved.reader import verify
+    from kvcli.ui.console import print_error
+
+    folders = _folders(cache, names) if names else [entry.folder for entry in _store(cache).entries()]
+    broken = 0
+    for folder in folders:
+        try:
+            verify(folder)
+            write_stdout(f"{folder}: whole\n")
+        except KvcliError as error:
+            broken += 1
+            print_error(error)
+    if broken:
+        raise typer.Exit(1)
+
+
+@kv.command()
+def rm(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+    """Remove entries; what another process is reading stays."""
+    from kvcli.saved.folders import remove
+    from kvcli.saved.manifest import MANIFEST
+
+    for folder in _folders(cache, names):
+        if not (folder / MANIFEST).exists():
+            raise usage_error(f"{folder}: holds no saved KV", "name a directory that --save-kv has written")
+        if not remove(folder):
+            raise KvcliError(f"{folder}: in use by another process", "try again when it has ended")
+        write_stdout(f"{folder}: removed\n")
+
+
+@kv.command()
+def prune(cache: Store = None, cache_size: KVCacheSize = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+    """Remove what was not used for longest, until a store has the size that --kv-cache-size names."""
+    if cache_size is None:
+        raise usage_error("nothing says how much to leave", "for example --kv-cache-size 100GiB")
+    removed = _store(cache).prune(cache_size)
+    size = format_bytes(sum(entry.size for entry in removed))
+    write_stdout(f"{len(removed)} removed, {size} freed\n")
+
+
+def _store(cache: Path | None) -> KVStore:
+    from kvcli.saved.store import KVStore
+
+    if cache is None:
+        raise usage_error("nothing says which store", "name it with --kv-cache, or set KVCLI_KV_CACHE")
+    if not cache.is_dir():
+        raise usage_error(f"--kv-cache {cache}: no such directory", "name the store's directory")
+    return KVStore(cache)
+
+
+def _folders(cache: Path | None, names: list[str] | None) -> list[Path]:
+    """Directories of the entries that are named."""
+    if not names:
+        raise usage_error("no entry is named", "kvcli kv list shows their names")
+    return [Path(name) if Path(name).is_dir() else _store(cache).find_named(name).folder for name in names]
+
+
+def _row(entry: Stored) -> dict[str, Any]:
+    from kvcli.saved.manifest import PAGE, read_manifest
+
+    row = {"name": entry.last, "tokens": 0, "prompt_tokens": 0, "bytes": entry.size, "used": entry.used}
+    try:
+        manifest = read_manifest(entry.folder)
+    except KvcliError:
+        return row | {"source": "damaged", "question": ""}
+    row |= {"tokens": len(manifest.tokens), "prompt_tokens": PAGE * manifest.first_page + len(manifest.tokens)}
+    return row | {"source": manifest.asked.source, "question": manifest.asked.question}
