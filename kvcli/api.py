@@ -27,13 +27,13 @@ from kvcli.errors import KvcliError, usage_error
 from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest, begin_to_keep, check, choose_pipeline, open_library
 from kvcli.runtime.kept_run import EVERY, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVOptions
 from kvcli.sizes import parse_bytes
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report

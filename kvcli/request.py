@@ -9,6 +9,7 @@ from typing import Literal
 from kvcli.capacity import memory, pipelines
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
@@ -17,7 +18,7 @@ from kvcli.models.loading import Checkpoint
 from kvcli.runtime.engine import Pipeline
 from kvcli.runtime.kept_run import Asked, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVLibrary, KVOptions
+from kvcli.saved.library import KVLibrary
 from kvcli.telemetry.observer import Observer
 
 

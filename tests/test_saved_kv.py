@@ -11,13 +11,13 @@ from families import tiny_checkpoint
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
 from kvcli.inputs.encoding import Template
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVOptions
 from kvcli.saved.manifest import read_manifest
 from kvcli.telemetry.observer import Observer
 

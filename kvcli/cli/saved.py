@@ -18,7 +18,7 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvcli.saved.library import KVOptions
+    from kvcli.inputs.kv_options import KVOptions
 
 SAVED = Panel("Saved KV", env=True)
 
@@ -54,7 +54,7 @@ def kv_options(use: Path | None, save: Path | None, cache: Path | None, cache_si
     Raises:
         KvcliError: two of them contradict each other (usage).
     """
-    from kvcli.saved.library import KVOptions
+    from kvcli.inputs.kv_options import KVOptions
 
     if cache is None and cache_size is not None:
         raise usage_error("--kv-cache-size has no store", "name one with --kv-cache")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint
 from kvcli.saved.folders import remove
@@ -17,24 +17,6 @@ from kvcli.saved.reader import KVDamagedError, SavedKV, Segment
 from kvcli.saved.store import KVStore
 from kvcli.saved.writer import KVWriter, Saving, check_target
 from kvcli.store.cache import Tiers
-
-
-@dataclass(frozen=True)
-class KVOptions:
-    """`use` is the directory of a document's KV, `save` where it is to be kept, `cache` a store of `cache_bytes`.
-
-    Of several documents each is saved in a directory of its name in `save`.
-    """
-
-    use: Path | None = None
-    save: Path | None = None
-    cache: Path | None = None
-    cache_bytes: int | None = None
-
-    @property
-    def any(self) -> bool:
-        """Tell whether KV is to be taken from somewhere or kept."""
-        return not (self.use is None and self.save is None and self.cache is None)
 
 
 class KVLibrary:

@@ -77,7 +77,7 @@ def test_no_command_shows_the_help():
         (["generate", "-p", "x", "--stop", ""], ["--stop '' is out of range"]),
         (["generate", "-p", "x", "--device", "tpu"], ["--device", "'tpu'"]),
         (["generate", "-p", "x", "--dtype", "int3"], ["--dtype", "'int3'"]),
-        (["generate", "-p", "x", "-p", "y"], ["-p is given"]),
+        (["generate", "-p", "x", "-p", " "], ["is empty"]),
         (["generate", "-p", b"\xff\xfe"], ["-p holds bytes that are not UTF-8 text"]),
         (["generate", "-p", "x", "--chat-template-kwargs", "[" * 99_999], ["--chat-template-kwargs", "bad JSON"]),
         (["methods", "freekv", "quest"], ["quest"]),
