@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import typer.core
 import typer.main
 
 from kvcli import __version__
@@ -185,9 +186,10 @@ def read_commands() -> Iterator[Command]:
 
 
 def _with_own_commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """A command, or the commands of a group, the first of which goes by the name of the group."""
+    """A command, or the commands of a group; where one needs no name, the first goes by the name of the group."""
+    nameless = type(command) is not typer.core.TyperGroup
     for place, (own, each) in enumerate(getattr(command, "commands", {"": command}).items()):
-        yield (name if place == 0 else f"{name} {own}"), each
+        yield (name if place == 0 and nameless else f"{name} {own}"), each
 
 
 def _parameter(parameter: Any, hint: Any) -> Parameter:

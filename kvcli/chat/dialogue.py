@@ -10,6 +10,7 @@ from pathlib import Path
 from kvcli.capacity import memory, pipelines
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
@@ -19,7 +20,7 @@ from kvcli.runtime.conversation import Conversation, Question, in_common
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.saved.library import KVLibrary, KVOptions
+from kvcli.saved.library import KVLibrary
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
@@ -114,7 +115,7 @@ class Dialogue:
             KvcliError: nothing was read yet, or the directory is no new one (usage); it cannot be written (runtime).
         """
         document = self.exchanges[0].question if self.exchanges and not self.document else self.document
-        library = KVLibrary(KVOptions(save=folder), self.checkpoint, self.template, self.observer.notice)
+        library = KVLibrary(KVOptions(save=folder), self.checkpoint, self.template, ["chat"], self.observer.notice)
         prompt = EncodedPrompt("chat", self.conversation.ids, prompt=Prompt("chat", document))
         return self.conversation.save(lambda ids, rope: library.writers(prompt, ids, rope, None))
 
