@@ -67,8 +67,10 @@ class Dialogue:
         self.attempts = 0  # of the last question, after the first
         self._warned = False  # that the conversation is longer than what the model was made for
 
-    def read(self) -> None:
+    def read(self, saved: Path | None = None) -> None:
         """Read the document before the first question, where the method can make use of it; say what may be amiss.
+
+        What of it is in the directory `saved` is loaded.
 
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
@@ -78,13 +80,16 @@ class Dialogue:
         if (mismatch := profile_mismatch(self.profile, self.checkpoint)) is not None:
             self.observer.notice(mismatch)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
+        if saved is not None and (method.prefill_window is not None or method.observes):
+            raise usage_error(f"method {self.profile.method!r} cannot go on from saved KV", "leave --kv out")
         if not self.document or method.prefill_window is not None or method.observes:
             return
         one, other = (self._tokens(self.document, question, []) for question in "AZ")
         ids = one[: in_common(one, other)]
         self._check(len(ids))
         if ids:
-            self.conversation.read(ids, len(ids) + self.sampling.max_tokens)
+            find = None if saved is None else self._library(KVOptions(use=saved)).find
+            self.conversation.read(ids, len(ids) + self.sampling.max_tokens, find)
 
     def ask(self, question: str) -> Iterator[str]:
         """Answer a question about the document and what was said; yields the text as it comes.
@@ -115,7 +120,7 @@ class Dialogue:
             KvcliError: nothing was read yet, or the directory is no new one (usage); it cannot be written (runtime).
         """
         document = self.exchanges[0].question if self.exchanges and not self.document else self.document
-        library = KVLibrary(KVOptions(save=folder), self.checkpoint, self.template, ["chat"], self.observer.notice)
+        library = self._library(KVOptions(save=folder))
         prompt = EncodedPrompt("chat", self.conversation.ids, prompt=Prompt("chat", document))
         return self.conversation.save(lambda ids, rope: library.writers(prompt, ids, rope, None))
 
@@ -125,6 +130,9 @@ class Dialogue:
         profile = chosen[-1].profile if chosen else self.profile
         kv = chosen[-1].kv if chosen else Footprint()
         return run_report(self.model, profile, [each.answer for each in chosen], kv)
+
+    def _library(self, options: KVOptions) -> KVLibrary:
+        return KVLibrary(options, self.checkpoint, self.template, ["chat"], self.observer.notice)
 
     def _answer(self, question: str) -> Iterator[str]:
         ids = self._tokens(self.document, question, self.exchanges)

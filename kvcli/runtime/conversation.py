@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +22,20 @@ from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, Pipeline, engine
-from kvcli.runtime.prefill import Branches
+from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import windowed_prefill
+from kvcli.saved.reader import SavedKV
 from kvcli.saved.writer import KVWriter
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.raw_kv import PAGE, RawKV
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import KVOrigin
+
+Finder = Callable[[Sequence[int], str, Tiers], SavedKV | None]
+"""Opens what was saved of the beginning of these tokens, with positions of this fingerprint; None where nothing was."""
 
 ROOM = 4
 """For so many further answers a method that reads by windows gets room."""
@@ -106,12 +110,23 @@ class Conversation:
             writer.finish()
         return tokens
 
-    def read(self, ids: Sequence[int], capacity: int) -> None:
-        """Read the beginning of a conversation, so that its first question finds it read; room for `capacity`."""
-        with self._engine(capacity) as ready:
+    def read(self, ids: Sequence[int], capacity: int, find: Finder | None = None) -> None:
+        """Read the beginning of a conversation, so that its first question finds it read; room for `capacity`.
+
+        `find` opens what was saved of it, which is loaded instead.
+        """
+        with self._engine(capacity) as ready, ExitStack() as until_read:
             kv = RawKV(ready.layers, self._tiers, len(ids))
-            self.observer.stage("prefill", len(ids) * len(ready.layers))
-            ready.prefill_into(ids, kv, self.observer.advance, capacity)
+            known, skip = None, 0
+            if find is not None:
+                known = find(ids, ready.rope.fingerprint(capacity), self._tiers)
+            if known is not None:
+                until_read.enter_context(known)
+                skip = min(known.length, len(ids) - 1) // PAGE * PAGE
+            branches = Branches(ids[:skip], [ids[skip:]], known if skip else None, skip)
+            self.observer.stage("prefill", (len(ids) - skip) * len(ready.layers))
+            ready.rope.use([capacity])
+            prefill_branches(ready.hook, branches, [kv], ready.layers, self.observer.advance)
             self.observer.stage_done()
             self._keep(ids, kv, capacity)
 

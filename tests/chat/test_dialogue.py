@@ -46,6 +46,15 @@ def dialogue(model, checkpoint, monkeypatch):
     return make
 
 
+class Counting(Observer):
+    """Adds up what is read, in tokens of a layer."""
+
+    total = 0
+
+    def stage(self, name, total=None):
+        self.total += total or 0
+
+
 def say(dialogue, question):
     return "".join(dialogue.ask(question))
 
@@ -154,5 +163,14 @@ def test_what_was_read_is_saved_for_other_runs(dialogue, checkpoint, tmp_path):
         Sampling(max_tokens=4),
         kv=KVOptions(use=tmp_path / "kv"),
     )
+    again = dialogue(checkpoint.tokenizer.chat_template)
+    again.conversation.observer = counting = Counting()
+    again.read(tmp_path / "kv")
+    assert 0 < counting.total <= 32 * len(checkpoint.geometry.layers) < saved * len(checkpoint.geometry.layers) / 3
+    assert say(again, QUESTION) == talk.exchanges[0].text
+    with pytest.raises(KvcliError, match="does not begin as what was saved"):
+        dialogue(checkpoint.tokenizer.chat_template, "Another text altogether. " * 20).read(tmp_path / "kv")
+    with pytest.raises(KvcliError, match="'infllm' cannot go on from saved KV"):
+        dialogue(checkpoint.tokenizer.chat_template, method="infllm").read(tmp_path / "kv")
     (sequence,) = generate(ModelSpec(dtype="float32"), replace(request, template=talk.template), Observer()).sequences
     assert sequence.kv.disk_tokens > saved - 96
