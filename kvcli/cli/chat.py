@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import asked, options
-from kvcli.cli.asked import hush_libraries, json_object, profile_of
-from kvcli.cli.options import METHOD, OUTPUT, SAMPLING, positive_count, require_text
+from kvcli.cli.asked import hush_libraries, profile_of
+from kvcli.cli.entries import read_entries, template_of
+from kvcli.cli.options import METHOD, OUTPUT, SAMPLING, given, positive_count, require_text
 from kvcli.cli.output import write_result
 from kvcli.cli.reads import check_files
+from kvcli.cli.saved import SAVED
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.ui.escape import visible
 
@@ -43,6 +45,10 @@ def chat(
     context: typer.Context,
     files: Annotated[
         list[str] | None, typer.Argument(metavar="FILE", help="Text documents to talk about.", show_default=False)
+    ] = None,
+    kv: Annotated[
+        Path | None,
+        SAVED.option("--kv", "DIR", "Begin with a document's saved KV; without FILE, that document.", env=False),
     ] = None,
     system: asked.System = None,
     raw: asked.Raw = False,
@@ -84,16 +90,16 @@ def chat(
     Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory,
     143 ended by SIGTERM, 129 by SIGHUP; a pipe's session also by Ctrl-C, 130.
     """
-    from kvcli.inputs.encoding import Template
     from kvcli.inputs.sampling import Sampling
 
     check_files({"-o": output}, model=model, load_format=load_format, documents=files, settings=settings)
     require_text({"--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]})
     if "-" in (files or ()):
         raise usage_error("- is no document here: standard input has the questions", "name a file")
-    document = _documents(files or [])
+    settled = bool(files or given(context, ["system", "raw", "chat_template_kwargs"]))
+    template = template_of(system, raw, chat_template_kwargs, kv, settled)
+    document = _documents(files or [], kv)
     hush_libraries(verbose)
-    template = Template(system, raw, json_object(chat_template_kwargs))
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
     chosen = profile_of(context, method, profile, settings or [], {"budget": budget})
 
@@ -109,7 +115,7 @@ def chat(
         console.stage("load")
         checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline))
         dialogue = Dialogue(checkpoint.load(), checkpoint, chosen, sampling, template, document, console)
-        dialogue.read()
+        dialogue.read(kv)
         console.stage_done()
         session = Session(dialogue, console, verbose, silent=as_json or output is not None)
         try:
@@ -226,18 +232,18 @@ class Session:
         self.console.notice(f"read {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, kept the others")
 
 
-def _documents(files: list[str]) -> str:
-    """All documents as one text, a blank line between two.
+def _documents(files: list[str], kv: Path | None) -> str:
+    """All documents as one text, a blank line between two; without files, the one that was saved.
 
     Raises:
         KvcliError: one cannot be read.
     """
-    from kvcli.inputs.prompts import FailedPrompt, read_prompts
+    from kvcli.inputs.prompts import FailedPrompt
 
-    if not files:
+    if not files and kv is None:
         return ""
     texts = []
-    for entry in read_prompts(files):
+    for entry in read_entries(files, [], None, "no", kv):
         if isinstance(entry, FailedPrompt):
             raise entry.error
         texts.append(entry.text.rstrip())

@@ -48,9 +48,23 @@ def test_json_has_all_turns(warm, model, document):
     assert result.stderr == ""
 
 
+def test_a_session_begins_with_saved_kv_and_saves_it(warm, model, document, tmp_path):
+    """Both ways: what `prefill` saved, and what /save did, without the document."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert warm("prefill", "-m", model, document, "--save-kv", first).returncode == 0
+    talk = ["chat", "-m", model, "--max-tokens", 6, "--json"]
+    read = json.loads(warm(*talk, document, text="which fox?\n").stdout)["sequences"][0]
+    loaded = warm(*talk, "--kv", first, text=f"which fox?\n/save {second}\n")
+    assert json.loads(loaded.stdout)["sequences"][0]["token_ids"] == read["token_ids"], loaded.stderr
+    assert "saved" in loaded.stderr
+    again = warm(*talk, "--kv", second, document, text="which fox?\n")
+    assert json.loads(again.stdout)["sequences"][0]["token_ids"] == read["token_ids"], again.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--kv", "nowhere"], "nowhere"),
         (["-"], "- is no document here"),
         (["missing.txt"], "missing.txt"),
         (["--method", "qest"], "unknown method 'qest'"),
