@@ -37,9 +37,9 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"
     method = planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype)
+    if wanted == "compiled" and method.wants_next_query:
+        return f"method {profile.method!r} listens between the layers"
     if compiled_here:
-        if method.wants_next_query:
-            return f"method {profile.method!r} listens between the layers"
         return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
     if method.step_plan is None and (wanted == "compiled" or method.wants_next_query):
         return f"method {profile.method!r} with these settings is served by the blocking pipeline alone"

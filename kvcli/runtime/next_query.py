@@ -8,7 +8,7 @@ The projection is done here once more, apart from the model: the query's weights
 `check_next_queries` holds that against the queries that the model itself makes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,6 +45,23 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
                 method.take_next_query(layer, _rotated(method, layer, queries[row], method.caches[layer].length))
 
     with _listening(hook, tell):
+        yield
+
+
+@contextmanager
+def foretelling(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor, float], None]) -> Iterator[None]:
+    """Inside, `tell` these layers of a batch their queries [b, H, d], not rotated, and their scale, one layer ahead."""
+    if not layers:
+        yield
+        return
+
+    def hear(before: int, hidden: Tensor) -> None:  # hidden [b, 1, D]
+        if before + 1 in layers:
+            module: Any = hook.modules[before + 1]
+            q = project_query(module, hidden[:, -1])
+            tell(before + 1, q, getattr(module, "scaling", q.shape[-1] ** -0.5))
+
+    with _listening(hook, hear):
         yield
 
 

@@ -46,6 +46,8 @@ class Chosen(NamedTuple):
 
     pages: Tensor
     kept: Tensor | None = None
+    asked: Tensor | None = None
+    """[b] int32, how many a KV head chose, where scores decide it (`StepPlan.varies`)."""
 
 
 class Choice(Protocol):
@@ -93,7 +95,8 @@ class Correction(NamedTuple):
 class StepPlan:
     """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
-    `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names.
+    `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
+    a layer ahead, by the query that the layer before foretells. `varies` says that scores decide how many are chosen.
     `index`, `choose` and what follows `correction` are made for every layer of a batch. `prepare` is called before all
     else; `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `evict` makes room before
     attention and looks back after it.
@@ -101,7 +104,8 @@ class StepPlan:
 
     index: Callable[[BatchSlots], StepIndex] | None = None
     choose: Callable[[BatchSlots], Choice] | None = None  # the best scores
-    when: Literal["before", "after"] = "before"
+    when: Literal["before", "after", "ahead"] = "before"
+    varies: bool = False
     fetch: Fetch = RESIDENT
     correction: Correction | None = None
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None

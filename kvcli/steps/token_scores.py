@@ -13,6 +13,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.steps.batch_slots import BatchSlots
 from kvcli.steps.plan import StepIndex
+from kvcli.steps.rows import put_rows
 
 
 class OneBitScores(StepIndex):
@@ -64,6 +65,29 @@ class KeyChannelScores(StepIndex):
     @override
     def update(self, new: NewToken) -> None:
         """Do nothing: attention puts the key where it is scored."""
+
+
+class PartialKeyScores(StepIndex):
+    """Scores by a few columns of the keys, `keys`, in a `basis` of their head; the best head of a group counts."""
+
+    needs_newest = True
+
+    def __init__(self, slots: BatchSlots):
+        self.slots, self.keys, self.basis = slots, slots.tensors["keys"], slots.tensors["basis"]
+
+    @override
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+        b, num_kv_heads, tokens, columns = self.keys.shape
+        queries = q.float().view(b, num_kv_heads, -1, q.shape[2]) @ self.basis  # [b, Hk, G, c]
+        out = q.new_zeros(*queries.shape[:3], tokens, dtype=torch.float32)
+        flat = queries.view(b, -1, columns)
+        token_scores_device(flat, self.keys, self.slots.rows.lengths, softmax.scale, out, heads)
+        return over_candidates(out, self.slots).amax(2)
+
+    @override
+    def update(self, new: NewToken) -> None:
+        found = (new.k.float()[:, :, None] @ self.basis)[:, :, 0]  # [b, Hk, c]
+        put_rows(self.keys, self.slots.rows.lengths - 1, found)
 
 
 def pooled(scores: Tensor, slots: BatchSlots, pooling: Pooling) -> Tensor:

@@ -290,7 +290,6 @@ def test_pipelines_give_the_same_text_and_counts(generate, document):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--method", "infinigen"], "method 'infinigen'"),
         (["--audit", 2], "--audit looks into"),
         (["--pipeline", "compiled", "--method", "infinigen"], "method 'infinigen'"),
     ],

@@ -21,6 +21,7 @@ and the next step begins when all streams of this one are done.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class PlannedLayer:
         if isinstance(plan.fetch, FromHost):
             assert found is not None
             self.recalls = Recalls(slots, plan.fetch, found)
+        self.ahead: Ahead | None = None  # between `choose_ahead` and the call that it is for
         self.speculation: Speculation | None = None
         if plan.correction is not None:
             assert found is not None
@@ -95,11 +97,23 @@ class PlannedLayer:
         if self.index.needs_newest:
             append_token(self.slots.by_position, new)
             self._take_in(new)
-        rows, kept = self._chosen(q, softmax)
+        if self.ahead is None:
+            rows, kept = self._chosen(q, softmax)
+        else:
+            self.streams.wait(self.ahead.done)
+            rows, kept, self.ahead = self.rows, None, None
         slot_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
         if not self.index.needs_newest:
             self.streams.submit(self.stream, partial(self._take_in, new), [self.streams.mark()])
         return out
+
+    def choose_ahead(self, q: Tensor, softmax: Softmax) -> None:
+        """Choose and fetch for the next call, with queries q that the layer before foretells; nobody waits yet."""
+        recalls = self.recalls
+        assert recalls is not None
+        begun = self.streams.mark()
+        work = partial(self.bring, q, self.active, recalls.now, softmax)
+        self.ahead = Ahead(q, self.streams.submit(self.stream, work, [begun]))
 
     @property
     def waits_for_device(self) -> bool:
@@ -152,12 +166,22 @@ class PlannedLayer:
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""
         assert self.recalls is not None
-        self.recalls.bring(self.select(q, heads, softmax).pages, misses, heads)
+        chosen = self.select(q, heads, softmax)
+        if chosen.asked is not None:
+            torch.mul(chosen.asked[:, None], heads, out=self.recalls.asked)
+        self.recalls.bring(chosen.pages, misses, heads)
 
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
         """Choose for `heads` [b, Hk] with queries q."""
         assert self.index is not None
         return self.choose(self.index, q, softmax, heads)
+
+
+class Ahead(NamedTuple):
+    """A choice made ahead: its queries, which must live until then, and the point at which everything is there."""
+
+    q: Tensor
+    done: Point
 
 
 class Recalls:
@@ -166,7 +190,7 @@ class Recalls:
     def __init__(self, slots: BatchSlots, fetch: FromHost, found: LayerStepStats):
         assert slots.host is not None
         self.slots, self.host, self.writes = slots.slots, slots.host, fetch.writes
-        self.resident = slots.tensors["resident"]
+        self.resident, self.asked = slots.tensors["resident"], found.asked
         self.back_end = recall_of(fetch)
         self.rebuild = fetch.rebuild(slots) if fetch.rebuild is not None else None
         pages, into = self.resident.new_empty(2, 2, *self.resident.shape)

@@ -16,11 +16,14 @@ STEPS = 256
 
 
 class LayerStepStats(NamedTuple):
-    """What a layer finds at a step, of every KV head: its turn, and its misses before attention and after; [b, Hk]."""
+    """What a layer finds at a step, of every KV head [b, Hk]: its turn, its misses before attention and after it, and
+    what it asked for where that varies.
+    """
 
     turn: Tensor
     missed_now: Tensor
     missed_later: Tensor
+    asked: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class LoggedLayer:
     block_bytes: int
     writes: bool
     speculates: bool
+    varies: bool
 
     @property
     def size(self) -> int:
@@ -96,10 +100,11 @@ def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict
     corrected = found.turn == Turn.CORRECTED
     active = (lengths >= torch.tensor(layer.active_from))[..., None]
     chose = found.turn != Turn.IDLE if layer.speculates else active
+    asked = selected_count(lengths, layer.layout)[..., None] * chose
     return {
         Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
         Count.HEADS_CORRECTED: corrected,
-        Count.PAGES_REQUESTED: (selected_count(lengths, layer.layout)[..., None] * chose).expand_as(corrected),
+        Count.PAGES_REQUESTED: found.asked if layer.varies else asked.expand_as(corrected),
         Count.MISSES: found.missed_now + found.missed_later,
     }
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
+from kvcli.models.rope import Rotary
 from kvcli.runtime.gpu.layers import PlannedLayer
 from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
@@ -84,6 +86,23 @@ class SlotPipeline:
         new = NewToken(*(x[:, :, 0].contiguous() for x in (k, v)))  # parts of a fused projection have gaps
         return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
+    @property
+    def foretold(self) -> set[int]:
+        """Layers that choose by the query that the layer before them foretells: not the model's first."""
+        return {layer for layer, each in enumerate(self.layers) if layer and each.plan.when == "ahead"}
+
+    def foretell(self, layer: int, q: Tensor, scale: float) -> None:
+        """Let a layer choose with queries [b, H, d], not rotated yet, before the layer before it attends."""
+        positions = (self.lengths.seen - 1).clamp_min(0)[:, None, None]  # [b, 1, 1]
+        rotaries = [method.context.rotary[layer] for method in self.methods]
+        alike = all(rotary is rotaries[0] for rotary in rotaries)
+        parts = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(q))]
+        turned = [
+            q[part] if rotary is None else _rotated(q[part], rotary, positions[part])
+            for part, rotary in zip(parts, rotaries, strict=False)
+        ]
+        self.layers[layer].choose_ahead(torch.cat(turned), Softmax(scale))
+
     def settle(self) -> None:
         """End a step: everything in every stream is done, and what was found is kept."""
         self.streams.join()
@@ -133,8 +152,13 @@ class SlotPipeline:
         return told
 
 
+def _rotated(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """Rotate q [b, H, d] to positions [b, 1, 1], in float32."""
+    return rotary.rotate(q[:, :, None], positions.expand(-1, q.shape[1], 1))[:, :, 0]
+
+
 def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:
     block_bytes = 0 if slots.host is None else slots.host.block_bytes
     heads, writes = slots.rows.k.shape[1], isinstance(plan.fetch, FromHost) and plan.fetch.writes
     speculates = plan.correction is not None
-    return LoggedLayer(layer, heads, slots.into, tuple(slots.active_from), block_bytes, writes, speculates)
+    return LoggedLayer(layer, heads, slots.into, tuple(slots.active_from), block_bytes, writes, speculates, plan.varies)

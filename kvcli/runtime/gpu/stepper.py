@@ -19,6 +19,7 @@ from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import Streams, streams_for
 from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.next_query import foretelling
 from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
 
@@ -96,7 +97,8 @@ class SlotStepper(Stepper):
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths.seen - 1).clamp_min(0)[:, None])
-        self.logits = self.hook.run(self.pipeline, self.tokens, self.positions)[:, 0]
+        with foretelling(self.hook, self.pipeline.foretold, self.pipeline.foretell):
+            self.logits = self.hook.run(self.pipeline, self.tokens, self.positions)[:, 0]
         if self.greedy:
             best = self.logits.max(-1, keepdim=True)
             self.tokens.copy_(best.indices.where(best.values.isfinite(), NOT_FINITE))

@@ -27,6 +27,7 @@ BUDGET = {
     "freekv-double_buffer": (17, 0),
     "full": (2, 0),
     "h2o": (2, 30),
+    "infinigen": (7, 82),
     "loki": (4, 18),
     "pyramidkv": (2, 0),
     "quest": (6, 0),
