@@ -123,8 +123,8 @@ class PlannedLayer:
     def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None]:
         """Choose before attention: the rows to attend to, and which of them are kept."""
         if self.recalls is None:
-            pages, kept = self.select(q, self.active, softmax)
-            return self.rows._replace(resident=pages), kept
+            chosen = self.select(q, self.active, softmax)
+            return self.rows._replace(resident=chosen.pages), chosen.kept
         self.bring(q, self.active, self.recalls.now, softmax)
         return self.rows, None
 
