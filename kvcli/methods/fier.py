@@ -26,8 +26,9 @@ from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.steps.plan import RESIDENT, FromHost, StepPlan
 from kvcli.steps.token_scores import OneBitScores
+from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import OffloadedTokenCache, ResidentTokenCache, TokenCache
+from kvcli.store.tokens import ResidentTokenCache, TokenCache
 
 
 class FIERConfig(TokenConfig):

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,13 +29,12 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.choices import best_scores
-from kvcli.steps.plan import Choice, Chosen, FromHost, StepIndex, StepPlan
+from kvcli.steps.choices import NearBest
+from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.steps.token_scores import PartialKeyScores
 from kvcli.store.calibration_file import CalibrationMatrices
+from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.partial_keys import PartialKeyIndex
-from kvcli.store.tokens import OffloadedTokenCache
 
 Cache = OffloadedTokenCache[PartialKeyIndex]
 
@@ -143,24 +141,3 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         if not self.choices:
             return {}
         return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.foretold}
-
-
-class NearBest(Choice):
-    """Tokens that score within `alpha` of the best, as many for every KV head as the heads want on average."""
-
-    def __init__(self, slots: BatchSlots, alpha: float):
-        self.slots, self.alpha = slots, alpha
-        b, device = len(slots.rows.k), slots.rows.k.device
-        names = ("chosen", "choices", "layer_steps")
-        self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in names}
-
-    @override
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
-        scores = index.scores(q, softmax, heads)  # [b, Hk, n]
-        near = scores >= scores.amax(2, keepdim=True) - self.alpha
-        wanted = (near.sum((1, 2)) // heads.shape[1]).clamp(1, self.slots.rows.layout.selected).int()
-        chose = heads.sum(1)  # KV heads
-        self.tally["chosen"] += wanted * chose
-        self.tally["choices"] += chose
-        self.tally["layer_steps"] += heads[:, 0]
-        return Chosen(best_scores(scores, self.slots, heads, wanted), asked=wanted)

@@ -44,6 +44,27 @@ class BestThenResident(Choice):
         return Chosen(best_scores(-(rank + n * ~first).float(), self.slots, heads))
 
 
+class NearBest(Choice):
+    """Tokens that score within `alpha` of the best, as many for a KV head as the heads want on average (InfiniGen)."""
+
+    def __init__(self, slots: BatchSlots, alpha: float):
+        self.slots, self.alpha = slots, alpha
+        b, device = len(slots.rows.k), slots.rows.k.device
+        names = ("chosen", "choices", "layer_steps")
+        self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in names}
+
+    @override
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
+        scores = index.scores(q, softmax, heads)  # [b, Hk, n]
+        near = scores >= scores.amax(2, keepdim=True) - self.alpha
+        wanted = (near.sum((1, 2)) // heads.shape[1]).clamp(1, self.slots.rows.layout.selected).int()
+        chose = heads.sum(1)  # KV heads
+        self.tally["chosen"] += wanted * chose
+        self.tally["choices"] += chose
+        self.tally["layer_steps"] += heads[:, 0]
+        return Chosen(best_scores(scores, self.slots, heads, wanted), asked=wanted)
+
+
 def best_scores(scores: Tensor, slots: BatchSlots, heads: Tensor | None, wanted: Tensor | None = None) -> Tensor:
     """Choose by scores [b, Hk, n]: [b, Hk, selected] int32, -1 behind them; `wanted` [b] int32 where it is less."""
     layout = slots.rows.layout

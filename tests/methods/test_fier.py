@@ -9,8 +9,8 @@ from engine import new_method, run
 from families import VOCAB, tiny_model
 from pydantic import ValidationError
 
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.methods.fier import FIERConfig
-from kvcli.store.tokens import EMPTY
 
 BUDGET, GROUP = 37, 8
 SETTINGS = {"budget": BUDGET, "group": GROUP, "dense_layers": 1}
