@@ -59,6 +59,10 @@ def plan(
         float | None,
         _MACHINE.option("--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", positive),
     ] = None,
+    disk: Annotated[
+        int | None,
+        _MACHINE.option("--disk", "SIZE", "Rate of the disk that KV is saved on, bytes a second, as in 2GB.", _SIZE),
+    ] = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -97,7 +101,7 @@ def plan(
         observer.stage("plan", len(chosen) * len(contexts) * len(batches))
         plans = []
         labelled = [(variant.label, variant.profile) for variant in chosen]
-        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens):
+        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk):
             plans.append(each_plan)
             observer.advance()
     if as_json:

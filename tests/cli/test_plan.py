@@ -38,6 +38,8 @@ def test_json_says_what_stands_on_what(warm, config):
     assert [entry["context"] for entry in body["plans"]] == [600, 1200] * 2
     for entry in body["plans"]:
         memory, times = entry["memory"], entry["times"]
+        assert entry["disk"]["bytes"] > 0
+        assert entry["disk"]["load_ms"] is None
         parts = ("weights", "kv_device", "kv_host", "workspace", "runtime")
         assert memory["needed"] == {"host": sum(memory[part] for part in parts)}
         assert entry["fits"]

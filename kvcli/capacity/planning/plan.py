@@ -5,7 +5,7 @@ Memory is counted as `generate` counts it before it refuses a run (`kvcli.capaci
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -24,7 +24,8 @@ class CapacityPlan:
 
     `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None
     where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
-    has the most of it.
+    has the most of it. `disk` are the bytes that the prompts' KV takes once it is saved, `disk_rate` those that a disk
+    reads in a second, where that was said.
     """
 
     label: str
@@ -38,6 +39,13 @@ class CapacityPlan:
     longest: int | None
     bound: bool
     times: Times | None
+    disk: int
+    disk_rate: float | None = None
+
+    @property
+    def load_seconds(self) -> float | None:
+        """How long the KV of the prompts takes from a disk of this rate, None where it is not known."""
+        return None if self.disk_rate is None else self.disk / self.disk_rate
 
     @property
     def fits(self) -> bool:
@@ -60,6 +68,7 @@ class CapacityPlan:
                 "needed": self.needed,
                 "free": self.free,
             },
+            "disk": {"bytes": self.disk, "load_ms": None if self.load_seconds is None else 1000 * self.load_seconds},
             "fits": self.fits,
             "longest_context": self.longest,
             "times": None if self.times is None else _times(self.times),
@@ -98,10 +107,12 @@ def plan(
     contexts: Sequence[int],
     batches: Sequence[int],
     max_tokens: int,
+    disk_rate: float | None = None,
 ) -> Iterator[CapacityPlan]:
     """Plan every combination of profile, context in tokens and batch size, with `max_tokens` of output each."""
     for (label, profile), context, batch in product(profiles, contexts, batches):
-        yield _plan(subject, machine, label, profile, context, batch, max_tokens)
+        found = _plan(subject, machine, label, profile, context, batch, max_tokens)
+        yield replace(found, disk_rate=disk_rate)
 
 
 def _plan(
@@ -126,7 +137,14 @@ def _plan(
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
         times=estimate(subject, machine, profile, method, context, batch),
+        disk=batch * context * _token_bytes(subject),
     )
+
+
+def _token_bytes(subject: PlannedRun) -> int:
+    """Bytes of a token's keys and values in all layers, as they are saved."""
+    layers = subject.geometry.layers
+    return subject.dtype.itemsize * sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
 
 
 def _times(times: Times) -> dict[str, Any]:

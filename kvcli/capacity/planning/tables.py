@@ -24,6 +24,11 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
     kv = ", ".join(dict.fromkeys(plan.kv_basis for plan in plans))
     free = ", ".join(f"{format_bytes(size)} of {pool} memory free" for pool, size in plans[0].free.items())
     rows = [*_time_notes(plans), ("memory", f"{free}; weights counted, KV {kv}, workspace estimated")]
+    saved = []
+    for plan in {(plan.context, plan.batch): plan for plan in plans}.values():
+        loads = "" if plan.load_seconds is None else f", loaded in {plan.load_seconds:,.3g} s"
+        saved.append(f"{format_bytes(plan.disk)} for {plan.batch} x {plan.context:,} tokens{loads}")
+    rows.append(("saved KV", "; ".join(saved)))
     if rates is not None:
         found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
         rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
