@@ -23,6 +23,7 @@ from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.saved.library import KVLibrary
 from kvcli.store.cache import Footprint
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -72,6 +73,7 @@ class InFlight:
         refused: Callable[[Job, RowProblem], None],
         max_inflight: int,
         prefill_share: float,
+        library: KVLibrary | None = None,
     ):
         self.engine, self.rules, self.room, self.tally, self.stop = engine, rules, room, tally, stop
         self.answered, self.refused = answered, refused
@@ -79,8 +81,15 @@ class InFlight:
         self.owed_by_second = (1 - prefill_share) / prefill_share  # of decode for a second of prefill
         on_gpu = engine.model.device.type == "cuda"
         self.rows = max_inflight if on_gpu else 2  # on a CPU, all numbers of rows but one come out the same
+        observer = Observer()
+        observer.notice = engine.notice  # type: ignore[method-assign]
+        self.runner = PrefillRunner(
+            *(engine, rules.profile, rules.inputs.sampling, observer, Timeline()),
+            library=library,
+            advance=self._between_chunks,
+        )
         self.waiting: deque[list[Job]] = deque()
-        self.next: Part | None = None
+        self.next: deque[Part] = deque()
         self.flights: dict[str, Flight] = {}
         self.parts: list[Part] = []
         self.read: deque[RunningSequence] = deque()  # that wait for their first step
@@ -92,23 +101,27 @@ class InFlight:
     def run(self, groups: Sequence[list[Job]]) -> None:
         """Run groups in their order, until all rows have ended or the time is over."""
         self.waiting.extend(groups)
+        try:
+            self._run()
+        finally:
+            self.runner.abandon()  # what was not finished has no row that ended
+        self.tally.dropped = len(self.flights)
+
+    def _run(self) -> None:
         while (self.waiting or self.next or self.flights) and not self.stop.over:
             if self.stop.asked and not self.flights:
                 break
             self._admit()
             self._step()
-        self.tally.dropped = len(self.flights)
 
     def _admit(self) -> None:
         """Read what comes next, as long as there is room."""
         while len(self.decoding) + len(self.read) < self.max_inflight and not self.stop.asked:
-            if self.next is None:
-                self.next = self._take()
-            part = self.next
-            if part is None or not self._fits(part):
+            if not self.next:
+                self._take()
+            if not self.next or not self._fits(self.next[0]):
                 return
-            self.next = None
-            self._prefill(part)
+            self._prefill(self.next.popleft())
 
     def _fits(self, part: Part) -> bool:
         if not self.flights:
@@ -117,33 +130,38 @@ class InFlight:
             return False
         return self.room.holds(part.kv, part.workspace)
 
-    def _take(self) -> Part | None:
-        """Take rows off the first group that are read together, as many as memory would hold without others."""
-        while self.waiting:
-            group, taken, tokens = self.waiting[0], list[tuple[Flight, EncodedPrompt]](), 0
-            while group and len(taken) < _TOGETHER and tokens < _TOKENS_TOGETHER:
-                job = group.pop(0)
-                try:
-                    row = self.rules.inputs.row(job)
-                    prompt = self.rules.encode(row)
-                except RowProblem as problem:
-                    self._refuse(job, problem)
-                    continue
-                taken.append((Flight(job, row.without_text(), prompt), prompt))
-                tokens += len(prompt.ids)
-            if not taken:
-                self.waiting.popleft()
+    def _take(self) -> None:
+        """Take rows off the first group and make parts of them: what begins alike together."""
+        group = self.waiting.popleft() if self.waiting else []
+        flights: list[Flight] = []
+        tokens = 0
+        while group and len(flights) < _TOGETHER and tokens < _TOKENS_TOGETHER:
+            job = group.pop(0)
+            try:
+                row = self.rules.inputs.row(job)
+                prompt = self.rules.encode(row)
+            except RowProblem as problem:
+                self._refuse(job, problem)
                 continue
-            prompts = [prompt for _, prompt in taken]
-            count = len(by_document(prompts)[0])
+            flights.append(Flight(job, row.without_text(), prompt))
+            tokens += len(prompt.ids)
+        alike = by_document([flight.prompt for flight in flights if flight.prompt is not None])
+        if group and len(alike) > 1:  # more of the last ones may follow
+            group[:0] = [flight.job for flight in flights[-len(alike.pop()) :]]
+        if group:
+            self.waiting.appendleft(group)
+        for prompts in alike:
+            self.next.extend(self._parts(flights[: len(prompts)], prompts, isinstance(group, _Alone)))
+            del flights[: len(prompts)]
+
+    def _parts(self, flights: list[Flight], prompts: list[EncodedPrompt], alone: bool) -> Iterator[Part]:
+        """Cut rows that are to be read together into parts that memory holds with nothing beside them."""
+        while flights:
+            count = len(flights)
             while count > 1 and not self.room.held_alone(*self.room.needed(prompts[:count])):
                 count -= 1
-            group[:0] = [flight.job for flight, _ in taken[count:]]
-            if not group:
-                self.waiting.popleft()
-            flights = [flight for flight, _ in taken[:count]]
-            return Part(flights, isinstance(group, _Alone), *self.room.needed(prompts[:count]))
-        return None
+            yield Part(flights[:count], alone, *self.room.needed(prompts[:count]))
+            flights, prompts = flights[count:], prompts[count:]
 
     def _prefill(self, part: Part) -> None:
         """Read a part; its rows are in flight from now on."""
@@ -153,15 +171,11 @@ class InFlight:
         self.parts.append(part)
         self.room.take(part.kv)
         self.tally.in_flight = len(self.flights)
-        sampling = part.flights[0].job.sampling
         prompts = [flight.prompt for flight in part.flights if flight.prompt is not None]
-        runner = PrefillRunner(
-            self.engine, self.rules.profile, sampling, Observer(), Timeline(), advance=self._between_chunks
-        )
         self.begun, self.owed = time.perf_counter(), 0.0
         sequences: list[RunningSequence] = []
         try:
-            sequences.extend(sequence for sequence, _ in runner.prefill(0, prompts))
+            sequences.extend(sequence for sequence, _ in self.runner.prefill(0, prompts))
         except Dropped:
             return
         except Exception as error:
@@ -178,6 +192,9 @@ class InFlight:
             self.tally.output_tokens += 1
             if sequence.running:
                 self.read.append(sequence)
+        for saved in self.runner.finish():
+            if saved.error is not None:
+                self.engine.notice(f"{saved.source}: its KV is not kept: {saved.error}")
         for flight in part.flights:
             kv = flight.samples[0].kv
             self.tally.prompt_tokens += kv.read_tokens

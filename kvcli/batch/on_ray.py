@@ -47,7 +47,7 @@ class ShardWorker:
     """Runs one shard; an actor of Ray with two threads, one of which listens."""
 
     def __init__(self, spec: ModelSpec, request: BatchRequest, grace: float):
-        self.spec, self.request, self.stop = spec, request, Stop(grace)
+        self.spec, self.request, self.stop = spec, request, Stop(grace, listening=True)
 
     def run(self) -> dict[str, Any] | None:
         """Run the shard to its end; gives None, or an error by its parts."""
@@ -89,7 +89,8 @@ def run_on_ray(
         shards = [replace(request, shard=Shard(number, workers)) for number in range(1, workers + 1)]
         placed = [actor(ShardWorker).remote(spec, shard, stop.grace) for shard in shards]
         observer.stage_done()
-        errors = list(_watch(ray, placed, output, total, tally, stop))
+        with stop.listening():
+            errors = list(_watch(ray, placed, output, total, tally, stop))
     if errors:
         raise errors[0]
     if not stop.asked:

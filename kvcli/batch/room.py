@@ -13,10 +13,10 @@ from kvcli.store.cache import Footprint
 
 
 class Room:
-    """What is free beside a loaded model, and what rows in flight take of it."""
+    """What is free beside a loaded model, and what rows in flight take of it; `layers_beside` as in `memory.need`."""
 
-    def __init__(self, profile: Profile, model: Model):
-        self.profile, self.model = profile, model
+    def __init__(self, profile: Profile, model: Model, layers_beside: int = 0):
+        self.profile, self.model, self.layers_beside = profile, model, layers_beside
         self.free = memory.available(model.device)
         self.taken = Footprint()
         self._needs: dict[tuple[PromptSize, int, int, int], Need] = {}
@@ -62,5 +62,6 @@ class Room:
                 *(self.profile, model.geometry, model.dtype, [size], capacity - size.tokens, samples),
                 device=model.device,
                 together=together,
+                layers_beside=self.layers_beside,
             )
         return self._needs[key]

@@ -19,11 +19,13 @@ from kvcli.batch.source import RowSource
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
 from kvcli.inputs.encoding import Template
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.inputs.sampling import Sampling
 from kvcli.models.checkpoint import notices
 from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.request import GenerationRequest, open_library
 from kvcli.runtime.engine import engine
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
@@ -34,7 +36,7 @@ class BatchRequest:
     """What to run: rows, by which method, and how.
 
     `sampling`, `template` and `question` hold where a row does not say otherwise. `prefill_share` is the part of the
-    time that reading prompts gets while rows run.
+    time that reading prompts gets while rows run, `kv` where the KV of prompts is kept between runs.
     """
 
     source: str
@@ -43,6 +45,7 @@ class BatchRequest:
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
     question: str | None = None
+    kv: KVOptions = field(default_factory=KVOptions)
     shard: Shard | None = None
     max_inflight: int = 16
     prefill_share: float = 0.8
@@ -129,11 +132,12 @@ class _Run:
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Load the model and run the jobs."""
-        observer, checkpoint = self.observer, self.rules.checkpoint
+        request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
         for notice in notices(checkpoint.path):
             observer.notice(notice)
-        if (mismatch := profile_mismatch(self.request.profile, checkpoint)) is not None:
+        if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
             observer.notice(mismatch)
+        library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")
         model = checkpoint.load()
         observer.stage_done()
@@ -142,13 +146,15 @@ class _Run:
         if self.results.path is not None:
             tally.watchers.append(state_keeper(self.results.path))
         with engine(model, [max(job.capacity for job in jobs)], observer.notice) as ready:
-            room = Room(self.request.profile, model)
+            room = Room(request.profile, model, layers_beside=4 if request.kv.any else 0)
             flights = InFlight(
                 *(ready, self.rules, room, tally, stop, self.answered, self.refused),
-                max_inflight=self.request.max_inflight,
-                prefill_share=self.request.prefill_share,
+                max_inflight=request.max_inflight,
+                prefill_share=request.prefill_share,
+                library=library,
             )
-            flights.run(grouped(jobs))
+            with stop.listening():
+                flights.run(grouped(jobs))
 
     def answered(self, flight: Flight) -> None:
         """Write an answer down."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # `timeout` and some schedulers send a signal twice at once, to the process and to its group.
 _REPEATED = 1.0  # seconds
@@ -12,22 +14,37 @@ _REPEATED = 1.0  # seconds
 class Stop:
     """Takes the request to end: no row begins any more, and those in flight have `grace` seconds to come to theirs.
 
-    Asked a second time, they are dropped at once.
+    Asked a second time, they are dropped at once. While nobody listens there is nothing in flight, and `ask` interrupts.
     """
 
-    def __init__(self, grace: float = 0.0):
-        self.grace = grace
+    def __init__(self, grace: float = 0.0, listening: bool = False):
+        self.grace, self._listening = grace, listening
         self.signal: int | None = None
         """The signal that asked first."""
         self._asked = self._deadline = float("inf")
 
     def ask(self, number: int = signal.SIGTERM) -> None:
-        """Ask, because of a signal."""
+        """Ask, because of a signal.
+
+        Raises:
+            KeyboardInterrupt: nobody listens.
+        """
         now = time.monotonic()
         if not self.asked:
             self.signal, self._asked, self._deadline = number, now, now + self.grace
         elif number == signal.SIGINT or now - self._asked > _REPEATED:
             self._deadline = now
+        if not self._listening:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, somebody looks whether the end was asked for."""
+        before, self._listening = self._listening, True
+        try:
+            yield
+        finally:
+            self._listening = before
 
     @property
     def asked(self) -> bool:

@@ -10,12 +10,14 @@ import torch
 from families import MAX_POSITIONS, tiny_checkpoint
 
 import kvcli
+from kvcli.batch import inflight
 from kvcli.batch.room import Room
 from kvcli.batch.run import BatchRequest, run
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.errors import KvcliError
+from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.sampling import Sampling
 from kvcli.models.loading import ModelSpec
@@ -146,6 +148,29 @@ def test_questions_on_one_document_are_read_once(fresh):
     assert sum(each["prompt_tokens_details"]["cached_tokens"] > 250 for each in usage) == 5
     assert tally.shared_tokens > 5 * 250
     assert texts(results)["q4"] == texts(fresh([asked[4]])[0])["q4"]
+
+
+def test_documents_are_kept_between_runs(fresh, tmp_path):
+    document = text(3, 300)
+    asked = [{"custom_id": f"q{n}", "document": document, "prompt": text(n, 5)} for n in range(2)]
+    wanted = texts(fresh([asked[1]])[0])
+    store = KVOptions(cache=tmp_path / "store")
+    _, first, _ = fresh([asked[0]], kv=store)
+    results, second, _ = fresh([asked[1]], kv=store)
+    assert texts(results) == wanted
+    assert second.prompt_tokens < 100 < 300 < first.prompt_tokens
+    usage = results["q1"]["response"]["body"]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - second.prompt_tokens
+
+
+def test_rows_that_only_seem_alike_are_read_apart(fresh, monkeypatch):
+    """Rows that begin with the same half or less, and rows that are more than are made into tokens at once."""
+    monkeypatch.setattr(inflight, "_TOGETHER", 4)
+    start = text(1, 60)
+    asked = [{"custom_id": f"r{n}", "prompt": f"{start} {text(n // 3, 100)} {text(n, 4)}"} for n in range(11)]
+    results, tally, _ = fresh(asked, max_inflight=3)
+    assert len(results) == tally.done == 11
+    assert texts(results)["r5"] == texts(fresh([asked[5]])[0])["r5"]
 
 
 def test_samples_of_a_row(fresh):
@@ -301,7 +326,7 @@ def test_rows_in_flight_may_end_within_the_grace(batch):
 
 
 def test_asked_twice_there_is_no_grace():
-    stop = Stop(grace=60.0)
+    stop = Stop(grace=60.0, listening=True)
     stop.ask(15)
     stop.ask(15)  # as `timeout` does, to the process and its group
     assert not stop.over
