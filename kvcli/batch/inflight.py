@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
+from typing_extensions import override
+
+from kvcli.batch.flight import Alone, Flight, Part, problem_of
 from kvcli.batch.jobs import Job, Rules
 from kvcli.batch.order import work
 from kvcli.batch.room import Room
-from kvcli.batch.rows import Row, RowProblem
+from kvcli.batch.rows import RowProblem
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
-from kvcli.errors import ExitCode, KvcliError, is_out_of_memory
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.saved.library import KVLibrary
-from kvcli.store.cache import Footprint
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
@@ -32,28 +33,19 @@ from kvcli.telemetry.timeline import Timeline
 _TOGETHER, _TOKENS_TOGETHER = 64, 1 << 22
 
 
-@dataclass
-class Flight:
-    """A row that is read or decoded: its tokens until they have been read, and then its samples."""
-
-    job: Job
-    row: Row
-    prompt: EncodedPrompt | None
-    samples: list[RunningSequence] = field(default_factory=list)
-
-
-@dataclass
-class Part:
-    """Rows that are read together; their memory is given back when the last of them has ended."""
-
-    flights: list[Flight]
-    alone: bool
-    kv: Footprint
-    workspace: int
-
-
 class Dropped(Exception):  # noqa: N818 - nothing went wrong
     """The time of rows in flight is over."""
+
+
+class _OnlyNotices(Observer):
+    """Shows no stages: those of a prefill are not those of the batch."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    @override
+    def notice(self, message: str) -> None:
+        self._engine.notice(message)
 
 
 class InFlight:
@@ -81,10 +73,8 @@ class InFlight:
         self.owed_by_second = (1 - prefill_share) / prefill_share  # of decode for a second of prefill
         on_gpu = engine.model.device.type == "cuda"
         self.rows = max_inflight if on_gpu else 2  # on a CPU, all numbers of rows but one come out the same
-        observer = Observer()
-        observer.notice = engine.notice  # type: ignore[method-assign]
         self.runner = PrefillRunner(
-            *(engine, rules.profile, rules.inputs.sampling, observer, Timeline()),
+            *(engine, rules.profile, rules.inputs.sampling, _OnlyNotices(engine), Timeline()),
             library=library,
             advance=self._between_chunks,
         )
@@ -151,7 +141,7 @@ class InFlight:
         if group:
             self.waiting.appendleft(group)
         for prompts in alike:
-            self.next.extend(self._parts(flights[: len(prompts)], prompts, isinstance(group, _Alone)))
+            self.next.extend(self._parts(flights[: len(prompts)], prompts, isinstance(group, Alone)))
             del flights[: len(prompts)]
 
     def _parts(self, flights: list[Flight], prompts: list[EncodedPrompt], alone: bool) -> Iterator[Part]:
@@ -286,17 +276,6 @@ class InFlight:
         for flight in flights:
             self._land(flight)
             if was_alone:
-                self._refuse(flight.job, _problem(error))
+                self._refuse(flight.job, problem_of(error))
             else:
-                self.waiting.append(_Alone([flight.job]))
-
-
-class _Alone(list[Job]):
-    """A group of one row that is run while no other is."""
-
-
-def _problem(error: Exception) -> RowProblem:
-    text = " ".join(str(error).split())[:500]
-    if is_out_of_memory(error) or (isinstance(error, KvcliError) and error.exit_code == ExitCode.WILL_NOT_FIT):
-        return RowProblem("out_of_memory", f"out of memory: {text}" if text else "out of memory")
-    return RowProblem("failed", text if isinstance(error, KvcliError) else f"{type(error).__name__}: {text}")
+                self.waiting.append(Alone([flight.job]))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcli.batch.answer import Writer
-from kvcli.batch.inflight import Flight, InFlight
+from kvcli.batch.flight import Flight
+from kvcli.batch.inflight import InFlight
 from kvcli.batch.jobs import Inputs, Job, Rules, read_jobs, refuse_changes
 from kvcli.batch.order import Shard, grouped, work
 from kvcli.batch.results import Key, ResultFile

@@ -14,7 +14,7 @@ _REPEATED = 1.0  # seconds
 class Stop:
     """Takes the request to end: no row begins any more, and those in flight have `grace` seconds to come to theirs.
 
-    Asked a second time, they are dropped at once. While nobody listens there is nothing in flight, and `ask` interrupts.
+    Asked a second time, they are dropped at once. While nobody listens nothing is in flight, and `ask` interrupts.
     """
 
     def __init__(self, grace: float = 0.0, listening: bool = False):
@@ -27,15 +27,15 @@ class Stop:
         """Ask, because of a signal.
 
         Raises:
-            KeyboardInterrupt: nobody listens.
+            KeyboardInterrupt: nobody listens, and it is the first time.
         """
         now = time.monotonic()
         if not self.asked:
             self.signal, self._asked, self._deadline = number, now, now + self.grace
+            if not self._listening:
+                raise KeyboardInterrupt
         elif number == signal.SIGINT or now - self._asked > _REPEATED:
             self._deadline = now
-        if not self._listening:
-            raise KeyboardInterrupt
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -19,8 +19,9 @@ from kvcli.cli.batch_files import merge, status
 from kvcli.cli.options import OUTPUT, Panel, at_least, number, positive, positive_count, require_text, whole
 from kvcli.cli.output import progress
 from kvcli.cli.reads import check_files
+from kvcli.cli.saved import KVCache, KVCacheSize, kv_options
 from kvcli.cli.signals import handled_by
-from kvcli.errors import ExitCode, usage_error
+from kvcli.errors import ExitCode, KvcliError, usage_error
 
 if TYPE_CHECKING:
     from kvcli.batch.on_ray import Cluster
@@ -96,6 +97,8 @@ def run(
             "--grace", "SECONDS", "After Ctrl-C or SIGTERM, time for rows in flight to end.", at_least(0, number)
         ),
     ] = 20.0,
+    kv_cache: KVCache = None,
+    kv_cache_size: KVCacheSize = None,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -191,6 +194,7 @@ def run(
         sampling=sampling,
         template=Template(system, raw, json_object(chat_template_kwargs)),
         question=prompt,
+        kv=kv_options(None, None, kv_cache, kv_cache_size),
         shard=part,
         max_inflight=max_inflight,
         prefill_share=prefill_share,
@@ -201,12 +205,19 @@ def run(
 
     from kvcli.batch.on_ray import Cluster
     from kvcli.models.loading import ModelSpec
+    from kvcli.ui.console import print_error
 
     cluster = Cluster(address, workers, gpus_per_worker) if engine == "ray" else None
     spec = ModelSpec(model, device, dtype, load_format, offline)
     end = Stop(grace)
     with handled_by(lambda number, _: end.ask(number)):
-        code = _run(spec, request, end, cluster, quiet, log_json, metrics_port)
+        try:
+            code = _run(spec, request, end, cluster, quiet, log_json, metrics_port)
+        except KeyboardInterrupt:
+            if end.signal is None:
+                raise
+            print_error(KvcliError("interrupted while no row was in flight"))
+            code = 128 + end.signal
     raise typer.Exit(code)
 
 
