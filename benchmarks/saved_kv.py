@@ -27,10 +27,10 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import Branches
-from kvcli.saved.layer_file import ALIGNMENT, UnbufferedFile, aligned
-from kvcli.saved.manifest import PAGE, Identity, PromptRead, read_manifest
-from kvcli.saved.reader import SavedKV, Segment
-from kvcli.saved.writer import KVWriter, Saving
+from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile, aligned
+from kvcli.runtime.saved.manifest import PAGE, Identity, PromptRead, read_manifest
+from kvcli.runtime.saved.reader import SavedKV, Segment
+from kvcli.runtime.saved.writer import KVWriter, Saving
 from kvcli.store.cache import Tiers
 
 BLOCK = 8 << 20

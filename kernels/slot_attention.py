@@ -20,16 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import (
-    jit,
-    launch,
-    multiprocessors,
-    power_of_two,
-    require,
-    require_whole,
-    takes,
-    tl,
-)
+from kvcli.kernels._triton import jit, launch, multiprocessors, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.append_token import NewToken, append_token_ref
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
 from kvcli.kernels.merge_parts import merge_parts

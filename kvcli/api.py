@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -26,19 +26,13 @@ from kvcli.chat.dialogue import Dialogue
 from kvcli.errors import KvcliError, usage_error
 from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
-from kvcli.inputs.encoding import EncodedPrompt, Template, encode_all
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.encoding import EncodedPrompt, encode_all
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.request import GenerationRequest, begin_to_keep, check, choose_pipeline, open_library
-from kvcli.runtime.kept_run import EVERY, Keep, KeptRun
-from kvcli.runtime.sampling import Sampling
-from kvcli.sizes import parse_bytes
+from kvcli.request import begin_to_keep, check, choose_pipeline, open_library, request_of
+from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
-
-_SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ class LanguageModel:
         Raises:
             KvcliError: an unknown name or a bad value, or a document that will not fit.
         """
-        request, observer = _request([document or "-"], None, **options)
+        request, observer = request_of([document or "-"], None, **options)
         if request.sampling.num_samples > 1 or request.audit or request.keep or request.pipeline != "auto":
             raise usage_error("a chat takes no num_samples, audit, checkpoint or pipeline", "leave it out")
         model, checkpoint = self.loaded, self.checkpoint
@@ -183,7 +177,7 @@ class LanguageModel:
     def _generation(
         self, texts: Sequence[str], prompt: str | Sequence[str] | None, options: dict[str, Any]
     ) -> tuple[Generation, Observer]:
-        request, observer = _request(texts, prompt, **options)
+        request, observer = request_of(texts, prompt, **options)
         prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint.tokenizer)
         if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
             raise failed
@@ -271,50 +265,3 @@ def _answers(report: Report, samples: int) -> list[Answer]:
             raise KvcliError(f"{sequence.source}: {sequence.error}")
     starts = range(0, len(report.sequences), samples)
     return [Answer(replace(report, sequences=report.sequences[start : start + samples])) for start in starts]
-
-
-def _request(
-    texts: Sequence[str],
-    prompt: str | Sequence[str] | None,
-    *,
-    method: str | None = None,
-    profile: str | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    question_first: QuestionFirst = "no",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    audit: int | None = None,
-    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
-    checkpoint: str | Path | None = None,
-    every: int = EVERY,
-    kv: str | Path | None = None,
-    save_kv: str | Path | None = None,
-    kv_cache: str | Path | None = None,
-    kv_cache_size: int | str | None = None,
-    observer: Observer | None = None,
-    **settings: Any,
-) -> tuple[GenerationRequest, Observer]:
-    """Sort the options of `LanguageModel.generate` into what they are about."""
-    sampling = {name: settings.pop(name) for name in _SAMPLING & settings.keys()}
-    if isinstance(sampling.get("stop"), list | str):
-        stop = sampling["stop"]
-        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not texts or not all(text.strip() for text in texts):
-        raise usage_error("a document is empty" if texts else "no document", "give some text")
-    questions = [prompt] if isinstance(prompt, str) else list(prompt or [""])
-    use, save, cache = (None if each is None else Path(each) for each in (kv, save_kv, kv_cache))
-    request = GenerationRequest(
-        profile=resolve_profile(method, profile, settings),
-        prompts=tuple(
-            Prompt(f"text {index}", text, question, question_first=question_first)
-            for index, text in enumerate(texts)
-            for question in questions
-        ),
-        sampling=Sampling(**sampling),
-        template=Template(system, raw, chat_template_kwargs or {}),
-        audit=audit,
-        pipeline=pipeline,
-        keep=None if checkpoint is None else Keep(Path(checkpoint), every),
-        kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
-    )
-    return request, observer or Observer()

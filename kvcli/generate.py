@@ -19,8 +19,8 @@ from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.run_report import run_report
+from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.saved.library import KVLibrary
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
 
 from kvcli.capacity import memory, pipelines
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
 from kvcli.inputs.kv_options import KVOptions
-from kvcli.inputs.profiles import Profile
-from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.engine import Pipeline
-from kvcli.runtime.kept_run import Asked, Keep, KeptRun
+from kvcli.runtime.kept_run import EVERY, Asked, Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVLibrary
+from kvcli.runtime.saved.library import KVLibrary
+from kvcli.sizes import parse_bytes
 from kvcli.telemetry.observer import Observer
+
+_SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
@@ -113,3 +117,54 @@ def begin_to_keep(
     return KeptRun.begin(
         request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts
     )
+
+
+def request_of(
+    texts: Sequence[str],
+    prompt: str | Sequence[str] | None,
+    *,
+    method: str | None = None,
+    profile: str | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    question_first: QuestionFirst = "no",
+    chat_template_kwargs: dict[str, Any] | None = None,
+    audit: int | None = None,
+    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
+    checkpoint: str | Path | None = None,
+    every: int = EVERY,
+    kv: str | Path | None = None,
+    save_kv: str | Path | None = None,
+    kv_cache: str | Path | None = None,
+    kv_cache_size: int | str | None = None,
+    observer: Observer | None = None,
+    **settings: Any,
+) -> tuple[GenerationRequest, Observer]:
+    """Sort the options of `kvcli.api.LanguageModel.generate` into what they are about: a request and its observer.
+
+    Raises:
+        KvcliError: a document is empty, a name is unknown, a value is bad (usage).
+    """
+    sampling = {name: settings.pop(name) for name in _SAMPLING & settings.keys()}
+    if isinstance(sampling.get("stop"), list | str):
+        stop = sampling["stop"]
+        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not texts or not all(text.strip() for text in texts):
+        raise usage_error("a document is empty" if texts else "no document", "give some text")
+    questions = [prompt] if isinstance(prompt, str) else list(prompt or [""])
+    use, save, cache = (None if each is None else Path(each) for each in (kv, save_kv, kv_cache))
+    request = GenerationRequest(
+        profile=resolve_profile(method, profile, settings),
+        prompts=tuple(
+            Prompt(f"text {index}", text, question, question_first=question_first)
+            for index, text in enumerate(texts)
+            for question in questions
+        ),
+        sampling=Sampling(**sampling),
+        template=Template(system, raw, chat_template_kwargs or {}),
+        audit=audit,
+        pipeline=pipeline,
+        keep=None if checkpoint is None else Keep(Path(checkpoint), every),
+        kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
+    )
+    return request, observer or Observer()

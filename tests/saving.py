@@ -2,8 +2,8 @@
 
 import torch
 
-from kvcli.saved.manifest import Identity, PromptRead
-from kvcli.saved.writer import KVWriter, Saving
+from kvcli.runtime.saved.manifest import Identity, PromptRead
+from kvcli.runtime.saved.writer import KVWriter, Saving
 
 HK, D, LAYERS = 2, 8, 3
 IDENTITY = Identity(model="tiny", weights="aa", tokenizer="bb", rope="cc", dtype="float32")

@@ -24,8 +24,8 @@ from kvcli.inputs.encoding import EncodedPrompt, by_document
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.prefill_runner import PrefillRunner
+from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.saved.library import KVLibrary
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 

@@ -16,11 +16,11 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint, Model
-from kvcli.runtime.conversation import Conversation, Question, in_common
+from kvcli.runtime.conversation import Conversation, NewTurn, in_common
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.saved.library import KVLibrary
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
@@ -137,7 +137,7 @@ class Dialogue:
     def _answer(self, question: str) -> Iterator[str]:
         ids = self._tokens(self.document, question, self.exchanges)
         self._check(len(ids))
-        asked = Question(ids, encode_question(Prompt("", "", question), self.checkpoint.tokenizer), self.attempts)
+        asked = NewTurn(ids, encode_question(Prompt("", "", question), self.checkpoint.tokenizer), self.attempts)
         pipeline = pipelines.choose("auto", self.profile, self.checkpoint)
         steps = self.conversation.answer(asked, self.profile, self.sampling, pipeline)
         sequence: RunningSequence | None = None

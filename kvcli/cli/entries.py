@@ -30,7 +30,7 @@ def read_entries(
         raise usage_error("standard input (-) is named twice", "name it once")
     asked = read_questions(prompts, questions)
     if not files and kv is not None:
-        from kvcli.saved.manifest import read_manifest
+        from kvcli.runtime.saved.manifest import read_manifest
 
         saved = read_manifest(kv).asked
         return ask([Prompt(saved.source, saved.text)], asked, first)
@@ -52,7 +52,7 @@ def template_of(
     if kv is None or settled:
         return Template(system, raw, json_object(chat_template_kwargs))
 
-    from kvcli.saved.manifest import read_manifest
+    from kvcli.runtime.saved.manifest import read_manifest
 
     saved = read_manifest(kv).asked
     return Template(saved.system, saved.raw, saved.chat_template_kwargs)

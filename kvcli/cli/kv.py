@@ -16,7 +16,7 @@ from kvcli.errors import KvcliError, usage_error
 from kvcli.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from kvcli.saved.store import KVStore, Stored
+    from kvcli.runtime.saved.store import KVStore, Stored
 
 kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
 
@@ -59,7 +59,7 @@ def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: op
 @kv.command()
 def show(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
     """Show what entries are of, as JSON."""
-    from kvcli.saved.manifest import read_manifest
+    from kvcli.runtime.saved.manifest import read_manifest
 
     for folder in _folders(cache, names):
         manifest = read_manifest(folder)
@@ -75,7 +75,7 @@ def check(names: Names = None, cache: Store = None, debug: options.Debug = False
 
     Exit codes: 0 all are as they were written, 1 some are damaged.
     """
-    from kvcli.saved.reader import verify
+    from kvcli.runtime.saved.reader import verify
     from kvcli.ui.console import print_error
 
     folders = _folders(cache, names) if names else [entry.folder for entry in _store(cache).entries()]
@@ -94,8 +94,8 @@ def check(names: Names = None, cache: Store = None, debug: options.Debug = False
 @kv.command()
 def rm(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
     """Remove entries; what another process is reading stays."""
-    from kvcli.saved.folders import remove
-    from kvcli.saved.manifest import MANIFEST
+    from kvcli.runtime.saved.folders import remove
+    from kvcli.runtime.saved.manifest import MANIFEST
 
     for folder in _folders(cache, names):
         if not (folder / MANIFEST).exists():
@@ -116,7 +116,7 @@ def prune(cache: Store = None, cache_size: KVCacheSize = None, debug: options.De
 
 
 def _store(cache: Path | None) -> KVStore:
-    from kvcli.saved.store import KVStore
+    from kvcli.runtime.saved.store import KVStore
 
     if cache is None:
         raise usage_error("nothing says which store", "name it with --kv-cache, or set KVCLI_KV_CACHE")
@@ -133,7 +133,7 @@ def _folders(cache: Path | None, names: list[str] | None) -> list[Path]:
 
 
 def _row(entry: Stored) -> dict[str, Any]:
-    from kvcli.saved.manifest import PAGE, read_manifest
+    from kvcli.runtime.saved.manifest import PAGE, read_manifest
 
     row = {"name": entry.last, "tokens": 0, "prompt_tokens": 0, "bytes": entry.size, "used": entry.used}
     try:

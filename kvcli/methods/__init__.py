@@ -53,7 +53,7 @@ def method_names() -> list[str]:
 
 def own_method_names() -> list[str]:
     """List the methods of this package by their files; a file whose name starts with an underscore is none."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
     return sorted(name for name in modules if name not in _SHARED and not name.startswith("_"))
 
 

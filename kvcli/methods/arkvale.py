@@ -26,10 +26,10 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.steps.choices import BestThenResident
+from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.choices import BestThenResident
-from kvcli.steps.page_bounds import PageBoundsIndex
-from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.store.offloaded_pages import OffloadedPageCache
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import MethodConfig
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AttentionObserver(Protocol):
-    """Whoever watches a method attend."""
+    """What watches a method attend."""
 
     def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
         """See what a layer's query q [H, d] got from attention, out [H, d]; not to be changed, nor kept."""
@@ -55,7 +55,7 @@ class SequenceContext:
     prepared: Mapping[str, Any] | None = None
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
     attention_observer: AttentionObserver | None = None
-    """Called after every `Method.attend`, where somebody watches."""
+    """Called after every `Method.attend`."""
 
     @classmethod
     def of(
@@ -256,10 +256,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             mine.share(theirs, tokens)
 
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
-        """Copy the whole state, so that another continuation of the same prompt can be decoded beside this one.
-
-        Host memory that holds the prompt is shared. An attention observer is not taken along.
-        """
+        """Copy the whole state, without its observer, for another continuation; the prompt in host memory is shared."""
         return self._copy_for(replace(self.context, counters=counters, track=track, attention_observer=None))
 
     def take_over(self, other: Method[ConfigT, CacheT]) -> None:
@@ -293,7 +290,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         self.count(layer, Count.BYTES_EXPOSED, 0 if hidden else moved)
 
     def span(self, name: str, layer: int) -> AbstractContextManager[None]:
-        """Time a phase of a layer's work where somebody listens."""
+        """Time a phase of a layer's work, where the timeline is on."""
         return self.context.timeline.span(name, self.context.track, layer=layer)
 
 

@@ -88,7 +88,7 @@ def _classes(module: str) -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, Any]] = {}
     for node in _statements(module):
         match node:
-            case ast.ImportFrom(module=str(imported), names=names) if imported.startswith("kvcli.methods."):
+            case ast.ImportFrom(module=str(imported), names=names) if _lies_here(imported):
                 there = {} if imported == "kvcli.methods.base" else _classes(imported.rpartition(".")[2])
                 known |= {each.name: there[each.name] for each in names if each.name in there}
             case ast.ClassDef(name=name, bases=bases, body=body):
@@ -124,7 +124,7 @@ def _declared(module: str, config: str) -> Iterator[str]:
     for node in _statements(module):
         match node:
             case ast.ImportFrom(module=str(imported), names=names) if config in (each.name for each in names):
-                if imported.startswith("kvcli.methods."):
+                if _lies_here(imported):
                     yield from _declared(imported.rpartition(".")[2], config)
             case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
                 for base in bases:
@@ -135,6 +135,11 @@ def _declared(module: str, config: str) -> Iterator[str]:
                         case ast.AnnAssign(target=ast.Name(id=setting), annotation=annotation):
                             if not ast.unparse(annotation).startswith("ClassVar"):
                                 yield setting
+
+
+def _lies_here(module: str) -> bool:
+    """Tell whether a module is one of this package's own files, not of a package within it."""
+    return module.rpartition(".")[0] == "kvcli.methods"
 
 
 def _statements(module: str) -> list[ast.stmt]:

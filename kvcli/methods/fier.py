@@ -23,9 +23,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.steps.plan import RESIDENT, FromHost, StepPlan
+from kvcli.methods.steps.token_scores import OneBitScores
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.plan import RESIDENT, FromHost, StepPlan
-from kvcli.steps.token_scores import OneBitScores
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.tokens import ResidentTokenCache, TokenCache

@@ -24,9 +24,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
+from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.plan import Correction, FromHost, RecallBy, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.page_bounds import PageBoundsIndex
-from kvcli.steps.plan import Correction, FromHost, RecallBy, StepPlan
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.telemetry.counters import Count
 

@@ -6,8 +6,8 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import DenseCache
 
 

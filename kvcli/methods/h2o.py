@@ -20,9 +20,9 @@ from kvcli.kernels.last_rows import last_rows, last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.steps.eviction import LowestScore
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.eviction import LowestScore
-from kvcli.steps.plan import StepPlan
 from kvcli.store.evicting import EvictingCache
 
 # Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a

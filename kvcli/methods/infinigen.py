@@ -28,10 +28,10 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.steps.choices import NearBest
+from kvcli.methods.steps.plan import FromHost, StepPlan
+from kvcli.methods.steps.token_scores import PartialKeyScores
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.choices import NearBest
-from kvcli.steps.plan import FromHost, StepPlan
-from kvcli.steps.token_scores import PartialKeyScores
 from kvcli.store.calibration_file import CalibrationMatrices
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.partial_keys import PartialKeyIndex

@@ -22,10 +22,10 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.steps.token_scores import KeyChannelScores
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import StepPlan
-from kvcli.steps.token_scores import KeyChannelScores
 from kvcli.store.calibration_file import CalibrationMatrices
 from kvcli.store.channel_scored import PrincipalAxesCache
 

@@ -16,9 +16,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
+from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.page_bounds import PageBoundsIndex
-from kvcli.steps.plan import StepPlan
 from kvcli.store.resident_pages import ResidentPageCache
 
 

@@ -24,9 +24,9 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
+from kvcli.methods.steps.eviction import StalestPage
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.eviction import StalestPage
-from kvcli.steps.plan import StepPlan
 from kvcli.store.timestamped import TimestampedPageCache
 
 

@@ -37,9 +37,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.steps.chunks import BestChunks, LandmarkScores, RebuiltKeys
+from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.chunks import BestChunks, LandmarkScores, RebuiltKeys
-from kvcli.steps.plan import FromHost, StepPlan
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 
 

@@ -24,8 +24,8 @@ from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.plan import StepPlan
 from kvcli.store.pruned import PrunedCache
 
 

@@ -18,9 +18,9 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import StepPlan
 from kvcli.store.cache import SlidingCache
 
 

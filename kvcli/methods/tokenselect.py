@@ -25,11 +25,11 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.choices import best_scores
+from kvcli.methods.steps.plan import Choice, Chosen, StepIndex, StepPlan
+from kvcli.methods.steps.token_scores import KeyChannelScores, over_candidates
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.choices import best_scores
-from kvcli.steps.plan import Choice, Chosen, StepIndex, StepPlan
-from kvcli.steps.token_scores import KeyChannelScores, over_candidates
 from kvcli.store.channel_scored import ChannelScoredCache
 
 

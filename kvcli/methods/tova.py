@@ -17,9 +17,9 @@ from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.steps.eviction import LowestScore
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.eviction import LowestScore
-from kvcli.steps.plan import StepPlan
 from kvcli.store.evicting import EvictingCache
 
 

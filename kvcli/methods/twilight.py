@@ -23,9 +23,9 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.quest import QuestConfig
+from kvcli.methods.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
+from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
-from kvcli.steps.plan import StepPlan
 from kvcli.store.int4_estimate import Int4EstimateCache
 
 

@@ -24,10 +24,10 @@ from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, Pipeline, engine
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.saved.reader import SavedKV
+from kvcli.runtime.saved.writer import KVWriter
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import windowed_prefill
-from kvcli.saved.reader import SavedKV
-from kvcli.saved.writer import KVWriter
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.raw_kv import PAGE, RawKV
 from kvcli.telemetry.counters import Counters
@@ -42,7 +42,7 @@ ROOM = 4
 
 
 @dataclass(frozen=True)
-class Question:
+class NewTurn:
     """A turn: the whole conversation in tokens up to where the answer begins, and the question's tokens alone.
 
     The answer is drawn for the `attempt`-th time.
@@ -131,7 +131,7 @@ class Conversation:
             self._keep(ids, kv, capacity)
 
     def answer(
-        self, turn: Question, profile: Profile, sampling: Sampling, pipeline: Pipeline = "blocking"
+        self, turn: NewTurn, profile: Profile, sampling: Sampling, pipeline: Pipeline = "blocking"
     ) -> Generator[tuple[RunningSequence, str], None, None]:
         """Read what is new and answer; yields the sequence with each new text, until it has ended."""
         capacity = len(turn.ids) + sampling.max_tokens
@@ -182,7 +182,7 @@ class Conversation:
         self._keep(ids, kv, capacity)
         return logits, read
 
-    def _reader(self, ready: Engine, turn: Question, profile: Profile, sampling: Sampling) -> WindowedReader | None:
+    def _reader(self, ready: Engine, turn: NewTurn, profile: Profile, sampling: Sampling) -> WindowedReader | None:
         """Who reads this turn, if the method reads by windows: the one of the turn before where it can go on."""
         meta = SequenceContext.of(len(ready.layers), torch.device("meta"), self.model.dtype, 1)
         if get_method(profile.method)(profile.settings, ready.layers, meta).prefill_window is None:

@@ -27,18 +27,10 @@ from kvcli.runtime.decode import BlockingStepper, Stepper, decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
-from kvcli.runtime.prefill import (
-    CHUNK,
-    Branches,
-    Lending,
-    LentKV,
-    PrefillConsumer,
-    PrefillFanout,
-    prefill,
-    prefill_branches,
-)
+from kvcli.runtime.prefill import CHUNK, Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.attention_hook import Hook
-from kvcli.store.cache import LayerCache
-from kvcli.store.host_pool import HostPagePool
+from kvcli.runtime.known_kv import KnownKV
 from kvcli.store.prefill_offloader import PrefillOffloader
 
 # Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
@@ -67,43 +66,6 @@ class PrefillFanout:
         for consumer in self.consumers:
             rows = min(consumer.query_rows, q.shape[1])
             consumer.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
-
-
-class KnownKV(Protocol):
-    """KV of a prompt's first tokens, which need not be computed: a saved document's, or a conversation's so far."""
-
-    @property
-    def length(self) -> int:
-        """How many tokens it is of."""
-
-    def fill(self, layer: int, kv: Tensor) -> None:
-        """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once a layer, in their order."""
-
-
-@runtime_checkable
-class LentKV(KnownKV, Protocol):
-    """KV that lies in pages of host memory, which caches of the same pages can share."""
-
-    def pool(self) -> HostPagePool:
-        """Give the pages of the layer that was filled last."""
-
-    def keep(self, pool: HostPagePool) -> None:
-        """Leave them to those who share them."""
-
-
-class Lending:
-    """Known KV whose pages `caches`, [consumer][layer], share where they can, instead of being given them."""
-
-    def __init__(self, known: LentKV, caches: Sequence[Sequence[LayerCache]], tokens: int):
-        self.known, self.caches, self.length = known, caches, tokens
-
-    def fill(self, layer: int, kv: Tensor) -> None:
-        """Fill, and lend."""
-        self.known.fill(layer, kv)
-        pool = self.known.pool()
-        taken = [caches[layer].share_pages(pool, self.length) for caches in self.caches]
-        if any(taken):
-            self.known.keep(pool)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.runtime.engine import Engine, shared_windows
 from kvcli.runtime.prefill import Branches
 from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.saved.library import KVLibrary
+from kvcli.runtime.saved.manifest import PAGE
+from kvcli.runtime.saved.reader import KVDamagedError, SavedKV
+from kvcli.runtime.saved.writer import KVWriter
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.saved.library import KVLibrary
-from kvcli.saved.manifest import PAGE
-from kvcli.saved.reader import KVDamagedError, SavedKV
-from kvcli.saved.writer import KVWriter
 from kvcli.store.cache import Footprint
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import KVOrigin, SavedPrompt

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.store.state import Part, State
+from kvcli.store.state import State, StatePart
 
 FORMAT = 1
 HEAD = "journal.json"
@@ -146,7 +146,7 @@ class Journal:
         self._check(name, self.head.files[name])
         return json.loads(_about(self.directory / name)["tree"])
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[StatePart]:
         """Read all parts of the last writing in their order; afterwards the journal can be gone on with."""
         expected, names = self.head.last, list(map(_segment, range(self.head.segments)))
         for name in reversed(names):
@@ -168,7 +168,7 @@ class Journal:
         """Let other processes work on it."""
         self._lock.close()
 
-    def _tensors(self, name: str, parts: Iterable[Part], about: Mapping[str, str]) -> None:
+    def _tensors(self, name: str, parts: Iterable[StatePart], about: Mapping[str, str]) -> None:
         tensors = {part.name: part.values.contiguous().cpu() for part in parts}
         starts = json.dumps({part.name: part.start for part in parts})
         self._place(name, lambda path: save_file(tensors, path, {**about, "starts": starts}))
@@ -222,9 +222,9 @@ def _read_head(directory: Path) -> Head:
         raise KvcliError(f"{path}: not a journal of kvcli: {str(error).splitlines()[0]}") from None
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def _batches(parts: Iterable[StatePart]) -> Iterator[list[StatePart]]:
     """Group parts into segments of `SEGMENT_BYTES`, or of one longer part."""
-    batch: list[Part] = []
+    batch: list[StatePart] = []
     for part in parts:
         if batch and sum(each.values.nbytes for each in batch) + part.values.nbytes > SEGMENT_BYTES:
             yield batch
@@ -234,11 +234,11 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _parts(path: Path) -> Iterator[Part]:
+def _parts(path: Path) -> Iterator[StatePart]:
     starts = json.loads(_about(path)["starts"])
     with safe_open(path, framework="pt") as file:
         for name, start in starts.items():
-            yield Part(name, start, file.get_tensor(name))
+            yield StatePart(name, start, file.get_tensor(name))
 
 
 def _about(path: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.store.cache import Tiers
-from kvcli.store.state import Part, form_of, is_record, raw, view
+from kvcli.store.state import StatePart, form_of, is_record, raw, view
 
 
 class Restoring:
@@ -29,7 +29,7 @@ class Restoring:
         with torch.inference_mode(False):  # what is made here can be written to wherever decoding goes on
             self._restore(root, tree["root"])
 
-    def put(self, part: Part) -> None:
+    def put(self, part: StatePart) -> None:
         """Take a part, in the order in which they were written."""
         name, start, values = part
         if name in self._lists:

@@ -43,7 +43,7 @@ class Settled(NamedTuple):
     """None: as many as are settled."""
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """What lies from entry `start` on under a name; of memory that is not `Settled`, all of its bytes."""
 
     name: str
@@ -60,8 +60,8 @@ class State:
     """
 
     tree: Any
-    added: list[Part] = field(default_factory=list)
-    changing: list[Part] = field(default_factory=list)
+    added: list[StatePart] = field(default_factory=list)
+    changing: list[StatePart] = field(default_factory=list)
     settled: dict[str, int] = field(default_factory=dict)
 
 
@@ -122,7 +122,7 @@ class _Capture:
         start = self.written.get(name, 0)
         if new := values[start:]:
             dtype = torch.float64 if isinstance(new[0], float) else torch.int64
-            self.found.added.append(Part(name, start, torch.tensor(new, dtype=dtype)))
+            self.found.added.append(StatePart(name, start, torch.tensor(new, dtype=dtype)))
         self.found.settled[name] = len(values)
         return {"numbers": name}
 
@@ -162,7 +162,7 @@ class _Capture:
             if address in self.settled:
                 self.part(name, self.settled[address])
             elif memory.nbytes():
-                self.found.changing.append(Part(name, 0, raw(memory)))
+                self.found.changing.append(StatePart(name, 0, raw(memory)))
         return {"tensor": [self.names[address], form_of(value)]}
 
     def part(self, name: str, settled: Settled) -> None:
@@ -178,7 +178,7 @@ class _Capture:
             (self.found.changing, stop, end),
         ):
             if last > first:
-                parts.append(Part(name, first, what.narrow(dim, first, last - first)))
+                parts.append(StatePart(name, first, what.narrow(dim, first, last - first)))
 
 
 def raw(memory: torch.UntypedStorage) -> Tensor:

@@ -13,7 +13,7 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVOptions
+from kvcli.runtime.saved.library import KVOptions
 from kvcli.telemetry.observer import Observer
 
 DOCUMENT = "The access code of Nelson is Edna. It was a quiet morning, and the doctors were white. " * 8

@@ -7,7 +7,7 @@ from kvcli.conformance.models import VOCAB, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method, method_names
-from kvcli.runtime.conversation import Conversation, Question
+from kvcli.runtime.conversation import Conversation, NewTurn
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 
@@ -51,7 +51,7 @@ def alone(model, name, ids):
 
 
 def ask(conversation, ids, name, **question):
-    *_, (sequence, _) = conversation.answer(Question(ids, **question), profile(name), SAMPLING)
+    *_, (sequence, _) = conversation.answer(NewTurn(ids, **question), profile(name), SAMPLING)
     return sequence
 
 
@@ -112,7 +112,7 @@ def test_an_attempt_is_drawn_anew(model):
     drawn = Sampling(max_tokens=TOKENS, temperature=1.0, ignore_eos=True)
 
     def tokens(attempt):
-        *_, (sequence, _) = conversation.answer(Question(ids, attempt=attempt), profile("full"), drawn)
+        *_, (sequence, _) = conversation.answer(NewTurn(ids, attempt=attempt), profile("full"), drawn)
         return sequence.token_ids
 
     assert tokens(0) == tokens(0) != tokens(1)
@@ -120,7 +120,7 @@ def test_an_attempt_is_drawn_anew(model):
 
 def test_an_answer_that_is_given_up_leaves_the_conversation_whole(model):
     conversation, ids = Conversation(model, Observer()), some(1, 100)
-    answer = conversation.answer(Question(ids), profile("freekv"), SAMPLING)
+    answer = conversation.answer(NewTurn(ids), profile("freekv"), SAMPLING)
     next(answer)
     answer.close()
     longer = [*ids, *some(2, 9)]

@@ -18,7 +18,7 @@ from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.library import KVOptions
+from kvcli.runtime.saved.library import KVOptions
 from kvcli.store.journal import Journal
 from kvcli.telemetry.observer import Observer
 

@@ -8,13 +8,13 @@ import torch
 import kvcli.store.journal as module
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.store.journal import Journal
-from kvcli.store.state import Part, State
+from kvcli.store.state import State, StatePart
 
 
 def state(step):
     """After a step: one entry more of what has settled, and a tensor that is another each time."""
-    added = [Part("log", step, torch.tensor([step]))]
-    return State({"step": step}, added, [Part("now", 0, torch.full((3,), step))], {"log": step + 1})
+    added = [StatePart("log", step, torch.tensor([step]))]
+    return State({"step": step}, added, [StatePart("now", 0, torch.full((3,), step))], {"log": step + 1})
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_forgets_all_but_the_further_files(written):
 
 def test_long_parts_come_in_segments_of_their_own(written, monkeypatch):
     monkeypatch.setattr(module, "SEGMENT_BYTES", 100)
-    parts = [Part(f"p{index}", 0, torch.zeros(10, dtype=torch.float64)) for index in range(3)]
+    parts = [StatePart(f"p{index}", 0, torch.zeros(10, dtype=torch.float64)) for index in range(3)]
     before = written.head.segments
     written.write(State({}, parts, [], {}))
     assert written.head.segments == before + 3

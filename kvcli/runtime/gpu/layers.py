@@ -1,4 +1,4 @@
-"""What one layer of a batch does at a step, over slots: any plan (`kvcli.steps.plan`), carried out.
+"""What one layer of a batch does at a step, over slots: any plan (`kvcli.methods.steps.plan`), carried out.
 
 Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller uses the tensors again afterwards.
 
@@ -34,12 +34,12 @@ from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.write_page import write_filled_page
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.choices import BestScores
+from kvcli.methods.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
 from kvcli.runtime.gpu.log import LayerStepStats
 from kvcli.runtime.gpu.recall import recall_of
 from kvcli.runtime.gpu.streams import Point, Streams
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.choices import BestScores
-from kvcli.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
 
 
 class PlannedLayer:

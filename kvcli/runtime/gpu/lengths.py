@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.store.layer_slots import LayerSlots
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.rope import Rotary
 from kvcli.runtime.gpu.layers import PlannedLayer
 from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
 from kvcli.runtime.gpu.streams import Streams
 from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import FromHost, StepPlan
 
 RECALL_STREAMS = 2
 """Streams that layers take in turns: one may still recall while the next selects."""

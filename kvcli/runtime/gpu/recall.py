@@ -19,7 +19,7 @@ from kvcli.kernels.gather_pages import PROGRAMS, gather_pages
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import PagedKV
-from kvcli.steps.plan import FromHost
+from kvcli.methods.steps.plan import FromHost
 
 PROGRAM_TOKENS = 32
 """Tokens that a program has in flight; with smaller pages it takes more programs."""

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.steps.plan import Chosen
 from kvcli.runtime.gpu.layers import PlannedLayer
-from kvcli.steps.plan import Chosen
 
 PATTERNS = 64
 """Steps after which the same heads are corrected again."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.saved.folders import TEMPORARY, remove
-from kvcli.saved.manifest import MANIFEST, Manifest, page_hashes, read_manifest
-from kvcli.saved.reader import Segment
+from kvcli.runtime.saved.folders import TEMPORARY, remove
+from kvcli.runtime.saved.manifest import MANIFEST, Manifest, page_hashes, read_manifest
+from kvcli.runtime.saved.reader import Segment
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import pytest
 from saving import IDENTITY, names_in, save
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.saved.manifest import MANIFEST, PAGE, read_manifest
-from kvcli.saved.reader import SavedKV, Segment
-from kvcli.saved.store import KVStore
+from kvcli.runtime.saved.manifest import MANIFEST, PAGE, read_manifest
+from kvcli.runtime.saved.reader import SavedKV, Segment
+from kvcli.runtime.saved.store import KVStore
 from kvcli.store.cache import Tiers
 
 DOCUMENT = list(range(4 * PAGE))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvcli.saved import layer_file
-from kvcli.saved.layer_file import (
+from kvcli.runtime.saved import layer_file
+from kvcli.runtime.saved.layer_file import (
     ALIGNMENT,
     DamagedError,
     UnbufferedFile,

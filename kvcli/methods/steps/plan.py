@@ -13,8 +13,8 @@ from torch import Tensor
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.softmax import Softmax
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.eviction import Eviction
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.eviction import Eviction
 
 RecallBy = Literal["gather", "copy"]
 

@@ -11,9 +11,9 @@ from kvcli.kernels.one_bit_scores import one_bit_scores_device
 from kvcli.kernels.slot_layout import candidates
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import StepIndex
-from kvcli.steps.rows import put_rows
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import StepIndex
+from kvcli.methods.steps.rows import put_rows
 
 
 class OneBitScores(StepIndex):

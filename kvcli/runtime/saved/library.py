@@ -11,11 +11,11 @@ from kvcli.inputs.encoding import EncodedPrompt, Template
 from kvcli.inputs.kv_options import KVOptions
 from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint
-from kvcli.saved.folders import remove
-from kvcli.saved.manifest import PAGE, Identity, Manifest, PromptRead, page_hashes, read_manifest
-from kvcli.saved.reader import KVDamagedError, SavedKV, Segment
-from kvcli.saved.store import KVStore
-from kvcli.saved.writer import KVWriter, Saving, check_target
+from kvcli.runtime.saved.folders import remove
+from kvcli.runtime.saved.manifest import PAGE, Identity, Manifest, PromptRead, page_hashes, read_manifest
+from kvcli.runtime.saved.reader import KVDamagedError, SavedKV, Segment
+from kvcli.runtime.saved.store import KVStore
+from kvcli.runtime.saved.writer import KVWriter, Saving, check_target
 from kvcli.store.cache import Tiers
 
 

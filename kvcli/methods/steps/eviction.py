@@ -11,8 +11,8 @@ from kvcli.kernels.page_scores import page_scores_device
 from kvcli.kernels.page_summary import summarise_filled_page
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.rows import put_rows
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.rows import put_rows
 
 
 class Eviction(Protocol):

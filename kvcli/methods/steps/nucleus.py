@@ -8,11 +8,11 @@ from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.choices import best_scores
-from kvcli.steps.page_bounds import PageBoundsIndex
-from kvcli.steps.plan import Choice, Chosen, StepIndex
-from kvcli.steps.rows import put_rows
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.choices import best_scores
+from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.rows import put_rows
 from kvcli.store.int4_estimate import four_bit_scores, quantise_four_bit
 
 

@@ -11,8 +11,8 @@ from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.kernels.topk import topk_pages_device
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
 
 
 class LandmarkScores(StepIndex):

@@ -3,8 +3,8 @@ from engine import new_method
 
 from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.models.geometry import LayerGeometry
-from kvcli.steps.batch_slots import BatchSlots
 from kvcli.store.cache import Footprint
 
 HK, D = 2, 8

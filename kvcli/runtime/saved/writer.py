@@ -16,9 +16,18 @@ from torch import Tensor
 
 from kvcli.errors import KvcliError, usage_error
 from kvcli.kernels.softmax import Softmax
-from kvcli.saved.folders import NewFolder
-from kvcli.saved.layer_file import aligned, write_layer
-from kvcli.saved.manifest import MANIFEST, PAGE, Identity, LayerEntry, Manifest, PromptRead, page_hashes, read_manifest
+from kvcli.runtime.saved.folders import NewFolder
+from kvcli.runtime.saved.layer_file import aligned, write_layer
+from kvcli.runtime.saved.manifest import (
+    MANIFEST,
+    PAGE,
+    Identity,
+    LayerEntry,
+    Manifest,
+    PromptRead,
+    page_hashes,
+    read_manifest,
+)
 from kvcli.store.pages import paged
 
 _BUFFERS = 2  # one being filled while the other is written

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.saved.layer_file import DamagedError, UnbufferedFile, aligned, check_layer, read_pages
-from kvcli.saved.manifest import PAGE, Manifest, damaged, read_manifest
+from kvcli.runtime.saved.layer_file import DamagedError, UnbufferedFile, aligned, check_layer, read_pages
+from kvcli.runtime.saved.manifest import PAGE, Manifest, damaged, read_manifest
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged

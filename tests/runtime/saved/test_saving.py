@@ -10,11 +10,11 @@ import torch
 from saving import ASKED, IDENTITY, LAYERS, layer_kv, names_in, save
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.saved import writer as writing
-from kvcli.saved.folders import NewFolder, clear, locked, remove
-from kvcli.saved.manifest import MANIFEST, PAGE, page_hashes, read_manifest
-from kvcli.saved.reader import KVDamagedError, SavedKV, Segment
-from kvcli.saved.writer import KVWriter, Saving, check_target
+from kvcli.runtime.saved import writer as writing
+from kvcli.runtime.saved.folders import NewFolder, clear, locked, remove
+from kvcli.runtime.saved.manifest import MANIFEST, PAGE, page_hashes, read_manifest
+from kvcli.runtime.saved.reader import KVDamagedError, SavedKV, Segment
+from kvcli.runtime.saved.writer import KVWriter, Saving, check_target
 from kvcli.store.cache import Tiers
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

@@ -1,4 +1,4 @@
-"""Rules by which scores choose what a step attends to; see `kvcli.steps.plan.Choice`."""
+"""Rules by which scores choose what a step attends to; see `kvcli.methods.steps.plan.Choice`."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from typing_extensions import override
 from kvcli.kernels.slot_layout import candidates_end
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages_device
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
 
 
 class BestScores(Choice):

@@ -18,7 +18,7 @@ from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
-from kvcli.saved.manifest import read_manifest
+from kvcli.runtime.saved.manifest import read_manifest
 from kvcli.telemetry.observer import Observer
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 6
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_costs_no_text(path, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvcli.saved.writer.write_layer", full)
+    monkeypatch.setattr("kvcli.runtime.saved.writer.write_layer", full)
     notes = Notes()
     report = run(path, QUESTIONS[:1], save=tmp_path / "kv", observer=notes)
     assert tokens(report) == tokens(run(path, QUESTIONS[:1]))

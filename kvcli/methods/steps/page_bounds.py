@@ -9,8 +9,8 @@ from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores_device
 from kvcli.kernels.page_summary import summarise_filled_page
 from kvcli.kernels.softmax import Softmax
-from kvcli.steps.batch_slots import BatchSlots
-from kvcli.steps.plan import StepIndex
+from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.plan import StepIndex
 
 
 class PageBoundsIndex(StepIndex):
