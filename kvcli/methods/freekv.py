@@ -35,7 +35,7 @@ class FreeKVConfig(PagedConfig):
     """Settings of FreeKV."""
 
     tau: CosineByLayer = setting(
-        0.9, "correct a head below this query cosine; 0 never, 1 always; or one a layer", "cosine"
+        0.9, "correct a head below this query cosine (0 never, 1 always); or by layer", "cosine"
     )
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
     correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")

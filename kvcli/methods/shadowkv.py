@@ -137,7 +137,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         for cache in active.values():
             width = cache.k.shape[0] * cache.k.shape[2]
             full += 2 * cache.covered * width * cache.k.element_size()
-            kept += shadow_elements(cache.covered, width, cache.layout, cache.keys.rank) * cache.k.element_size()
+            kept += cache.layout.elements(cache.covered, width, cache.keys.rank) * cache.k.element_size()
         pages = self.context.counters.cache()
         return {
             "rank": max(cache.keys.rank for cache in active.values()),
@@ -147,12 +147,3 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
             "bytes_saved": full - kept,
             "layers": [{"layer": layer, "key_error": error} for layer, error in errors.items()],
         }
-
-
-def shadow_elements(tokens: int, width: int, layout: ShadowLayout, rank: int) -> int:
-    """Count the numbers that a layer keeps on the device for S `tokens` whose keys are M = Hk*d = `width` wide.
-
-    S*M/C + 2(K+O)*C*M + S*r + r*M: landmarks, selected and outlier chunks, A and B (appendix A.2, corrected).
-    """
-    chunks = layout.selected + layout.outliers
-    return tokens * width // layout.size + 2 * chunks * layout.size * width + tokens * rank + rank * width

@@ -68,6 +68,15 @@ class ShadowLayout:
         longest = capacity if self.rolling else prompt
         return longest // self.size - self.local if self.active(longest) else 0
 
+    def elements(self, tokens: int, width: int, rank: int) -> int:
+        """Count the numbers that a layer keeps on the device for S `tokens` whose keys are M = Hk*d = `width` wide.
+
+        S*M/C + 2(K+O)*C*M + S*r + r*M: landmarks, selected and outlier chunks, A and B (ShadowKV, appendix A.2,
+        corrected).
+        """
+        chunks = self.selected + self.outliers
+        return tokens * width // self.size + 2 * chunks * self.size * width + tokens * rank + rank * width
+
     def rows(self, capacity: int, prompt: int) -> int:
         """The most tokens on the device, of a prompt of `prompt` tokens continued to `capacity`."""
         generated = 0 if self.rolling else capacity - prompt

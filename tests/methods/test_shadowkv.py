@@ -12,7 +12,6 @@ from rope_models import CONFIGS, model_of
 from kvcli.capacity import memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.methods.shadowkv import shadow_elements
 from kvcli.models.geometry import geometry_of
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
@@ -339,7 +338,7 @@ def test_error_is_that_of_the_best_approximation_and_is_reported():
 def test_memory_saving_of_the_papers_example_with_the_factor_it_lacks():
     layout = ShadowLayout(size=8, outliers=48, selected=256, local=4, rank=160)
     tokens, width = 128 * 1024, 1024
-    assert 2 * tokens * width / shadow_elements(tokens, width, layout, 160) == pytest.approx(6.26, abs=0.005)
+    assert 2 * tokens * width / layout.elements(tokens, width, 160) == pytest.approx(6.26, abs=0.005)
 
 
 @pytest.mark.parametrize("variant", [{}, PLUS, REFRESH], ids=["plain", "plus", "refresh"])
