@@ -34,9 +34,7 @@ from kvcli.telemetry.counters import Count
 class FreeKVConfig(PagedConfig):
     """Settings of FreeKV."""
 
-    tau: CosineByLayer = setting(
-        0.9, "correct a head below this query cosine (0 never, 1 always); or by layer", "cosine"
-    )
+    tau: CosineByLayer = setting(0.9, "correct a head below this query cosine: 0 never, 1 always; or a list", "cosine")
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
     correction_pooling: Literal["mean", "max"] = setting("mean", "how cosines are pooled over the group")
     score_scale: bool = setting(True, "scale page scores as attention does (the reference code leaves it out)")
