@@ -220,7 +220,7 @@ def with_bad(rows: list[dict]) -> list[dict]:
 
 def kills(folder: Path) -> dict:
     """Kill a batch again and again; what it comes to in the end."""
-    rows, wanted_kills, drawn = with_bad(ragged(300, longest=400, words=60, seed=1)), 30, random.Random(2)
+    rows, wanted_kills, drawn = with_bad(ragged(300, longest=150, words=60, seed=1)), 30, random.Random(2)
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [str(source), "-o", str(output), "--max-inflight", "2"]

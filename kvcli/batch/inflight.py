@@ -29,8 +29,7 @@ from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
-# Rows, and tokens of theirs, that are turned into tokens to be read together.
-_TOGETHER, _TOKENS_TOGETHER = 64, 1 << 22
+_TOKENS_TOGETHER = 1 << 22  # of prompts that are in memory at once to be read
 
 
 class Dropped(Exception):  # noqa: N818 - nothing went wrong
@@ -125,7 +124,7 @@ class InFlight:
         group = self.waiting.popleft() if self.waiting else []
         flights: list[Flight] = []
         tokens = 0
-        while group and len(flights) < _TOGETHER and tokens < _TOKENS_TOGETHER:
+        while group and tokens < _TOKENS_TOGETHER:
             job = group.pop(0)
             try:
                 row = self.rules.inputs.row(job)

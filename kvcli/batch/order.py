@@ -14,9 +14,12 @@ from kvcli.errors import usage_error
 # row, the prefill for a whole chunk. It only decides which rows come first.
 _PREFILL_TOKENS_A_STEP = 32
 
+TOGETHER = 64
+"""Rows that are read together, at most."""
+
 
 def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Put rows that may have half of their tokens in common into one group, groups that take longest first.
+    """Put rows that may have half of their tokens in common into groups of `TOGETHER` at most, longest work first.
 
     Within a group rows that begin alike stand side by side.
     """
@@ -24,7 +27,8 @@ def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
     for job in sorted(jobs, key=lambda job: (job.prefixes, job.line.number)):
         # What is known to be in common may be half of what is, so that a quarter is enough here; whether rows are
         # read together is decided by their tokens.
-        if not (groups and 4 * common_tokens(groups[-1][0], job) >= max(groups[-1][0].tokens, job.tokens)):
+        first = groups[-1][0] if groups and len(groups[-1]) < TOGETHER else None
+        if first is None or 4 * common_tokens(first, job) < max(first.tokens, job.tokens):
             groups.append([])
         groups[-1].append(job)
     return sorted(groups, key=lambda group: -max(map(work, group)))
@@ -74,7 +78,7 @@ class Shard:
         rows: dict[int, list[Job]] = {}
         for job in jobs:
             rows.setdefault(job.document, []).append(job)
-        most = sum(job.size for job in jobs) / self.count
+        most = _size(jobs) / self.count
         pieces = sorted((piece for alike in rows.values() for piece in _pieces(alike, most)), key=lambda p: -_size(p))
         loads = [(0, shard) for shard in range(self.count)]
         chosen = []

@@ -164,8 +164,8 @@ def test_documents_are_kept_between_runs(fresh, tmp_path):
 
 
 def test_rows_that_only_seem_alike_are_read_apart(fresh, monkeypatch):
-    """Rows that begin with the same half or less, and rows that are more than are made into tokens at once."""
-    monkeypatch.setattr(inflight, "_TOGETHER", 4)
+    """Rows that begin with the same half or less, and more of them than are made into tokens at once."""
+    monkeypatch.setattr(inflight, "_TOKENS_TOGETHER", 500)
     start = text(1, 60)
     asked = [{"custom_id": f"r{n}", "prompt": f"{start} {text(n // 3, 100)} {text(n, 4)}"} for n in range(11)]
     results, tally, _ = fresh(asked, max_inflight=3)
