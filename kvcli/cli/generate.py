@@ -15,6 +15,7 @@ from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import check_files
 from kvcli.cli.resume import resume_run
 from kvcli.cli.saved import SAVED, KVCache, KVCacheSize, SaveKV, kv_options
+from kvcli.cli.turns import check_turns, take_turns
 
 _KEEPING = Panel("Going on")
 
@@ -37,6 +38,9 @@ def generate(
         Literal["no", "only", "both"],
         INPUT.option("--question-first", None, "only puts the question before the document, both before and after it."),
     ] = "no",
+    turns: Annotated[
+        bool, INPUT.flag("--turns", "Ask the questions one after the other, each after the answer to the one before.")
+    ] = False,
     system: asked.System = None,
     raw: asked.Raw = False,
     chat_template_kwargs: asked.ChatTemplateKwargs = None,
@@ -167,6 +171,14 @@ def generate(
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
+    if turns:
+        beside = {"--num-samples": num_samples > 1, "--audit": audit, "--trace": trace, "--checkpoint": checkpoint}
+        beside |= {
+            "--save-kv": save_kv,
+            "--kv-cache": given(context, ["kv_cache"]),
+            "--question-first": question_first != "no",
+        }
+        check_turns(show, beside)
     if model is None:
         show.observer.notice(
             "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
@@ -175,9 +187,12 @@ def generate(
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     keep = None if checkpoint is None else Keep(checkpoint, every)
     request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline, keep, saved_kv)
+    spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
     try:
-        spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
-        report = run(spec, request, show.observer, spans)
+        if turns:
+            report = take_turns(spec, show, chosen, sampling, template, kv)
+        else:
+            report = run(spec, request, show.observer, spans)
     except BaseException:
         show.abandon()
         raise

@@ -141,3 +141,24 @@ def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(model, document):
     at = terminal.until("interrupted", at)
     terminal.type("/quit\n")
     assert terminal.process.wait(30) == 0
+
+
+def test_questions_to_generate_can_be_turns(warm, model, document):
+    asked = ["-p", "which fox?", "-p", "and which dog?"]
+    common = ["-m", model, "--max-tokens", 6, "--ignore-eos", "--method", "quest"]
+    result = warm("generate", document, "--turns", *asked, *common, "--json", "-q")
+    assert result.returncode == 0, result.stderr
+    first, second = json.loads(result.stdout)["sequences"]
+    assert [first["question"], second["question"]] == ["which fox?", "and which dog?"]
+    assert second["prompt_tokens"] > first["prompt_tokens"] + len(first["token_ids"])  # what was said is before it
+    assert second["kv"]["read_tokens"] < second["prompt_tokens"] - first["prompt_tokens"] + 32
+    (alone,) = json.loads(warm("generate", document, *asked[:2], *common, "--json", "-q").stdout)["sequences"]
+    assert first["token_ids"] == alone["token_ids"]
+
+
+@pytest.mark.parametrize(("options", "word"), [(["--num-samples", 2], "--num-samples"), (["--audit", 1], "--audit")])
+def test_what_turns_go_without(warm, model, document, options, word):
+    result = warm("generate", document, "--turns", "-p", "x", "-m", model, "-q", *options)
+    assert_refused(result, 2, word)
+    (other := document.with_name("other.txt")).write_text(WORDS)
+    assert_refused(warm("generate", document, other, "--turns", "-p", "x", "-m", model, "-q"), 2, "one document")
