@@ -172,12 +172,14 @@ def generate(
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
     if turns:
-        beside = {"--num-samples": num_samples > 1, "--audit": audit, "--trace": trace, "--checkpoint": checkpoint}
-        beside |= {
-            "--save-kv": save_kv,
-            "--kv-cache": given(context, ["kv_cache"]),
-            "--question-first": question_first != "no",
+        beside: dict[str, object] = {
+            "--num-samples": num_samples > 1,
+            "--audit": audit,
+            "--trace": trace,
+            "--checkpoint": checkpoint,
         }
+        stored = bool(given(context, ["kv_cache"]))
+        beside |= {"--save-kv": save_kv, "--kv-cache": stored, "--question-first": question_first != "no"}
         check_turns(show, beside)
     if model is None:
         show.observer.notice(
