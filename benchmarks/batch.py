@@ -28,7 +28,7 @@ import psutil
 import torch
 from common import add_output, save
 
-import kvcli
+from kvcli.api import load
 from kvcli.batch import inflight
 from kvcli.batch import run as batch_run
 from kvcli.batch.run import BatchRequest
@@ -133,7 +133,7 @@ def throughput(folder: Path) -> dict:
         outcomes.append(outcome)
         seconds = tally.progress().seconds
         found[name] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "steps": tally.steps}
-    model = kvcli.load(spec.name, load_format="dummy")
+    model = load(spec.name, load_format="dummy")
     model.generate("warm", method="full", max_tokens=2)
     begun, alone = time.perf_counter(), {}
     for row in rows:
@@ -234,7 +234,7 @@ def kills(folder: Path) -> dict:
         killed += 1
         lines.append(output.read_bytes().count(b"\n") if output.exists() else 0)
     code = ended(start(folder, *arguments))
-    found, model = texts(output), kvcli.load()
+    found, model = texts(output), load()
     good = [row for row in rows if not row.keys() & {"tools", "top_p"} and len(row["prompt"]) < 9000]
     alone = {
         row["custom_id"]: model.generate(row["prompt"], max_tokens=row["max_tokens"], ignore_eos=True).text
