@@ -7,6 +7,8 @@ to fp32 right after they are loaded, and to the type of the output when they are
 only as scalars; offsets that can pass 2^31 elements are int64.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

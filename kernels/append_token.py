@@ -3,6 +3,8 @@
 Shapes: rows and new token as in `kvcli.kernels.slot_attention`.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

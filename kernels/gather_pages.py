@@ -8,6 +8,8 @@ Shapes: host pages as in `kvcli.kernels.host_pages`, misses as in `kvcli.kernels
 [b, Hk, rows, d] as in `kvcli.kernels.slot_layout`; slot j of a miss is the j-th selected one.
 """
 
+from __future__ import annotations
+
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList

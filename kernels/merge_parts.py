@@ -7,6 +7,8 @@ s runs over disjoint parts of the keys: part is the output of one, norm its log-
 Shapes: parts [b, H, splits, d] and norms [b, H, splits] in fp32, sinks [H], heads [b, Hk] -> out [b, H, d].
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

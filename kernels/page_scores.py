@@ -9,6 +9,8 @@ Shapes: q [H, d], summary [Hk, n, 2, d] (see `page_summary`) -> scores [Hk, n], 
 has the batch in front, and lengths [b] that say which pages are candidates.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

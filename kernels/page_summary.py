@@ -9,6 +9,8 @@ Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper boun
 `summarise_filled_page` does it for the page that the newest token has filled, in summaries [b, Hk, n, 2, d].
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

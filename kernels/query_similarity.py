@@ -4,6 +4,8 @@ Shapes: q, previous [H, d] (post-RoPE) -> similarity [Hk], the cosine of each qu
 `correct_heads` decides by it on the device, for a batch.
 """
 
+from __future__ import annotations
+
 from enum import IntEnum
 from typing import Literal, NamedTuple
 

@@ -4,6 +4,8 @@ Shapes: q [H, d], keys [Hk, n, c], c <= d channels that q has too (its first c) 
 `token_scores_device` has the batch in front, and lengths [b] that say how many tokens there are.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

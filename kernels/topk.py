@@ -8,6 +8,8 @@ these chose. Scores are read as integers of the same order; the largest threshol
 bit, and then everything above it is taken, and of what equals it the lowest pages.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

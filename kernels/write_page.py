@@ -4,6 +4,8 @@ Every KV head's program looks at the length on the device and does nothing where
 decision on the host. Shapes: rows as in `kvcli.kernels.slot_layout`, host pages as in `kvcli.kernels.host_pages`.
 """
 
+from __future__ import annotations
+
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.slot_layout import PagedKV, filled_pages, slot_of

@@ -10,7 +10,8 @@ import time
 
 import pytest
 from command import COMMAND, assert_refused, environment
-from families import tiny_checkpoint
+from families import EOS, tiny_checkpoint
+from safetensors.torch import load_file, save_file
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
 
@@ -125,8 +126,18 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
-def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(model, document):
-    terminal = Terminal("-m", model, document, "--max-tokens", 4000)
+@pytest.fixture
+def endless(tmp_path):
+    """A model that never ends a text: its end-of-text token is less likely than any other."""
+    path = tiny_checkpoint("llama", tmp_path / "endless")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"][EOS] = 0
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(endless, document):
+    terminal = Terminal("-m", endless, document, "--max-tokens", 3000)
     at = terminal.until("> ")
     terminal.type("which fox?\n")
     at = terminal.until("fox?", at)
