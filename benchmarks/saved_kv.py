@@ -9,8 +9,9 @@ the files and the time of the question's own tokens. Memory is what a process of
 """
 
 import argparse
-import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -97,21 +98,20 @@ def first_token(ready: Engine, ids: list[int], folder: Path | None) -> float:
     return time.perf_counter() - begun
 
 
-def memory_of(ready: Engine, document: list[int], questions: int) -> int:
-    """Ask so many questions in a process of its own; returns the bytes that it holds more than before."""
-    reading, writing = os.pipe()
-    if (pid := os.fork()) == 0:
-        before = psutil.Process().memory_full_info().uss
-        prompts = [[*document, *range(100 + n, 100 + n + QUESTION)] for n in range(questions)]
-        methods = [[ready.method(PROFILE, ready.context(len(ids), QUESTION))] for ids in prompts]
-        ready.prefill_branches(Branches.of(prompts, len(document)), methods)
-        os.write(writing, str(psutil.Process().memory_full_info().uss - before).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        held = int(pipe.read())
-    os.waitpid(pid, 0)
-    return held
+def held(ready: Engine, document: list[int], questions: int) -> int:
+    """Ask so many questions; returns the bytes that this process holds more than before."""
+    before = psutil.Process().memory_full_info().uss
+    prompts = [[*document, *range(100 + n, 100 + n + QUESTION)] for n in range(questions)]
+    methods = [[ready.method(PROFILE, ready.context(len(ids), QUESTION))] for ids in prompts]
+    ready.prefill_branches(Branches.of(prompts, len(document)), methods)
+    return int(psutil.Process().memory_full_info().uss - before)
+
+
+def held_elsewhere(given: argparse.Namespace, questions: int) -> int:
+    """The same in a process of its own, which has held nothing before."""
+    sizes = ["--shape", given.shape, "--layers", given.layers, "--context", given.context]
+    command = [sys.executable, __file__, *map(str, sizes), "--held", str(questions)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def main() -> None:
@@ -119,9 +119,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="small", help="a shape that comes with kvcli")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--context", type=int, default=16384, help="tokens of the document")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--context", type=int, default=12288, help="tokens of the document")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write: the disk that is measured")
+    parser.add_argument("--held", type=int, metavar="N", help="only the memory of N questions, in bytes")
     add_output(parser, "saved_kv")
     given = parser.parse_args()
     config = shortened(read_config(ModelSpec(given.shape, load_format="dummy")), given.layers, 2)
@@ -130,6 +131,9 @@ def main() -> None:
     asked = [*document, *range(7, 7 + QUESTION)]
     capacities = [len(document) + QUESTION, len(asked) + QUESTION, 2 * QUESTION]
     with engine(model_of(module), capacities) as ready, tempfile.TemporaryDirectory(dir=given.folder) as place:
+        if given.held is not None:
+            print(held(ready, document, given.held))
+            return
         folder, plain, saving, until, loads, reads, firsts = Path(place) / "kv", *([] for _ in range(6))
         question = []
         prefill(ready, document, None)
@@ -144,7 +148,7 @@ def main() -> None:
             firsts.append(first_token(ready, asked, folder))
             question.append(first_token(ready, asked[-QUESTION:], None))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        memory = {number: memory_of(ready, document, number) for number in (1, 10, 50)}
+        memory = {number: held_elsewhere(given, number) for number in (1, 10, 50)}
     results = {
         "shape": given.shape,
         "layers": given.layers,

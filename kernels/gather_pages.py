@@ -94,7 +94,7 @@ def _gather_kernel(
 def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
     """Bring the pages that `misses` lists into their slots; does nothing for a head that misses none.
 
-    The page table is not touched (`resolve_pages_device` has done it). Whoever reads the slots must have finished, and
+    The page table is not touched (`resolve_pages_device` has done it). What reads the slots must have finished, and
     the pages must have been written out. May be captured in a CUDA graph: the list's length is read on the device.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.

@@ -131,7 +131,7 @@ def resolve_pages_device(resident: Tensor, selected: Tensor, misses: MissList, h
 
     heads [b, Hk] bool: the others miss nothing and keep what they have. An entry of -1 in `selected` is no page; the
     slots that are left without one become empty. May be captured in a CUDA graph. From here to the end of the gather
-    that `misses` is for, nobody may read the slots by this table.
+    that `misses` is for, the slots may not be read by this table.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """

@@ -17,7 +17,7 @@ def resolve_tokens_device(resident: Tensor, selected: Tensor, misses: MissList, 
     miss nothing and keep what they have. Operations of torch: may be captured in a CUDA graph.
     """
     asked = heads[..., None]
-    selected = selected.masked_fill(~asked, -1)  # which nobody has written
+    selected = selected.masked_fill(~asked, -1)  # which no kernel has written
     kept = _members(selected, tokens).gather(2, resident.long() + 1)
     missing = asked & ~_members(resident, tokens).gather(2, selected.long() + 1) & (selected >= 0)
     free = asked & ~kept

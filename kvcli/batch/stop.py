@@ -14,7 +14,7 @@ _REPEATED = 1.0  # seconds
 class Stop:
     """Takes the request to end: no row begins any more, and those in flight have `grace` seconds to come to theirs.
 
-    Asked a second time, they are dropped at once. While nobody listens nothing is in flight, and `ask` interrupts.
+    Asked a second time, they are dropped at once. While no loop listens nothing is in flight, and `ask` interrupts.
     """
 
     def __init__(self, grace: float = 0.0, listening: bool = False):
@@ -27,7 +27,7 @@ class Stop:
         """Ask, because of a signal.
 
         Raises:
-            KeyboardInterrupt: nobody listens, and it is the first time.
+            KeyboardInterrupt: no loop listens, and it is the first time.
         """
         now = time.monotonic()
         if not self.asked:
@@ -39,7 +39,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, somebody looks whether the end was asked for."""
+        """Within, a loop looks whether the end was asked for."""
         before, self._listening = self._listening, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a batch has done so far: counted while it runs, and told to whoever watches."""
+"""What a batch has done so far: counted while it runs, and told to its watcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcli.telemetry.progress import Progress
 
 
 class Watcher(Protocol):
-    """Whoever is told how a batch gets on."""
+    """What is told how a batch gets on."""
 
     def update(self, tally: Tally, last: bool = False) -> None:
         """Take note; called after every step and every chunk of a prefill, and when the run has ended (`last`)."""

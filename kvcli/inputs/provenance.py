@@ -21,7 +21,7 @@ def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
     """Raise KvcliError (usage) where `profile` was calibrated on another model.
 
     For what measures quality: a figure would count against a profile that never promised it. Text may be wanted all
-    the same, so whoever generates says what `profile_mismatch` says and goes on.
+    the same, so a generation says what `profile_mismatch` says and goes on.
     """
     if (elsewhere := profile_mismatch(profile, checkpoint)) is not None:
         hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"

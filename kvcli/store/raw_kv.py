@@ -77,6 +77,6 @@ class RawKV:
         """Do nothing: who shares pages holds them."""
 
     def footprint(self) -> Footprint:
-        """Count the bytes of all that is held, whoever else holds it."""
+        """Count the bytes of all that is held, also of what others hold as well."""
         held = sum((pool.footprint() for pool in self.pools), Footprint())
         return Footprint(host=held.host + held.shared)

@@ -62,7 +62,7 @@ class RebuiltKeys:
         (one, *others), d = slots.rotary, self.k.shape[3]
         rows = [slice(None)] if all(other is one for other in others) else [slice(i, i + 1) for i in range(len(self.k))]
         rotations = [None if rotary is None else rotary.rotation(d) for rotary in slots.rotary[: len(rows)]]
-        self.parts = list(zip(rows, rotations, strict=True)) if self.a.numel() else []  # nobody has any chunks
+        self.parts = list(zip(rows, rotations, strict=True)) if self.a.numel() else []  # no sequence has any chunks
 
     def __call__(self, misses: MissList) -> None:
         """Rebuild what `misses` lists."""

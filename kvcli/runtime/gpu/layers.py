@@ -108,7 +108,7 @@ class PlannedLayer:
         return out
 
     def choose_ahead(self, q: Tensor, softmax: Softmax) -> None:
-        """Choose and fetch for the next call, with queries q that the layer before foretells; nobody waits yet."""
+        """Choose and fetch for the next call, with queries q that the layer before foretells; nothing waits yet."""
         recalls = self.recalls
         assert recalls is not None
         begun = self.streams.mark()

@@ -2,7 +2,7 @@
 
 For methods whose step is their own (no `step_plan`): attention stays phase after phase, sequence by sequence, and all
 else costs the host a replay a layer. Queries, keys, values and what attention gives lie in tensors that never move. A
-sequence that has ended stays in its place; nobody attends for it.
+sequence that has ended stays in its place; nothing attends for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,7 +144,7 @@ class PiecewiseStepper(Stepper):
             call.out[row, 0] = self.sequences[row].method.attend(call.layer, q, k, v, call.softmax)
 
     def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
-        """Try steps out for nobody, then capture one in pieces."""
+        """Try steps out without a sequence, then capture one in pieces."""
         for _ in range(WARM_UP):
             self._run()
 

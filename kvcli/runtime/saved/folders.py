@@ -1,8 +1,8 @@
-"""Directories that are whole or not there, whoever else works beside them and whenever the machine goes down.
+"""Directories that are whole or not there, whatever other process works beside them and whenever the machine goes down.
 
 A directory is made under a name of its own that begins with `TEMPORARY`, locked by the process that makes it, and takes
 its name when it is whole. One is removed by taking its name away first. What a process that was killed has left is
-known by its name and by nobody holding its lock, and is cleared away by the next one.
+known by its name and by a lock that no process holds, and is cleared away by the next one.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Segment:
 class SavedKV:
     """KV of a prompt's first `length` tokens, from directories that continue each other; use it in a `with`.
 
-    While it is open nobody removes the directories. `fill` gives the layers in order; the next one is read meanwhile by
-    a thread. The memory beside the run's is that of two layers, unless methods share what was read (`keep`).
+    While it is open no process removes the directories. `fill` gives the layers in order; a thread reads the next one
+    meanwhile. The memory beside the run's is that of two layers, unless methods share what was read (`keep`).
 
     Raises:
         KVDamagedError: opening and filling, where a file is not as it was written.

@@ -1,4 +1,4 @@
-"""A run while it goes on: bars, notes, and text handed to whoever writes it."""
+"""A run while it goes on: bars, notes, and text handed to its writer."""
 
 from contextlib import suppress
 from datetime import timedelta
