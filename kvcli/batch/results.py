@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.validation import first_problem
+from kvcli.store.journal import sync_folder
 
 _SHOWN = 3  # rows named in a message
 _START = b'{"custom_id"'
@@ -141,7 +142,7 @@ class ResultFile:
                 rest.write(line)
         os.fsync(rest.fileno())
         beside.replace(self.path)
-        _sync_folder(self.path)
+        sync_folder(self.path.resolve().parent)
         self._file = rest
         self.known = {name: known for name, known in self.known.items() if not names(name)}
 
@@ -158,7 +159,7 @@ class ResultFile:
         self._locked.append(self._file)
         _lock(path, self._file)
         if is_new:
-            _sync_folder(path)
+            sync_folder(path.resolve().parent)
         end = 0
         for number, line, result in _results(path, self._file):
             if result.custom_id in self.known:
@@ -243,12 +244,3 @@ def _lock(path: Path, file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise usage_error(f"{path}: another run is writing to it", "wait for it, or give -o another file") from None
-
-
-def _sync_folder(path: Path) -> None:
-    """Make sure that the file's name is on disk, too."""
-    descriptor = os.open(path.resolve().parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

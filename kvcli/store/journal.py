@@ -184,11 +184,7 @@ class Journal:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         path.replace(self.directory / name)
-        folder = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self.directory)
         if name != HEAD:
             self.head.files[name] = digest
 
@@ -253,3 +249,12 @@ def _segment(index: int) -> str:
 
 def _changing(writing: int) -> str:
     return f"changing-{writing:06}.safetensors"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that the names of the files in a folder are on disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
