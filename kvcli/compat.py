@@ -62,6 +62,17 @@ def preferred_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: b
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
 
 
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Let modules take the paths that torch.export can follow: those written in torch, whatever else is installed."""
+    before = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = before
+
+
 def attention_implementation(model: Any) -> str:
     """Name the attention that a model is set to, for `set_attn_implementation` to go back to."""
     return str(model.config._attn_implementation)

@@ -23,7 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcli.bench.phases import STEP, StepParts
-from kvcli.models.geometry import attention_modules, decoder_of
+from kvcli.models.geometry import attention_modules
+from kvcli.models.layers import decoder_of
 from kvcli.telemetry.timeline import Span
 
 # Names of the Triton kernels (`kvcli.kernels`), and how they begin in a trace.

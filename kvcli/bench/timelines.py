@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.models.geometry import attention_modules, decoder_of
+from kvcli.models.geometry import attention_modules
+from kvcli.models.layers import decoder_of
 from kvcli.telemetry.timeline import Span, Timeline
 
 

@@ -19,9 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.models.geometry import attention_modules, decoder_of, geometry_of, layer_type_of, refusal
+from kvcli.models.geometry import attention_modules, geometry_of_model
+from kvcli.models.layers import decoder_of, layer_type_of, refusal
 
 # Positions per call while a table is built: its float32 intermediates stay below 100 MB.
 _CHUNK = 1 << 16
@@ -34,7 +36,10 @@ def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope
     The original comes back at the end. Sequences whose frequencies are the same share a table.
     """
     decoder = decoder_of(model)
-    original = decoder.rotary_emb
+    original = getattr(decoder, "rotary_emb", None)
+    if original is None:
+        yield NoRope(len(attention_modules(model)))
+        return
     assert isinstance(original, nn.Module)
     rope = Rope(model, original, lengths)
     decoder.rotary_emb = rope
@@ -97,12 +102,42 @@ class Rope(nn.Module):
         return self._rotary[id(self._of_length[length][0])]
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table."""
+        """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table.
+
+        Where a model counts positions along several axes, [axes, b, n], those of a text are the same.
+        """
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         first, *others = self._rows
         if all(table is first for table in others):
             return first(x, position_ids, layer_type)  # type: ignore[no-any-return]
         rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
         return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+
+
+class NoRope(Rope):
+    """Stands for the rotary positions of a model that has none in any layer."""
+
+    def __init__(self, layers: int):
+        nn.Module.__init__(self)
+        self.layers, self._rows = layers, []
+
+    @override
+    def cover(self, length: int) -> None: ...
+
+    @override
+    def use(self, lengths: Sequence[int]) -> None: ...
+
+    @override
+    def alike(self, lengths: Collection[int]) -> bool:
+        return True
+
+    @override
+    def fingerprint(self, length: int) -> str:
+        return hashlib.sha256().hexdigest()[:12]
+
+    @override
+    def rotary(self, length: int) -> list[Rotary | None]:
+        return [None] * self.layers
 
 
 class Frequencies:
@@ -234,11 +269,13 @@ def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary 
     text = model.config.get_text_config(decoder=True)
     shared: dict[tuple[str | None, int], Rotary] = {}
     rotary: list[Rotary | None] = []
-    for module, layer in zip(attention_modules(model), geometry_of(model.config, model.dtype).layers, strict=True):
+    geometry = geometry_of_model(model)
+    places = [place for place, each in enumerate(geometry.decoder) if each.attention]
+    for place, module, layer in zip(places, attention_modules(model), geometry.layers, strict=True):
         if not layer.rope:
             rotary.append(None)
             continue
-        layer_type = layer_type_of(frequencies.rotary, text, layer.index)
+        layer_type = layer_type_of(frequencies.rotary, text, place)
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")

@@ -66,15 +66,15 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
     modules = attention_modules(model)
     hook = Hook(model, modules)
     before = attention_implementation(model)
-    for module in modules:
-        module.kvcli_hook = hook  # type: ignore[assignment]
+    for layer, module in enumerate(modules):
+        module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
     try:
         yield hook
     finally:
         model.set_attn_implementation(before)
         for module in modules:
-            del module.kvcli_hook
+            del module.kvcli_hook, module.kvcli_layer
 
 
 def _attention(
@@ -90,7 +90,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if attention_mask is not None:
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
-    hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.layer_idx)
+    hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.kvcli_layer)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     return hook.attend(layer, query, key, value, softmax), None
 

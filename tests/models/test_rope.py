@@ -8,7 +8,8 @@ from families import (
 from rope_models import CONFIGS, model_of
 from transformers import AttentionInterface
 
-from kvcli.models.geometry import attention_modules, decoder_of
+from kvcli.models.geometry import attention_modules
+from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Frequencies, Rope, RopeTable, installed
 
 

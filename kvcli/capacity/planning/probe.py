@@ -25,7 +25,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.models.dummy import random_model
-from kvcli.models.geometry import LayerGeometry, ModelGeometry, decoder_of, geometry_of
+from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+from kvcli.models.layers import decoder_of
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling

@@ -1,0 +1,266 @@
+"""What the layers of a decoder are, found by what their modules do: which attend, and which keep a state.
+
+Each module that takes a cache runs on the meta device, where nothing is allocated. One that calls transformers'
+attention function attends, and the numbers are those that it passes on; one that puts a convolution's or a recurrence's
+state into its cache keeps a state, of the shapes that it puts there. A layer may do both, or neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from kvcli.compat import exporting
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.state_cache import StateCache
+
+_PROBE = "kvcli_probe"
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""What modules of transformers call their cache."""
+# What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
+_UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
+_UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "past_key_values", "use_cache"}
+# The exact classes: what derives from them (indexed caches) stores more.
+_KEYS_AND_VALUES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+_SUPPORTED_HINT = (
+    "kvcli needs a decoder of layers that keep keys and values, with full or sliding-window attention, and perhaps of "
+    "others that keep a state of fixed size; `kvcli doctor -m MODEL` says what a model's layers are"
+)
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
+
+    `index` counts the layers that attend. `rope` is False where the layer uses no rotary positions (NoPE).
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    rope: bool
+
+
+class StateTensor(NamedTuple):
+    """A part of a layer's state of one sequence, as `StateCache.tensors` names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateGeometry:
+    """What one layer keeps of all tokens before, in a fixed size: the state of a convolution, of a recurrence, or both.
+
+    `index` counts the layers that do. `resumes` tells whether its module takes several tokens at once on from a state;
+    if not, it reads a prompt's beginning at once and the rest token by token.
+    """
+
+    index: int
+    tensors: tuple[StateTensor, ...]
+    resumes: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in self.tensors)
+
+
+class DecoderLayer(NamedTuple):
+    """The modules of a decoder layer that attend and that keep a state, by name; None: none does."""
+
+    attention: str | None
+    state: str | None
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The stack of decoder layers inside a causal language model: its `layers`, and its `rotary_emb` if it has one."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
+    """The argument that selects the frequencies of decoder layer `place`, None where all layers share them.
+
+    Some models keep one set of frequencies for each layer type (gemma3: sliding and full).
+    """
+    return config.layer_types[place] if isinstance(getattr(rotary, "rope_type", None), dict) else None
+
+
+def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
+    """Name the model type and why kvcli cannot run it."""
+    return KvcliError(f"model type {config.model_type!r} is not supported: {reason}", _SUPPORTED_HINT, ExitCode.USAGE)
+
+
+class LayerFinder:
+    """Finds what the layers of a model on the meta device are: `layers`, `states`, and `decoder`, where they stand.
+
+    Raises:
+        KvcliError: it cannot be run, for a reason that is said (usage).
+    """
+
+    def __init__(self, model: PreTrainedModel, text: PreTrainedConfig):
+        self.model, self.text = model, text
+        self.layers: list[LayerGeometry] = []
+        self.states: list[StateGeometry] = []
+        self.decoder: list[DecoderLayer] = []
+        self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
+        rotary = getattr(decoder_of(model), "rotary_emb", None)
+        # On the CPU: some choose their frequencies by the values of positions.
+        self._rotary: nn.Module | None = None if rotary is None else type(rotary)(config=text)
+        try:
+            self._kv = DynamicCache(config=model.config).layers
+        except Exception as error:
+            raise refusal(model.config, f"transformers knows no key and value cache for it ({error})") from error
+        AttentionInterface.register(_PROBE, self._attention)
+        model.set_attn_implementation(_PROBE)
+        names = {module: name for name, module in model.named_modules()}
+        with exporting():  # kernels of other packages know no meta device
+            for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+                found = [self._examine(place, module) for module in _with_cache(layer)]
+                attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
+                for what, several in (("attend", attention), ("keep a state", state)):
+                    if len(several) > 1:
+                        raise refusal(model.config, f"{len(several)} modules of a decoder layer {what}, not one")
+                self.decoder.append(DecoderLayer(*(next(iter(each), None) for each in (attention, state))))
+        self._check(rotary)
+
+    def _check(self, rotary: nn.Module | None) -> None:
+        """Refuse what cannot be served."""
+        if not self.layers and self.states:
+            kinds = "state-space, linear attention, convolution"
+            reason = (
+                f"none of its layers attends ({kinds}): all that it keeps is of a fixed size, and stays on the device"
+            )
+            raise refusal(self.model.config, reason)
+        if not self.layers or (rotary is None and not self.states):
+            raise refusal(self.model.config, "its decoder is not a stack of layers with rotary positions")
+
+    def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        """Run a module for a token, and note what it is: it attends, it keeps a state."""
+        before, cache = len(self._seen), self._cache(module)
+        rope = self._run(place, module, 1, cache, lambda cos: [] if cos is None else [cos])
+        if len(self._seen) > before:
+            self.layers.append(self._attends(place, module, rope))
+        if tensors := cache.tensors():
+            self.states.append(self._keeps(place, module, tensors))
+        if len(self._seen) == before and not tensors:
+            reason = f"{type(module).__name__} does not use transformers' attention interface"
+            raise refusal(self.model.config, reason)
+        return (module if len(self._seen) > before else None, module if tensors else None)
+
+    def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry:
+        if not getattr(module, "is_causal", True):
+            raise refusal(self.model.config, "its attention is bidirectional")
+        query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
+        if key[-1] != value[-1]:
+            raise refusal(
+                self.model.config, f"keys of {key[-1]} dimensions and values of {value[-1]} (latent attention)"
+            )
+        kv = self._kv[place] if place < len(self._kv) else None
+        if type(kv) not in _KEYS_AND_VALUES:
+            raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
+        window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
+        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope)
+
+    def _keeps(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> StateGeometry:
+        recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
+        cache = self._cache(module, tensors)
+        cache.started = True
+        resumes = not recurrent or self._run(place, module, 2, cache, lambda _: recurrent)
+        parts = tuple(StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
+        return StateGeometry(len(self.states), parts, resumes)
+
+    def _cache(self, module: nn.Module, tensors: dict[str, Tensor] | None = None) -> StateCache:
+        return StateCache(int(module.layer_idx), getattr(self.text, "number_of_conv_states", 1), tensors)  # type: ignore[arg-type]
+
+    def _run(
+        self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
+    ) -> bool:
+        """Run a module for some tokens on shapes; tells whether it uses what is `watched`, made of the cosines."""
+        dtype, cos, sin = self.model.dtype, None, None
+        try:
+            if self._rotary is not None:
+                layer_type = layer_type_of(self._rotary, self.text, place)
+                arguments = () if layer_type is None else (layer_type,)
+                cos, sin = self._rotary(torch.empty(1, 1, 1), torch.zeros(1, tokens, dtype=torch.long), *arguments)
+                cos, sin = cos.to("meta", dtype), sin.to("meta", dtype)
+            given = {
+                "attention_mask": None,
+                "position_embeddings": None if cos is None else (cos, sin),
+                "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
+                **dict.fromkeys(CACHE_ARGUMENTS, cache),
+            }
+            hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
+            taken = _parameters(module)
+            with _UseOf(watched(cos)) as use:
+                module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
+        except Exception as error:
+            raise refusal(self.model.config, f"{type(module).__name__} has an unknown form ({error})") from error
+        return bool(use.found)
+
+    def _attention(
+        self, _: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Note the shapes that a module hands to attention."""
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
+        if attention_mask is not None or unknown:
+            raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
+        self._seen.append((query.shape, key.shape, value.shape))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+class _UseOf(TorchFunctionMode):
+    """Watches whether one of some tensors is read by any torch function called inside."""
+
+    def __init__(self, tensors: list[Any]):
+        super().__init__()
+        self.tensors = tensors
+        self.found: bool = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = args[1:] if function is Tensor.copy_ else args
+        given = tree_leaves((read, kwargs))
+        self.found = self.found or any(each is tensor for each in given for tensor in self.tensors)
+        return function(*args, **(kwargs or {}))
+
+
+def _with_cache(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a decoder layer that attend or keep a state, by what they take."""
+    for module in layer.modules():
+        if module is not layer and hasattr(module, "layer_idx"):
+            taken = _parameters(module)
+            if {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS):
+                yield module
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return {
+        name
+        for name, parameter in signature(module.forward).parameters.items()
+        if parameter.kind is not Parameter.VAR_KEYWORD
+    }
