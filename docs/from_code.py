@@ -102,6 +102,7 @@ def _method_section(name: str) -> str:
             for s in method["settings"]
             if profile["settings"][s["name"]] != s["default"]
         ]
+        changed += [f"GPU step {profile['gpu_step']}"] if profile["gpu_step"] != method["gpu_step"] else []
         settings = ", ".join(changed) or "all defaults"
         lines += ["", f"Profile `{profile['name']}`: {profile['description']} ({profile['paper']}); {settings}."]
     return "\n".join(lines) + "\n"

@@ -1,15 +1,13 @@
 """Methods that state their steps, with settings small enough for short prompts to outgrow them."""
 
 import pytest
-from engine import new_method
 
 from kvcli.methods import get_method, method_names
-from kvcli.methods.card import read_card
-from kvcli.models.geometry import LayerGeometry
+from kvcli.methods.card import GRAPH, gpu_step_of, read_card
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12, "local": 1}
 SMALL |= {"outliers": 2, "group": 8}
-STATED = [name for name in method_names() if read_card(name).gpu_step == "graph"]
+STATED = [name for name in method_names() if read_card(name).gpu_step == GRAPH]
 
 
 def settings(name, **changed):
@@ -17,13 +15,12 @@ def settings(name, **changed):
     return {key: value for key, value in SMALL.items() if key in fields} | changed
 
 
-def variants(**changed):
-    """Every method as it is, and with each of its switches and words turned, as far as its step is stated then."""
-    layers = [LayerGeometry(index, 4, 2, 8, None, True) for index in range(2)]
-    for name in STATED:
+def variants(served=GRAPH, **changed):
+    """Every method as it is, and with each of its switches and words turned, of those that are served so."""
+    for name in method_names():
         fields = get_method(name).Config.model_fields
         switches = [{key: not field.default} for key, field in fields.items() if isinstance(field.default, bool)]
-        for switch in [{}, *switches, *([{"positions": "cache"}] if "positions" in fields else [])]:
+        for switch in [{}, *switches, *([{"positions": "cache"}] if name == "streaming" else [])]:
             wanted = settings(name, **switch, **{key: value for key, value in changed.items() if key in fields})
-            if new_method(name, wanted, layers, 200).step_plan is not None:
+            if gpu_step_of(get_method(name), get_method(name).Config(**wanted)) == served:
                 yield pytest.param(name, wanted if changed else switch, id="-".join([name, *switch]))

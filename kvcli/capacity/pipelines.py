@@ -1,8 +1,9 @@
 """How the steps of a run can go on a machine; found out before the weights are read."""
 
-from kvcli.capacity.memory import planned_method
 from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
+from kvcli.methods import get_method
+from kvcli.methods.card import BLOCKING, PIECEWISE, gpu_step_of
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.runtime.engine import Pipeline
@@ -36,11 +37,12 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
     compiled_here = wanted == "compiled" and checkpoint.device.type == "cpu"
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"
-    method = planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype)
+    method = get_method(profile.method)
     if wanted == "compiled" and method.wants_next_query:
         return f"method {profile.method!r} listens between the layers"
     if compiled_here:
         return None if cpp_compiler() else "there is no C++ compiler here: neither $CXX nor g++ is one"
-    if method.step_plan is None and (wanted == "compiled" or method.wants_next_query):
+    served = gpu_step_of(method, profile.settings)
+    if served == BLOCKING or (served == PIECEWISE and wanted == "compiled"):
         return f"method {profile.method!r} with these settings is served by the blocking pipeline alone"
     return None

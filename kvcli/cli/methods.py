@@ -63,14 +63,16 @@ def describe(name: str) -> dict[str, Any]:
     """
     from kvcli.inputs.profiles import profiles_by_method, resolve_profile
     from kvcli.methods import get_method
-    from kvcli.methods.card import read_card
+    from kvcli.methods.card import gpu_step_of, read_card
 
-    settings = get_method(name).Config.model_json_schema()["properties"]
+    method = get_method(name)
+    settings = method.Config.model_json_schema()["properties"]
+    profiles = [resolve_profile(profile=each) for each in profiles_by_method().get(name, [])]
     return {
         "name": name,
         **asdict(read_card(name)),
         "settings": [_setting(key, field) for key, field in settings.items()],
-        "profiles": [resolve_profile(profile=each).as_dict() for each in profiles_by_method().get(name, [])],
+        "profiles": [each.as_dict() | {"gpu_step": gpu_step_of(method, each.settings)} for each in profiles],
     }
 
 

@@ -232,7 +232,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     @property
     def step_plan(self) -> StepPlan | None:
-        """What a step does in layers of `new_cache`, stated for `kvcli.runtime.gpu`; None: only this class knows."""
+        """What a step does in layers of `new_cache`, where settings let it be captured; None: only this class knows."""
         return None
 
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:

@@ -1,12 +1,18 @@
 """What a method says of itself, read from its file without running it, so that a listing need not wait for torch."""
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.methods import get_method, own_method_names
+
+if TYPE_CHECKING:
+    from kvcli.methods.base import AnyMethod
+    from kvcli.methods.config import MethodConfig
 
 MEMORY_SYMBOLS = {
     "L": "tokens so far",
@@ -39,8 +45,7 @@ LEGEND = {
 class Card:
     """The class attributes of the same names (see `Method`), as they are with the method's default settings.
 
-    `gpu_step` follows from what the class states: "graph" where it has a `step_plan` of its own, "blocking" where it
-    listens between the layers.
+    `gpu_step` is what `gpu_step_of` says.
     """
 
     title: str
@@ -65,6 +70,18 @@ STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
 GRAPH, PIECEWISE, BLOCKING = "graph", "piecewise", "blocking"
 
 
+def gpu_step_of(method: type[AnyMethod], config: MethodConfig) -> str:
+    """What runs a step of a method with these settings on a GPU, see `LEGEND`.
+
+    A graph where the method has a `step_plan` of its own; phase after phase where it listens between the layers.
+    """
+    from kvcli.methods.base import Method
+
+    if method.step_plan is not Method.step_plan and config.stays_in_place:
+        return GRAPH
+    return BLOCKING if method.wants_next_query else PIECEWISE
+
+
 def read_card(name: str) -> Card:
     """Find what the method called `name` states; what it leaves out is that of the method that it derives from.
 
@@ -77,10 +94,7 @@ def read_card(name: str) -> Card:
         (stated,) = [each for each in _classes(name).values() if "title" in each and each["defined in"] == name]
         return Card(**{key: value for key, value in stated.items() if key != "defined in"})
     method = get_method(name)
-    from kvcli.methods.base import Method
-
-    gpu_step = GRAPH if method.step_plan is not Method.step_plan else BLOCKING if method.wants_next_query else PIECEWISE
-    return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step)
+    return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step_of(method, method.Config()))
 
 
 def _classes(module: str) -> dict[str, dict[str, Any]]:

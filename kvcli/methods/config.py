@@ -58,6 +58,11 @@ class MethodConfig(BaseModel):
         """How many layers from the first on attend to everything."""
         return 0
 
+    @property
+    def stays_in_place(self) -> bool:
+        """Whether tensors keep their places from the first step on, so that a step can be one CUDA graph."""
+        return True
+
     def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
         """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
         return 0

@@ -40,6 +40,11 @@ class ReFreeKVConfig(MethodConfig):
     dense_layers: int = setting(2, "leading layers that keep everything", "layers", ge=0)
     offload: bool = setting(False, "keep the KV in host memory and bring it layer by layer at each step")
 
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return not self.offload
+
 
 class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     """Drops what the last row does not look at; the prompt decides how much."""
@@ -95,8 +100,8 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
 
     @property
     @override
-    def step_plan(self) -> StepPlan | None:
-        return None if self.config.offload else StepPlan()
+    def step_plan(self) -> StepPlan:
+        return StepPlan()
 
     def statistics(self) -> dict[str, Any]:
         """Say the realised budget, the mean over layers of kept / prompt, and the tokens each layer kept.

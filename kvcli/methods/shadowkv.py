@@ -60,6 +60,11 @@ class ShadowKVConfig(MethodConfig):
     def leading_dense_layers(self) -> int:
         return self.dense_layers
 
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return not self.plus  # a context that outgrows its room is divided on the way, and factorised anew
+
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
         """Outliers, local chunks, the partly filled one, and what is generated."""
@@ -101,10 +106,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
 
     @property
     @override
-    def step_plan(self) -> StepPlan | None:
-        """State the step but of ShadowKV+, whose context may be divided on the way."""
-        if self.config.plus:
-            return None
+    def step_plan(self) -> StepPlan:
         return StepPlan(LandmarkScores, BestChunks, fetch=FromHost(rebuild=RebuiltKeys, writes=False))
 
     def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:

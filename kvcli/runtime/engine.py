@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
@@ -38,7 +39,7 @@ from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
 
 Pipeline = Literal["blocking", "overlapped", "compiled"]
-"""How a step runs: phase after phase; over slots (`kvcli.runtime.gpu`), for methods with a `step_plan` whose phases are
+"""How a step runs: phase after phase; on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases are
 neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
@@ -233,10 +234,10 @@ class Engine:
             stepper = BlockingStepper(self.hook, self.rope, rows)
         elif pipeline == "compiled" and self.model.device.type == "cpu":
             stepper = CompiledStepper(self.hook, self.rope)
-        elif sequences[0].method.step_plan is None:
-            stepper = PiecewiseStepper(self.hook, sequences, self.rope, self.notice)
-        else:
+        elif gpu_step_of(type(sequences[0].method), sequences[0].method.config) == GRAPH:
             stepper = SlotStepper(self.hook, sequences, self.rope, self.notice, pipeline == "compiled")
+        else:
+            stepper = PiecewiseStepper(self.hook, sequences, self.rope, self.notice)
         return decode(stepper, sequences, timeline or Timeline())
 
     def prepared(self, name: str) -> Any:

@@ -7,9 +7,8 @@ from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.profiles import profile_names, resolve_profile
+from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
-from kvcli.methods.card import read_card
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.sampling import Sampling
@@ -134,12 +133,3 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     with pytest.raises(KvcliError, match="10,000,000,000,000,000,000 tokens") as caught:
         memory.need(profile("full"), geometry, torch.float32, [10**19], 0, 1)
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
-
-
-@pytest.mark.parametrize("name", profile_names())
-def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promises(name):
-    geometry, shipped = geometry_of(tiny_config("llama"), torch.float32), resolve_profile(profile=name)
-    plan = memory.planned_method(shipped, geometry, 4096, torch.float32).step_plan
-    # ShadowKV+ divides its context on the way, by a factorisation that no graph can hold.
-    in_graph = read_card(shipped.method).gpu_step == "graph" and name != "shadowkv-plus"
-    assert in_graph == (plan is not None)

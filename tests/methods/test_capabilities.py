@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.card import MEMORY_SYMBOLS, STATED, Card, read_card, setting_names
+from kvcli.methods.base import SequenceContext
+from kvcli.methods.card import MEMORY_SYMBOLS, STATED, Card, gpu_step_of, read_card, setting_names
 from kvcli.models.geometry import LayerGeometry
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
@@ -70,8 +70,7 @@ def test_its_capabilities_are_stated(name):
 @pytest.mark.parametrize("name", method_names())
 def test_its_card_is_what_its_class_says_and_fits_a_terminal(name):
     method, card = get_method(name), read_card(name)
-    gpu_step = "blocking" if method.wants_next_query else "piecewise"
-    gpu_step = gpu_step if method.step_plan is Method.step_plan else "graph"
+    gpu_step = gpu_step_of(method, method.Config())
     assert card == Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step)
     assert len(card.title) <= 76
     assert len(card.device_memory) <= 22

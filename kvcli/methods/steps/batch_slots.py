@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.store.cache import LayerCache
-from kvcli.store.layer_slots import LayerSlots
+from kvcli.store.layer_slots import NEVER, LayerSlots
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
@@ -34,6 +34,11 @@ class BatchSlots:
     into: SlotLayout
     active_from: Sequence[int]
     rotary: Sequence[Rotary | None] = ()
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no sequence will ever have to choose."""
+        return all(least == NEVER for least in self.active_from)
 
     @property
     def slots(self) -> PagedKV:

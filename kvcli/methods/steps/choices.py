@@ -38,9 +38,10 @@ class BestThenResident(Choice):
         outside = (page < layout.sink) | (page >= candidates_end(self.slots.rows.lengths, layout)[:, None, None])
         order = scores.masked_fill(outside, float("-inf")).argsort(dim=2, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(2, order, page.expand_as(order))  # 0 is the best
-        held = torch.zeros(*scores.shape[:2], n + 1, dtype=torch.bool, device=device)
-        held.scatter_(2, resident.long() + 1, True)  # an empty slot marks the column before the first page's
-        first = (rank < self.best) | held[:, :, 1:]
+        # An empty slot marks the column before the first page's; short sequences have slots for pages that never come.
+        held = torch.zeros(*scores.shape[:2], max(n, layout.budget) + 1, dtype=torch.bool, device=device)
+        held.scatter_(2, resident.long() + 1, True)
+        first = (rank < self.best) | held[:, :, 1 : n + 1]
         return Chosen(best_scores(-(rank + n * ~first).float(), self.slots, heads))
 
 

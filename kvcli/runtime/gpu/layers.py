@@ -200,7 +200,10 @@ class Recalls:
     def bring(self, pages: Tensor, misses: MissList, heads: Tensor) -> None:
         """Make the page table say `pages` [b, Hk, selected] for `heads` [b, Hk], and bring those that are missing."""
         if self.slots.layout.size == 1:
-            resolve_tokens_device(self.resident, pages, misses, heads, self.host.count)
+            tokens = max(
+                self.host.count, self.slots.layout.budget
+            )  # short sequences have slots for more than they hold
+            resolve_tokens_device(self.resident, pages, misses, heads, tokens)
         else:
             resolve_pages_device(self.resident, pages, misses, heads)
         self.back_end(self.host, misses, self.slots)

@@ -28,7 +28,7 @@ RECALL_STREAMS = 2
 
 
 class SlotPipeline:
-    """Serves a batch, one prefilled method object with a `step_plan` a sequence; takes their caches over.
+    """Serves a batch by prefilled method objects, one a sequence, that state their step; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `rates` are for measurements, see `kvcli.runtime.gpu.synthetic`.
 
@@ -44,7 +44,7 @@ class SlotPipeline:
         rates: DecisionRates | None = None,
     ):
         plan = methods[0].step_plan
-        if plan is None:
+        if plan is None or not methods[0].config.stays_in_place:
             raise ValueError("this method cannot be served over slots")
         device = methods[0].context.tiers.device
         self.methods, self.streams, self.rates = methods, streams, rates
@@ -56,7 +56,7 @@ class SlotPipeline:
         )
         self.forced: SyntheticDecisions | None = None
         self.layers = [
-            self._layer(layer, each, plan if layer in methods[0].retrieval else StepPlan())
+            self._layer(layer, each, plan if layer in methods[0].retrieval and not each.holds_all else StepPlan())
             for layer, each in enumerate(slots)
         ]
         self.steps = self.counted = 0

@@ -87,6 +87,7 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
     defaults = {setting["name"]: setting["default"] for setting in entry["settings"]}
     for profile in entry["profiles"]:
         changed = [f"{key} {value}" for key, value in profile["settings"].items() if value != defaults[key]]
+        changed += [f"GPU step {profile['gpu_step']}"] if profile["gpu_step"] != entry["gpu_step"] else []
         profiles.add_row(profile["name"], f"{profile['description']} ({profile['paper']})")
         profiles.add_row("", Text(", ".join(changed) or "all defaults", style="dim"))
     head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))

@@ -72,6 +72,12 @@ def test_steps_are_those_of_the_blocking_pipeline(name, switch):
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
 
+@pytest.mark.parametrize("name", STATED)
+def test_sequences_that_have_room_for_less_than_the_budget(name):
+    case = (tiny_model("llama"), name, settings(name), prompts(7, 12), 4)
+    assert_same(decoded(*case, over_slots=True), decoded(*case))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("name", STATED)
 def test_steps_with_sliding_layers_softcaps_and_attention_sinks(name, family):

@@ -4,15 +4,14 @@ import pytest
 import torch
 from engine import run
 from families import VOCAB, tiny_model
-from stated import settings
+from stated import settings, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcli.methods import method_names
-from kvcli.methods.card import read_card
+from kvcli.methods.card import PIECEWISE
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
-PIECEWISE = [name for name in method_names() if read_card(name).gpu_step == "piecewise"]
+CASES = list(variants(PIECEWISE))
 
 
 class Replayed(TorchDispatchMode):
@@ -52,18 +51,18 @@ def prompts():
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (91, 33, 7)]
 
 
-@pytest.mark.parametrize("name", PIECEWISE)
-def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name):
-    recorders = []
+@pytest.mark.parametrize(("name", "switch"), CASES)
+def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch):
+    recorders, wanted = [], settings(name, **switch)
 
     def step(hook, rope, sequences):
         recorders.append(Replayed())
         return PiecewiseStepper(hook, sequences, rope, recorder=recorders[0])
 
     model = tiny_model("llama")
-    free = run(model, name, settings(name), prompts(), 20)
+    free = run(model, name, wanted, prompts(), 20)
     stop = next(token for token in free[0].token_ids[2:] if all(token not in each.token_ids for each in free[1:]))
-    case = (model, name, settings(name), prompts(), 20)
+    case = (model, name, wanted, prompts(), 20)
     found, expected = run(*case, eos=(stop,), step=step), run(*case, eos=(stop,))
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
@@ -77,7 +76,7 @@ def test_where_pieces_cannot_be_captured_the_steps_are_the_same():
         def record(self, work):
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    notices, case = [], (tiny_model("llama"), PIECEWISE[0], settings(PIECEWISE[0]), prompts()[:1], 6)
+    notices, case = [], (tiny_model("llama"), "infllm", settings("infllm"), prompts()[:1], 6)
 
     def step(hook, rope, sequences):
         return PiecewiseStepper(hook, sequences, rope, notices.append, Broken())

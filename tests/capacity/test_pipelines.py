@@ -1,0 +1,51 @@
+import pytest
+from families import VOCAB, tiny_checkpoint
+
+from kvcli.capacity import pipelines
+from kvcli.inputs.profiles import profile_names, resolve_profile
+from kvcli.methods import get_method
+from kvcli.methods.card import BLOCKING, GRAPH, PIECEWISE, gpu_step_of
+from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime import engine as engines
+from kvcli.runtime.sampling import Sampling
+
+LENGTH, STEPS = 40, 3
+STEPPERS = {GRAPH: "SlotStepper", PIECEWISE: "PiecewiseStepper"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint("llama", path)
+    return open_checkpoint(ModelSpec(str(path)))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint.load()
+
+
+def watched(kind, made):
+    def make(*args):
+        made.append(kind(*args))
+        return made[-1]
+
+    return make
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promises(name, checkpoint, model, monkeypatch):
+    profile, made = resolve_profile(profile=name), []
+    promised = gpu_step_of(get_method(profile.method), profile.settings)
+    assert promised != BLOCKING
+    assert pipelines.choose("overlapped", profile, checkpoint) == "overlapped"
+    for each in STEPPERS.values():
+        monkeypatch.setattr(engines, each, watched(getattr(engines, each), made))
+    with engines.engine(model, [LENGTH + STEPS]) as ready:
+        method = ready.method(profile, ready.context(LENGTH, STEPS))
+        (logits,) = ready.prefill([token % VOCAB for token in range(3, 3 + LENGTH)], [method])
+        sequence = ready.sequence(method, Sampling(max_tokens=STEPS, ignore_eos=True))
+        sequence.accept(logits)
+        steps = list(ready.decode([sequence], pipeline="overlapped"))
+    assert [type(stepper).__name__ for stepper in made] == [STEPPERS[promised]]
+    assert len(steps) == STEPS - 1
