@@ -57,6 +57,13 @@ class _TextPart(_Strict):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_image(cls, part: Any) -> Any:
+        if isinstance(part, dict) and "text" not in str(part.get("type", "text")):
+            raise ValueError(f"a part of type {part['type']}: only text is read, also by models that see images")
+        return part
+
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]

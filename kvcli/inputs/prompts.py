@@ -13,12 +13,16 @@ from kvcli.inputs.documents import kind_of, text_of
 STDIN = "-"
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
 # How files begin that people take for text, what they are, and how they become text.
+_IMAGES = "kvcli runs the text side of models; describe {} in words"
 _KINDS = (
     (
         b"PK\x03\x04",
         "a zip archive or an office document (docx, odt, epub)",
         "convert it: pandoc -t plain {} -o out.txt",
     ),
+    (b"\x89PNG", "an image (PNG)", _IMAGES),
+    (b"\xff\xd8\xff", "an image (JPEG)", _IMAGES),
+    (b"GIF8", "an image (GIF)", _IMAGES),
     (b"\x1f\x8b", "compressed with gzip", "unpack it: zcat {} | kvcli generate -"),
     (b"BZh", "compressed with bzip2", "unpack it: bzcat {} | kvcli generate -"),
     (b"\xfd7zXZ\0", "compressed with xz", "unpack it: xzcat {} | kvcli generate -"),

@@ -3,7 +3,6 @@
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -13,6 +12,7 @@ from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.auto import model_class
 from kvcli.models.place import bundled_model
 
 _SEED = 0
@@ -27,9 +27,7 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
         torch.manual_seed(_SEED)
         # Otherwise torch draws every weight first, and transformers draws it again.
         with no_init_weights(), device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False
-            )
+            model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
         model.init_weights()  # type: ignore[no-untyped-call]
     return model
 

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.auto import model_class
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import StateGeometry as StateGeometry
@@ -152,9 +153,7 @@ def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     config = copy.deepcopy(config)  # the attention implementation is stored in it
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False
-            )
+            model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a senseless config makes modelling code raise anything
         if "Unrecognized configuration class" in str(error):
             raise refusal(config, "it is no causal language model") from error

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.auto import angles_at
 from kvcli.models.state_cache import StateCache
 
 _PROBE = "kvcli_probe"
@@ -161,7 +162,7 @@ class LayerFinder:
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and note what it is: it attends, it keeps a state."""
         before, cache = len(self._seen), self._cache(module)
-        rope = self._run(place, module, 1, cache, lambda cos: [] if cos is None else [cos])
+        rope = self._run(place, module, 1, cache, tree_leaves)
         if len(self._seen) > before:
             self.layers.append(self._attends(place, module, rope))
         if tensors := cache.tensors():
@@ -199,23 +200,23 @@ class LayerFinder:
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
     ) -> bool:
-        """Run a module for some tokens on shapes; tells whether it uses what is `watched`, made of the cosines."""
-        dtype, cos, sin = self.model.dtype, None, None
+        """Run a module for some tokens on shapes; tells whether it uses what is `watched`, made of the angles."""
+        dtype, angles = self.model.dtype, None
         try:
             if self._rotary is not None:
                 layer_type = layer_type_of(self._rotary, self.text, place)
-                arguments = () if layer_type is None else (layer_type,)
-                cos, sin = self._rotary(torch.empty(1, 1, 1), torch.zeros(1, tokens, dtype=torch.long), *arguments)
-                cos, sin = cos.to("meta", dtype), sin.to("meta", dtype)
+                positions = torch.zeros(tokens, dtype=torch.long)
+                angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
+                angles = tree_map(lambda x: x.to("meta"), angles)
             given = {
                 "attention_mask": None,
-                "position_embeddings": None if cos is None else (cos, sin),
+                "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
             taken = _parameters(module)
-            with _UseOf(watched(cos)) as use:
+            with _UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:
             raise refusal(self.model.config, f"{type(module).__name__} has an unknown form ({error})") from error

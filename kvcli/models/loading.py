@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, quiet
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of
@@ -205,7 +206,7 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
 def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
     spec, path = checkpoint.spec, checkpoint.path
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = model_class(checkpoint.config).from_pretrained(
         _target(spec, path),
         config=checkpoint.config,
         dtype=checkpoint.dtype,

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.models.auto import Angles, angles_at, rotate_neighbours
 from kvcli.models.geometry import attention_modules, geometry_of_model
 from kvcli.models.layers import decoder_of, layer_type_of, refusal
 
@@ -101,7 +102,7 @@ class Rope(nn.Module):
         """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""
         return self._rotary[id(self._of_length[length][0])]
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
         """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table.
 
         Where a model counts positions along several axes, [axes, b, n], those of a text are the same.
@@ -109,9 +110,11 @@ class Rope(nn.Module):
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         first, *others = self._rows
         if all(table is first for table in others):
-            return first(x, position_ids, layer_type)  # type: ignore[no-any-return]
-        rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
-        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+            cos, sin = first(x, position_ids, layer_type)
+        else:
+            rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
+            cos, sin = torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+        return torch.complex(cos, sin) if first.complex else (cos, sin)
 
 
 class NoRope(Rope):
@@ -148,6 +151,7 @@ class Frequencies:
         self.device = device
         # A copy: the frequencies live in buffers, and a longer sequence that the original saw may have changed them.
         self.rotary = copy.deepcopy(rotary)
+        self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
         kinds = getattr(rotary, "rope_type", "default")
         self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
         self._last = torch.tensor([length - 1], device=device)
@@ -172,9 +176,10 @@ class Frequencies:
         return all(torch.equal(mine, theirs) for pair in pairs for mine, theirs in zip(*pair, strict=True))
 
     def _call(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
-        arguments = () if layer_type is None else (layer_type,)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)  # tells the module its dtype and device
-        cos, sin = self.rotary(like, positions[None], *arguments)
+        angles = angles_at(self.rotary, like, positions, layer_type)
+        self.complex = isinstance(angles, Tensor)
+        cos, sin = (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
         return cos[0], sin[0]
 
 
@@ -183,7 +188,8 @@ class RopeTable(nn.Module):
 
     def __init__(self, frequencies: Frequencies, dtype: torch.dtype):
         super().__init__()
-        self.length = frequencies.length
+        self.length, self.complex = frequencies.length, frequencies.complex
+        dtype = torch.float32 if self.complex else dtype  # the module asks no one else
         for layer_type in frequencies.layer_types:
             cos, sin = _tabulate(frequencies, dtype, layer_type)  # [length, r]
             self.register_buffer(f"cos_{layer_type}", cos, persistent=False)
@@ -217,7 +223,7 @@ class Rotary:
         try:
             self._turn(torch.empty(1, 1, 1, head_dim, device=cos.device), cos[None], sin[None])
         except RuntimeError:  # models that cut the rotated part off before they call the function (phi, stablelm)
-            self._rotated = cos.shape[-1]
+            self._rotated = cos.shape[-1] * (2 if frequencies.complex else 1)
 
     def rotation(self, head_dim: int) -> Rotation:
         """Give the rotation of keys as kernels apply it, by tables of all positions; made once."""
@@ -277,6 +283,7 @@ def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary 
             continue
         layer_type = layer_type_of(frequencies.rotary, text, place)
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        apply = rotate_neighbours if frequencies.complex else apply
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
         key = (layer_type, layer.head_dim)

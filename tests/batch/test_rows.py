@@ -80,6 +80,10 @@ def test_the_digest_is_of_all_but_the_name():
         (api(), ["either messages or prompt"]),
         (api(messages=[]), ["messages"]),
         (api(messages=[{"role": "robot", "content": "x"}]), ["role"]),
+        (
+            api(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            ["image_url", "only text"],
+        ),
         ({"custom_id": "a"}, ["no document"]),
         ({"custom_id": "a", "document": "x", "document_file": "y"}, ["document_file"]),
         ({"custom_id": "a", "prompt": "x", "top_p": 2}, ["top_p"]),

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcli.models.auto import model_class
 
 LAYERS = 4
 HEADS = 4
@@ -45,6 +47,8 @@ def _alternating(*kinds: str) -> list[str]:
     return [kinds[i % len(kinds)] for i in range(LAYERS)]
 
 
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_EXPERTS |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -83,9 +87,53 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = {"image_size": 28, "patch_size": 14}
+_GRID = {"depth": 1, "hidden_size": 32, "out_hidden_size": HIDDEN, "num_heads": 2, "intermediate_size": 48}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_GEMMA3 = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "layer_types": _alternating(*[_SLIDING] * 3, _FULL)}
+
+
+def _with_vision(name: str, text: PreTrainedConfig, vision: dict[str, object], **extra: object) -> PreTrainedConfig:
+    """A config of a model that also sees images, whose text side is `text`."""
+    extra |= {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
+    return getattr(transformers, name)(**extra)
+
+
+KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3_images": lambda: _with_vision(
+        "Gemma3Config", config_of("Gemma3TextConfig", **_GEMMA3), {**_VISION, **_PATCHES}, mm_tokens_per_image=4
+    ),
+    "qwen2_5_vl": lambda: _with_vision(
+        "Qwen2_5_VLConfig", config_of("Qwen2_5_VLTextConfig", rope_parameters=dict(_AXES)), _GRID
+    ),
+    "qwen3_vl": lambda: _with_vision(
+        "Qwen3VLConfig",
+        config_of("Qwen3VLTextConfig", rope_parameters=dict(_AXES)),
+        {**_GRID, "deepstack_visual_indexes": [0]},
+    ),
+    "mistral3": lambda: _with_vision(
+        "Mistral3Config",
+        config_of("MistralConfig"),
+        {"model_type": "pixtral", "head_dim": HEAD_DIM, **_VISION, **_PATCHES},
+        image_token_index=5,
+    ),
+    "llava": lambda: _with_vision(
+        "LlavaConfig",
+        config_of("LlamaConfig"),
+        {"model_type": "clip_vision_model", **_VISION, **_PATCHES},
+        image_token_index=5,
+    ),
+    "glm4_moe": lambda: config_of("Glm4MoeConfig", **_EXPERTS),
+}
+"""Models of other kinds than `FAMILIES`: every method in one run each."""
+
+
 def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
     """The family's config, cut or repeated to `layers` layers."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **KINDS}[family]()
+    if layers == LAYERS:
+        return config
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i % LAYERS] for i in range(layers)]
@@ -114,8 +162,9 @@ def tiny_model(
     family: str, seed: int = 0, layers: int = LAYERS, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
     """Make a float32 model of the family on the CPU, in eval mode; `config` instead of the family's own where given."""
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family, layers) if config is None else config,
+    config = tiny_config(family, layers) if config is None else config
+    model = model_class(config).from_config(
+        config,
         dtype=torch.float32,
         attn_implementation="eager" if family in EAGER else "sdpa",
     )

@@ -42,6 +42,8 @@ def test_standard_input_is_a_document(monkeypatch):
         (b"%PDF-1.7 words", "PDF"),
         (b"PK\x03\x04 words", "docx"),
         (b"\x1f\x8b words", "gzip"),
+        (b"\x89PNG\r\n\x1a\n", "an image (PNG)"),
+        (b"\xff\xd8\xff\xe0\0", "an image (JPEG)"),
         (b"GGUF words", "GGUF"),
     ],
 )

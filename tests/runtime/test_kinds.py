@@ -1,0 +1,47 @@
+"""Models of every kind beside the families: whatever keeps their KV, what comes out is what transformers generates."""
+
+import pytest
+import torch
+
+from kvcli.conformance.models import KINDS, WINDOW, tiny_model
+from kvcli.conformance.runs import in_memory, run
+from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
+from kvcli.methods import get_method, method_names
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling
+
+STEPS = 18
+TEXT = 75
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return tiny_model(request.param)
+
+
+def test_every_method_continues_as_transformers_does(kind):
+    ids = prompt(1, TEXT)
+    reference = kind.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
+    reference = reference[0, TEXT:].tolist()
+    assert len(set(reference)) > STEPS / 3, "a reference that repeats itself tests little"
+    with engine(in_memory(kind), [TEXT + STEPS]) as ready:
+        methods = []
+        for name in method_names():
+            method = get_method(name)
+            config = method.Config(**settings(name, {**AMPLE, **method.exact}))
+            methods.append(method(config, ready.layers, ready.context(TEXT, STEPS)))
+        logits = ready.prefill(ids, methods, chunk=WINDOW + 6)
+        sequences = [ready.sequence(method, Sampling(max_tokens=STEPS, ignore_eos=True)) for method in methods]
+        for sequence, row in zip(sequences, logits, strict=True):
+            sequence.accept(row)
+        for _ in ready.decode(sequences):
+            pass
+    found = {name: sequence.token_ids for name, sequence in zip(method_names(), sequences, strict=True)}
+    assert found == dict.fromkeys(found, reference)
+
+
+def test_company_changes_nothing(kind):
+    prompts = [prompt(1, 1), prompt(2, 2 * WINDOW), prompt(3, TEXT)]
+    together = run(kind, "freekv", settings("freekv", SMALL), prompts, STEPS, chunk=WINDOW + 6)
+    alone = [run(kind, "freekv", settings("freekv", SMALL), [ids], STEPS, chunk=TEXT)[0] for ids in prompts]
+    assert [sequence.token_ids for sequence in together] == [sequence.token_ids for sequence in alone]
