@@ -28,11 +28,12 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import Branches
-from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile, aligned
+from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile
 from kvcli.runtime.saved.manifest import PAGE, Identity, PromptRead, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving
 from kvcli.store.cache import Tiers
+from kvcli.store.host_memory import host_memory
 
 BLOCK = 8 << 20
 QUESTION = 32  # tokens
@@ -57,7 +58,7 @@ def prefill(ready: Engine, ids: list[int], target: Path | None) -> tuple[float, 
 
 def plain_read(folder: Path) -> float:
     """Read the data of all files, block by block past the cache; returns bytes a second."""
-    memory, size, begun = aligned((BLOCK,), torch.uint8), 0, time.perf_counter()
+    memory, size, begun = host_memory((BLOCK,), torch.uint8), 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with UnbufferedFile(path) as file:
             stop = path.stat().st_size

@@ -22,13 +22,13 @@ BLOCK_ELEMENTS = 4096  # of the keys that a program holds at once
 
 def page_summary_ref(keys: Tensor) -> Tensor:
     """Plain torch."""
-    low, high = torch.aminmax(keys, dim=2)
-    return torch.stack((high, low), dim=2)
+    # Not torch.aminmax, which takes five times as long on a CPU.
+    return torch.stack((keys.amax(2), keys.amin(2)), dim=2)
 
 
 def page_cuboid(keys: Tensor) -> Tensor:
     """Make the cuboids of full pages, in the dtype of the keys."""
-    low, high = (bound.to(torch.promote_types(keys.dtype, torch.float32)) for bound in torch.aminmax(keys, dim=2))
+    low, high = (bound.to(torch.promote_types(keys.dtype, torch.float32)) for bound in (keys.amin(2), keys.amax(2)))
     centre = (high + low) / 2  # [Hk, n, d]
     radius = (keys - centre[:, :, None]).abs().mean(2)
     return torch.stack((centre + radius, centre - radius), 2).to(keys.dtype)

@@ -23,6 +23,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.store.footprint import Footprint as Footprint
 from kvcli.store.footprint import Traffic as Traffic
 from kvcli.store.footprint import nbytes as nbytes
+from kvcli.store.host_memory import host_memory
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
@@ -71,7 +72,10 @@ class Tiers:
         if self.pinned is not None:
             return self.pinned.allocate(shape, self.dtype)
         ready: Future[Tensor] = Future()
-        ready.set_result(torch.empty(shape, dtype=self.dtype, device=self.host))
+        on_meta = self.host.type == "meta"
+        ready.set_result(
+            torch.empty(shape, dtype=self.dtype, device=self.host) if on_meta else host_memory(shape, self.dtype)
+        )
         return ready
 
     def gathered(self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None]) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.sizes import format_bytes
+from kvcli.store.host_memory import mapping
 
 
 class CudaHostRegistrar:
@@ -116,13 +117,9 @@ class PinnedAllocator:
     def _pin(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         try:
-            # Mappings share no page of the system: two registrations must not meet in one.
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # A fork must not turn pages that a device writes to into copies on write.
-            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with suppress(AttributeError, OSError):  # not every system has both
-                    mapping.madvise(getattr(mmap, advice))
-            memory = memoryview(mapping)  # held by the tensor and its views alone
+            mapped = mapping(size, "MADV_DONTFORK")
+            memory = memoryview(mapped)  # held by the tensor and its views alone
             tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
             # Pages that exist are pinned faster, and a device's launches wait while memory is being registered.
             tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
@@ -136,7 +133,7 @@ class PinnedAllocator:
                 "raise ulimit -l and the container's memory limit, or take a shorter context or fewer sequences",
                 ExitCode.WILL_NOT_FIT,
             ) from error
-        self.registered[address] = mapping
+        self.registered[address] = mapped
         # A view may die on any thread and at any time, where the device cannot be waited for: the worker sees to it.
         weakref.finalize(memory, self._queue.put, address).atexit = False
         return tensor

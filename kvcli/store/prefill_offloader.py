@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvcli.store.host_memory import host_memory
+
 
 def prefill_buffers(device: torch.device) -> int:
     """Buffers that hold a layer's KV during the prefill: one being computed and, on CUDA, one being offloaded."""
@@ -36,6 +38,8 @@ class PrefillOffloader:
             if buffer.shape == shape and buffer.dtype == dtype:
                 return buffer
             del buffer  # before there is another one
+        if self.device.type == "cpu":
+            return host_memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def start(self, buffer: Tensor, work: Callable[[], None]) -> None:

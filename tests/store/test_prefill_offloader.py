@@ -10,6 +10,7 @@ from families import tiny_config
 
 from kvcli.capacity import memory
 from kvcli.models.geometry import geometry_of
+from kvcli.store import prefill_offloader
 from kvcli.store.prefill_offloader import PrefillOffloader, prefill_buffers
 
 LENGTH = 50
@@ -48,13 +49,14 @@ def buffers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
 
-    def empty(shape, dtype, device):
+    def empty(shape, dtype, device=CPU):
         del device
         tensor = real(shape, dtype=dtype)
         allocated.append(weakref.ref(tensor))
         return tensor
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(prefill_offloader, "host_memory", empty)
     return allocated
 
 

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import slices
 
 ALIGNMENT = 4096
@@ -32,15 +33,6 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 class DamagedError(Exception):
     """A file is not as it was written; says what is wrong with it."""
-
-
-def aligned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate uninitialised host memory that begins at a multiple of `ALIGNMENT`."""
-    size = math.prod(shape) * dtype.itemsize
-    with torch.inference_mode(False):
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-        start = -memory.data_ptr() % ALIGNMENT
-        return memory[start : start + size].view(dtype).view(*shape)
 
 
 def header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
@@ -58,7 +50,7 @@ def write_layer(path: Path, pages: Tensor) -> list[str]:
     """
     checksums = []
     with UnbufferedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-        begin = aligned((ALIGNMENT,), torch.uint8)
+        begin = host_memory((ALIGNMENT,), torch.uint8)
         begin.copy_(torch.frombuffer(bytearray(header(pages.shape, pages.dtype)), dtype=torch.uint8))
         file.write(begin, 0)
         offset = ALIGNMENT
@@ -101,7 +93,7 @@ def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Seque
         at = first + part.start
         count = min(CHECKED_PAGES, total - at)
         here = pages[part]
-        block = here if count == len(here) else aligned((count, *pages.shape[1:]), pages.dtype)
+        block = here if count == len(here) else host_memory((count, *pages.shape[1:]), pages.dtype)
         file.read_into(_bytes(block), ALIGNMENT + at * page_bytes)
         if checksum(_bytes(block)) != checksums[at // CHECKED_PAGES]:
             raise DamagedError(f"a checksum of pages {at:,} to {at + count - 1:,} is wrong")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.runtime.saved.layer_file import DamagedError, UnbufferedFile, aligned, check_layer, read_pages
+from kvcli.runtime.saved.layer_file import CHECKED_PAGES, DamagedError, UnbufferedFile, check_layer, read_pages
 from kvcli.runtime.saved.manifest import PAGE, Manifest, damaged, read_manifest
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pages import paged
+from kvcli.store.pages import paged, slices
+
+READERS = 2
+"""Threads that read: the disk has work while one of them sums up what it has read."""
 
 
 class KVDamagedError(KvcliError):
@@ -41,11 +44,19 @@ class Segment:
     pages: int
 
 
+class _LayerRead(NamedTuple):
+    """A layer that is being read: the memory of its pages, and what reads each part of them, in order."""
+
+    pages: Future[Tensor]
+    parts: list[Future[tuple[slice, int, float, float]]]
+
+
 class SavedKV:
     """KV of a prompt's first `length` tokens, from directories that continue each other; use it in a `with`.
 
-    While it is open no process removes the directories. `fill` gives the layers in order; a thread reads the next one
-    meanwhile. The memory beside the run's is that of two layers, unless methods share what was read (`keep`).
+    While it is open no process removes the directories. `fill` gives the layers in order. Threads read the next one
+    meanwhile, and hold what they have read against its checksums. The memory beside the run's is that of two layers,
+    unless methods share what was read (`keep`).
 
     Raises:
         KVDamagedError: opening and filling, where a file is not as it was written.
@@ -54,14 +65,13 @@ class SavedKV:
     def __init__(self, segments: Sequence[Segment], tiers: Tiers):
         self.segments, self.tiers = segments, tiers
         self.length = PAGE * sum(segment.pages for segment in segments)
-        self.bytes_read, self.read_ms, self.waited_ms = 0, 0.0, 0.0
+        self.bytes_read = 0
+        self.read_ms = 0.0  # in which something was being read
         self.kept = Footprint()  # what methods share of what was read
         self._files: list[list[UnbufferedFile]] = []  # [segment][layer]
-        self._ready: Queue[Tensor | KvcliError] = Queue(maxsize=1)
-        self._free: Queue[Tensor] = Queue()
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        self._pages: Tensor | None = None  # of the layer that was filled last
+        self._reading: dict[int, _LayerRead] = {}
+        self._pages: Future[Tensor] | None = None  # of the layer that was filled last
+        self._read_until = 0.0  # on the clock
         self._stack = ExitStack()
         try:
             for segment in segments:
@@ -69,40 +79,26 @@ class SavedKV:
         except BaseException:
             self._stack.close()
             raise
+        self._threads = ThreadPoolExecutor(READERS, "loading")
 
     def __enter__(self) -> SavedKV:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
-        while self._thread is not None and self._thread.is_alive():
-            try:
-                self._ready.get(timeout=0.05)
-            except Empty:
-                continue
+        self._threads.shutdown(cancel_futures=True)
         self._stack.close()
 
-    def fill(self, layer: int, kv: Tensor) -> None:  # noqa: ARG002
+    def fill(self, layer: int, kv: Tensor) -> None:
         """Put keys and values of the first n tokens, n a multiple of `PAGE`, into kv [2, Hk, n, d]; layers in order."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read, args=(kv.shape[2] // PAGE,), daemon=True)
-            self._thread.start()
-        begun = perf_counter()
-        if self._pages is not None:
-            self._free.put(self._pages)
-        found = self._ready.get()
-        self.waited_ms += 1000 * (perf_counter() - begun)
-        if isinstance(found, KvcliError):
-            raise found
-        self._pages = found
-        pages = found.to(kv.device)
-        for part, rows in enumerate(kv):
-            paged(rows, PAGE).copy_(pages[:, :, part].transpose(0, 1))
+        for part, pages in self._read(layer, kv.shape[2] // PAGE):
+            here = pages.to(kv.device)
+            for side, rows in enumerate(kv):
+                paged(rows, PAGE)[:, part].copy_(here[:, :, side].transpose(0, 1))
 
     def pool(self) -> HostPagePool:
         """Give the pages of the layer that was filled last, for others to share; see `keep`."""
         assert self._pages is not None
-        return HostPagePool.holding(self._pages, self.tiers)
+        return HostPagePool.holding(self._pages.result(), self.tiers)
 
     def keep(self, pool: HostPagePool) -> None:
         """Leave the pages of the layer that was filled last to those who share them."""
@@ -110,8 +106,9 @@ class SavedKV:
         self._pages = None
 
     def check(self, layer: int) -> None:
-        """Hold a layer's files against their checksums."""
-        self._free.put(self._read_layer(layer, self.length // PAGE))
+        """Hold a layer's files against their checksums; layers in order."""
+        for _ in self._read(layer, self.length // PAGE):
+            pass
 
     def _open(self, segment: Segment) -> None:
         """Open a directory and all its files, and keep it from being removed."""
@@ -130,48 +127,46 @@ class SavedKV:
             raise KVDamagedError(segment.folder, f"{error.filename or 'it'}: {error.strerror}") from None
         self._files.append(files)
 
-    def _read(self, pages: int) -> None:
-        """Read the first `pages` pages of every layer, on a thread."""
-        for layer in range(len(self.segments[0].manifest.layers)):
-            try:
-                begun = perf_counter()
-                found: Tensor | KvcliError = self._read_layer(layer, pages)
-                self.read_ms += 1000 * (perf_counter() - begun)
-            except KvcliError as error:
-                found = error
-            if self._closing:
-                return
-            self._ready.put(found)
-            if isinstance(found, KvcliError):
-                return
+    def _read(self, layer: int, pages: int) -> Iterator[tuple[slice, Tensor]]:
+        """Give the first `pages` pages of a layer, part for part as they are read, and have the next layer begun."""
+        free, self._pages = self._pages, None
+        for at in (layer, layer + 1):
+            if at < len(self.segments[0].manifest.layers) and at not in self._reading:
+                self._reading[at] = self._begin(at, pages, free)
+        reading = self._reading.pop(layer)
+        for part in reading.parts:
+            pages_read, size, begun, ended = part.result()
+            self.bytes_read += size
+            self.read_ms += 1000 * max(0.0, ended - max(begun, self._read_until))  # while another thread read, too
+            self._read_until = max(ended, self._read_until)
+            yield pages_read, reading.pages.result()[pages_read]
+        self._pages = reading.pages
 
-    def _read_layer(self, layer: int, pages: int) -> Tensor:
-        first = self.segments[0].manifest
-        whole = self._buffer((pages, *first.shape(layer)[1:]), first.dtype)
-        start = 0
-        for segment, files in zip(self.segments, self._files, strict=True):
-            count = min(segment.pages, pages - start)
-            if count <= 0:
-                break
-            entry = segment.manifest.layers[layer]
-            try:
-                self.bytes_read += read_pages(files[layer], whole[start : start + count], 0, entry.checksums)
-            except (DamagedError, OSError) as error:
-                raise KVDamagedError(segment.folder, f"{entry.file}: {error}") from None
-            start += count
-        return whole
+    def _begin(self, layer: int, pages: int, free: Future[Tensor] | None) -> _LayerRead:
+        """Have the first `pages` pages of a layer read, into memory that is not used any more where it is as large."""
+        shape = (pages, *self.segments[0].manifest.shape(layer)[1:])
+        if free is None or free.result().shape != shape:
+            free = self.tiers.on_host_async(*shape)
+        parts, start = [], 0
+        for number, segment in enumerate(self.segments):
+            for part in slices(min(segment.pages, pages - start), CHECKED_PAGES):
+                target = slice(start + part.start, start + part.stop)
+                parts.append(self._threads.submit(self._read_part, number, layer, free, target, part.start))
+            start += segment.pages
+        return _LayerRead(free, parts)
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Take memory that is not used any more, or new one; pinned where the host's is."""
+    def _read_part(
+        self, number: int, layer: int, pages: Future[Tensor], target: slice, first: int
+    ) -> tuple[slice, int, float, float]:
+        """Read pages from page `first` of a segment on, on a thread; also gives bytes, and when it began and ended."""
+        memory, begun = pages.result()[target], perf_counter()
+        segment = self.segments[number]
+        entry = segment.manifest.layers[layer]
         try:
-            used = self._free.get_nowait()
-            if used.shape == shape:
-                return used
-        except Empty:
-            pass
-        if self.tiers.pinned is not None:
-            return self.tiers.on_host(*shape)
-        return aligned(shape, dtype)
+            size = read_pages(self._files[number][layer], memory, first, entry.checksums)
+        except (DamagedError, OSError) as error:
+            raise KVDamagedError(segment.folder, f"{entry.file}: {error}") from None
+        return target, size, begun, perf_counter()
 
 
 def verify(folder: Path) -> Manifest:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.errors import KvcliError, usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.saved.folders import NewFolder
-from kvcli.runtime.saved.layer_file import aligned, write_layer
+from kvcli.runtime.saved.layer_file import write_layer
 from kvcli.runtime.saved.manifest import (
     MANIFEST,
     PAGE,
@@ -28,6 +28,7 @@ from kvcli.runtime.saved.manifest import (
     page_hashes,
     read_manifest,
 )
+from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import paged
 
 _BUFFERS = 2  # one being filled while the other is written
@@ -70,7 +71,7 @@ class KVWriter:
         self.entries: list[LayerEntry] = []
         self.failure: OSError | None = None
         self.path: Path | None = None  # where it is, once it is whole
-        self.bytes_written, self.write_ms, self.waited_ms = 0, 0.0, 0.0
+        self.bytes_written, self.write_ms = 0, 0.0
         self._free: Queue[Tensor | None] = Queue()
         for _ in range(_BUFFERS):
             self._free.put(None)
@@ -85,12 +86,10 @@ class KVWriter:
         """Take the pages of a layer's k, v [Hk, s, d]."""
         if self.failure is not None:
             return
-        begun = perf_counter()
         shape = (self.saving.pages, k.shape[0], 2, PAGE, k.shape[2])
         buffer = self._free.get()
-        self.waited_ms += 1000 * (perf_counter() - begun)
         if buffer is None or buffer.shape != shape:
-            buffer = aligned(shape, k.dtype)
+            buffer = host_memory(shape, k.dtype)
         tokens = slice(self.saving.first * PAGE, (self.saving.first + self.saving.pages) * PAGE)
         target = torch.empty_like(buffer, device=k.device) if k.is_cuda else buffer
         for part, rows in enumerate((k, v)):

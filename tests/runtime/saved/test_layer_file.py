@@ -9,16 +9,16 @@ from kvcli.runtime.saved.layer_file import (
     ALIGNMENT,
     DamagedError,
     UnbufferedFile,
-    aligned,
     check_layer,
     read_pages,
     write_layer,
 )
+from kvcli.store.host_memory import host_memory
 
 
 def pages(count, dtype=torch.float32, heads=2, d=8):
     drawn = torch.randn(count, heads, 2, 32, d, generator=torch.Generator().manual_seed(count)).to(dtype)
-    return aligned(drawn.shape, dtype).copy_(drawn)
+    return host_memory(drawn.shape, dtype).copy_(drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -32,7 +32,7 @@ def test_what_is_written_is_read_and_is_a_safetensors_file(count, dtype, tmp_pat
     for wanted in {1, count - 1, count} - {0}:
         with UnbufferedFile(path) as file:
             check_layer(file, written.shape, dtype)
-            found = aligned((wanted, *written.shape[1:]), dtype)
+            found = host_memory((wanted, *written.shape[1:]), dtype)
             read = read_pages(file, found, 0, checksums)
         assert torch.equal(found, written[:wanted])
         assert read == written[: min(count, -(-wanted // 64) * 64)].nbytes
@@ -54,7 +54,7 @@ def test_pages_that_are_no_multiple_of_the_alignment(direct, tmp_path, monkeypat
     checksums = write_layer(path, written)
     with UnbufferedFile(path) as file:
         assert direct or file.direct is None
-        found = aligned(written.shape, written.dtype)
+        found = host_memory(written.shape, written.dtype)
         read_pages(file, found, 0, checksums)
     assert torch.equal(found, written)
     assert path.stat().st_size == ALIGNMENT + written.nbytes
@@ -70,7 +70,7 @@ def test_a_flipped_byte_is_found(at, tmp_path):
 
     def read(file):
         check_layer(file, written.shape, written.dtype)
-        read_pages(file, aligned(written.shape, written.dtype), 0, checksums)
+        read_pages(file, host_memory(written.shape, written.dtype), 0, checksums)
 
     with UnbufferedFile(path) as file, pytest.raises(DamagedError):
         read(file)
@@ -89,7 +89,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     path, written = tmp_path / "layer.safetensors", pages(70)
     checksums = write_layer(path, written)
     with UnbufferedFile(path) as file:
-        found = aligned(written.shape, written.dtype)
+        found = host_memory(written.shape, written.dtype)
         os.truncate(path, ALIGNMENT + 66 * written[0].nbytes)
         with pytest.raises(DamagedError):
             read_pages(file, found, 0, checksums)
