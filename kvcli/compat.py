@@ -4,7 +4,7 @@ What is public is used where it is needed. Everything here has no public counter
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -60,6 +60,20 @@ def compiled(modules: Sequence[nn.Module], backend: Any, recompile_limit: int) -
 def preferred_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:
     """Name what torch's scaled_dot_product_attention would take for q [b, H, m, d] and k, v [b, Hk, n, d]."""
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
+
+
+def end_broken_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """End a capture into `pool` in the middle of its work, on the stream that it began on.
+
+    Where the work broke it off, torch's own end fails before it takes the allocator out of capture, which would then
+    hold the pool for good, and no longer make room by freeing what is cached.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # it had come that far, or not even begun
+            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+            torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from common import spread
+
+from kvcli.runtime.gpu.recorder import CudaRecorder
 
 Work = Callable[[], Any]
 
@@ -56,16 +59,9 @@ def captured(work: Work, device: torch.device) -> Work:
     """Make a CUDA graph of work that allocates nothing the caller keeps; on a CPU it is the work itself."""
     if device.type != "cuda":
         return work
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()  # kernels are compiled and loaded
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    recorder = CudaRecorder(device)
+    recorder.record(work, work)
+    return partial(recorder.replay, 0)
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gpu_parts.clock import Work, in_turn, milliseconds
@@ -60,8 +61,8 @@ class Running:
     @property
     def work(self) -> Work:
         """One step: of a graph its replay, else what launches the kernels."""
-        graph = self.stepper.graph
-        return self.step if graph is None else graph.replay
+        recorder = self.stepper.recorder
+        return self.step if recorder is None else partial(recorder.replay, 0)
 
     def step(self) -> None:
         """Run one step as the decode loop does, which reads the tokens on the host."""
@@ -100,7 +101,7 @@ def compared(
     Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual.
     """
     running = [Running(case, place) for case in cases]
-    calls = [1 if one.stepper.graph is None else setting.calls for one in running]
+    calls = [1 if one.stepper.recorder is None else setting.calls for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
     works = {one.case.name: (one.work, count) for one, count in zip(running, calls, strict=True)}
     times = in_turn(works, repeats or setting.repeats, setting.device, setting.deadline)
@@ -122,7 +123,7 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
         "turnover": None if case.corrected is None else TURNOVER,
         "settings": case.settings,
         "compiled": case.compiled,
-        "captured": one.stepper.graph is not None,
+        "captured": one.stepper.recorder is not None,
         "notices": one.notices,
         "rounds_ms": [1000 * taken for taken in seconds],
         "step_ms": step,

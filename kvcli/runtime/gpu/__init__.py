@@ -6,6 +6,7 @@
     recall     how missing pages come from host memory: read by a kernel, or copied through staging buffers
     pipeline   the attention handler of a whole batch, and the log that becomes its counters
     stepper    a step of the model around it, captured in a graph where that can be
+    recorder   work captured in graphs, and how a capture that fails leaves all as it was
     piecewise  a step whose attention is its method's own, captured around it
     compiled   what lies between the attention of two layers, through torch.compile
     synthetic  speculation that is told what to find, for measurements on made-up weights

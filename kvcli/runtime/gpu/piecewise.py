@@ -6,7 +6,7 @@ sequence that has ended stays in its place; nothing attends for it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,56 +16,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
+from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
 from kvcli.runtime.sequence import RunningSequence
-
-WARM_UP = 3
-"""Steps tried out before one is captured: libraries choose their kernels then."""
-
-
-class Recorder(Protocol):
-    """Captures work, piece after piece, and does it again."""
-
-    def record(self, work: Callable[[], None]) -> None:
-        """Do work that calls `cut` where a piece ends; the first piece begins with it, the last ends with it."""
-
-    def cut(self) -> None:
-        """End a piece and begin the next one."""
-
-    def replay(self, piece: int) -> None:
-        """Do the work of a piece."""
-
-
-class CudaRecorder(Recorder):
-    """Pieces are CUDA graphs of one memory pool: what one leaves, the next ones find."""
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-
-    @override
-    def record(self, work: Callable[[], None]) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            self._begin()
-            try:
-                work()
-            finally:
-                self.graphs[-1].capture_end()
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-    @override
-    def cut(self) -> None:
-        self.graphs[-1].capture_end()
-        self._begin()
-
-    @override
-    def replay(self, piece: int) -> None:
-        self.graphs[piece].replay()
-
-    def _begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
 
 class Call(NamedTuple):
@@ -144,9 +96,7 @@ class PiecewiseStepper(Stepper):
             call.out[row, 0] = self.sequences[row].method.attend(call.layer, q, k, v, call.softmax)
 
     def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
-        """Try steps out without a sequence, then capture one in pieces."""
-        for _ in range(WARM_UP):
-            self._run()
+        """Capture a step in pieces, while no sequence takes part."""
 
         def cut(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
             # Zeros belong to the piece before: what attention puts in their place is there for the next one.
@@ -158,8 +108,8 @@ class PiecewiseStepper(Stepper):
             self.logits = self.hook.run(cut, self.tokens, self.positions)[:, 0]
 
         try:
-            recorder.record(work)
-        except RuntimeError as error:
-            self.recorder = None
-            reason = str(error.__context__ or error).strip().splitlines()[0]
-            notice(f"a decode step cannot be captured in pieces, its kernels are launched one by one: {reason}")
+            recorder.record(self._run, work)
+        except CaptureError as error:
+            self.recorder = self.logits = None
+            self.calls.clear()
+            notice(f"a decode step cannot be captured in pieces, its kernels are launched one by one: {error}")

@@ -4,7 +4,6 @@ The graph holds the whole step: positions, every layer with its streams, the cho
 greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end.
 """
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -17,14 +16,12 @@ from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
 from kvcli.runtime.gpu.streams import Streams, streams_for
 from kvcli.runtime.gpu.synthetic import DecisionRates
 from kvcli.runtime.next_query import foretelling
 from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
-
-WARM_UP = 3
-"""Steps tried out before one is captured: libraries choose their kernels then, and Triton compiles."""
 
 
 class SlotStepper(Stepper):
@@ -47,6 +44,7 @@ class SlotStepper(Stepper):
         compiled: bool = False,
         streams: Streams | None = None,
         rates: DecisionRates | None = None,
+        recorder: Recorder | None = None,
     ):
         self.hook, self.sequences = hook, sequences
         model = hook.model
@@ -60,11 +58,13 @@ class SlotStepper(Stepper):
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None  # [b, vocab] of the last step
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.taking_part = list(range(len(sequences)))
         rope.use([method.context.capacity for method in methods])
-        if model.device.type == "cuda":
-            self._capture(notice)
+        self.recorder = recorder
+        if model.device.type == "cuda" and not self.pipeline.waits_for_device:  # asked for, so nothing to tell
+            self.recorder = recorder or CudaRecorder(model.device)
+        if self.recorder is not None:
+            self._capture(self.recorder, notice)
         self.pipeline.start()
         self._feed()
 
@@ -75,10 +75,10 @@ class SlotStepper(Stepper):
         self._leave(batch)
         if not self.greedy:
             self._feed()
-        if self.graph is None:
+        if self.recorder is None:
             self._run()
         else:
-            self.graph.replay()
+            self.recorder.replay(0)
         self.pipeline.stepped()
         assert self.logits is not None
         chosen = self.tokens[:, 0].tolist() if self.greedy else [None] * len(self.tokens)
@@ -114,27 +114,10 @@ class SlotStepper(Stepper):
     def _feed(self) -> None:
         self.tokens.copy_(torch.tensor([[sequence.token_ids[-1]] for sequence in self.sequences]))
 
-    def _capture(self, notice: Callable[[str], None]) -> None:
-        """Try a step out while no sequence takes part, then capture one."""
-        device = self.hook.model.device
-        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UP):
-                self._run()
-        torch.cuda.current_stream(device).wait_stream(beside)
-        if self.pipeline.waits_for_device:
-            return  # asked for, so nothing to tell
-        gc.collect()  # memory that is freed while a graph is captured may break it off
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
+        """Capture a step while no sequence takes part."""
         try:
-            # On the same stream, which is none of the streams'; left here, since a capture that fails does not leave
-            # it.
-            with torch.cuda.stream(beside), torch.cuda.graph(graph, stream=beside):
-                self._run()
-        except RuntimeError as error:
-            cause = error.__context__ or error  # ending what was broken off fails, too, and knows less
-            reason = str(cause).strip().splitlines()[0]
-            notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {reason}")
-        else:
-            self.graph = graph
+            recorder.record(self._run, self._run)
+        except CaptureError as error:
+            self.recorder = self.logits = None
+            notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {error}")

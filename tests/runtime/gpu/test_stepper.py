@@ -1,6 +1,4 @@
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,45 +47,3 @@ def test_compiled_layers_give_the_same_and_are_left_as_they_were(monkeypatch, fa
     assert run(*steps, step=compiled_steps)[0].token_ids == expected
     assert compiled == [True] * 7
     assert all(layer._compiled_call_impl is None for layer in model.get_decoder().layers)
-
-
-def test_why_a_capture_fails_is_told(monkeypatch):
-    """The end of a capture that was broken off fails, too; the stream is left all the same."""
-    current = [0]
-
-    @contextmanager
-    def stream(_):
-        current[0] += 1
-        try:
-            yield
-        finally:
-            current[0] -= 1
-
-    @contextmanager
-    def graph(_, stream):
-        assert current == [1]
-        try:
-            yield
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    def step():
-        if len(tried) == stepper.WARM_UP:
-            raise RuntimeError("operation not permitted when stream is capturing\nand where to read about it")
-        tried.append(current[0])
-
-    beside = SimpleNamespace(wait_stream=lambda _: None)
-    fakes = {"Stream": lambda _: beside, "current_stream": lambda _: beside, "CUDAGraph": object}
-    for name, fake in (fakes | {"stream": stream, "graph": graph}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    tried, notices = [], []
-    one = object.__new__(stepper.SlotStepper)
-    model = SimpleNamespace(device=torch.device("cpu"))
-    one.hook, one.pipeline = SimpleNamespace(model=model), SimpleNamespace(waits_for_device=False)
-    one.graph, one._run = None, step
-    one._capture(notices.append)
-    assert tried == [1] * stepper.WARM_UP
-    assert current == [0]
-    assert one.graph is None
-    (notice,) = notices
-    assert notice.endswith("launched one by one: operation not permitted when stream is capturing")

@@ -1,0 +1,172 @@
+"""Captures that fail, on a device that is made up: what torch's own graphs and allocator do then is done here."""
+
+import gc
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_model
+from stated import settings
+
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
+from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.gpu.streams import SerialStreams
+
+BROKEN = "operation not permitted when stream is capturing"
+DEVICE = torch.device("cuda", 0)
+
+
+class Device:
+    """What of a CUDA device a capture changes: its pools' users, who allocates from one, and the current stream.
+
+    Work that the device does not allow in a capture breaks it off (`break_off`): ending it fails, too.
+    """
+
+    def __init__(self, monkeypatch):
+        self.pools, self.allocating, self.broken, self.streams = Counter(), [], False, [None]
+        device = self
+
+        class Graph:
+            ended = False
+
+            def capture_begin(self, pool, capture_error_mode):
+                assert capture_error_mode == "thread_local"
+                assert device.streams[-1] is not None
+                device.pools[pool] += 1
+                device.allocating.append(pool)
+                self.pool, device.broken = pool, False
+
+            def capture_end(self):
+                if device.broken:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                device.allocating.remove(self.pool)
+                self.ended = True
+
+            def __del__(self):
+                if self.ended:
+                    device.pools[self.pool] -= 1
+
+        @contextmanager
+        def stream(given):
+            self.streams.append(given)
+            try:
+                yield
+            finally:
+                self.streams.pop()
+
+        made = {
+            "CUDAGraph": Graph,
+            "stream": stream,
+            "Stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
+            "current_stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
+            "graph_pool_handle": lambda: (0, 1),
+            "synchronize": lambda _: None,
+        }
+        for name, fake in made.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release)
+
+    def end(self, index, pool):
+        if pool not in self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating.remove(pool)
+
+    def release(self, index, pool):
+        self.pools[pool] -= 1
+
+    def break_off(self):
+        self.broken = True
+        raise RuntimeError(BROKEN + "\nand where to read about it")
+
+    def as_before(self):
+        gc.collect()
+        return (self.allocating, +self.pools, -self.pools, self.streams) == ([], Counter(), Counter(), [None])
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+def test_a_capture_leaves_its_graphs_in_one_pool(device):
+    recorder, tried = CudaRecorder(DEVICE), []
+    recorder.record(lambda: tried.append(len(device.allocating)), recorder.cut)
+    assert tried == [0] * WARM_UP
+    assert device.allocating == []
+    assert device.pools == {(0, 1): 2}
+    del recorder
+    assert device.as_before()
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_a_capture_that_is_broken_off_leaves_nothing(device, cuts):
+    recorder = CudaRecorder(DEVICE)
+
+    def work():
+        for _ in range(cuts):
+            recorder.cut()
+        device.break_off()
+
+    with pytest.raises(CaptureError, match=f"^{BROKEN}$"):
+        recorder.record(lambda: None, work)
+    assert device.as_before()
+
+
+def test_an_interrupt_in_a_capture_leaves_nothing_and_goes_on(device):
+    def work():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CudaRecorder(DEVICE).record(lambda: None, work)
+    assert device.as_before()
+
+
+def test_what_fails_before_the_capture_is_no_capture_that_failed(device):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CudaRecorder(DEVICE).record(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")), lambda: None)
+    assert device.as_before()
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("name", ["freekv", "infinigen", "h2o", "infllm"])
+def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatch):
+    """Planted in a layer: one notice, nothing held, and the steps are those of the blocking pipeline."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (91, 33)]
+    case, notices, graphs = (tiny_model("llama"), name, settings(name), prompts, 12), [], []
+    expected = run(*case)
+
+    def step(hook, rope, sequences):
+        recorder = CudaRecorder(DEVICE)
+        attend = Hook.run
+
+        def planted(self, handler, *args):
+            def broken(at, *parts):
+                if device.allocating and at == layer:
+                    graphs.append(weakref.ref(recorder.graphs[-1]))
+                    device.break_off()
+                return handler(at, *parts)
+
+            return attend(self, broken, *args)
+
+        monkeypatch.setattr(Hook, "run", planted)
+        if name == "infllm":
+            return PiecewiseStepper(hook, sequences, rope, notices.append, recorder)
+        return SlotStepper(hook, sequences, rope, notices.append, streams=SerialStreams(), recorder=recorder)
+
+    found = run(*case, step=step)
+    assert device.as_before()
+    assert [graph() for graph in graphs] == [None]
+    (notice,) = notices
+    assert notice.endswith(f"launched one by one: {BROKEN}")
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.counters.counts == other.counters.counts
+        assert one.method.statistics() == other.method.statistics()
