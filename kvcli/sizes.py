@@ -1,6 +1,7 @@
 """Sizes as people write them: 32K tokens, 24GiB."""
 
 import re
+from fractions import Fraction
 
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 _COUNT = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -10,6 +11,60 @@ _BYTES = {
     **{f"{prefix}{suffix}": 2 ** (10 * (i + 1)) for i, prefix in enumerate("kmgt") for suffix in ("", "ib")},
     **{f"{prefix}b": 1000 ** (i + 1) for i, prefix in enumerate("kmgt")},
 }
+
+
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+_UNLIMITED = 1 << 40
+
+
+class Share(int):
+    """A number of tokens that is a part of a prompt's, written 20%; without a prompt, as many as any prompt has."""
+
+    part: Fraction
+
+    def __new__(cls, text: str) -> "Share":
+        """Read "20%" or "1.56%". Raises ValueError with the text in it."""
+        match = _SHARE.fullmatch(text.strip())
+        if match is None or not 0 < Fraction(match[1]) <= 100:
+            raise ValueError(f"{text!r} is not a share such as 20%, above 0% and 100% at most")
+        share = super().__new__(cls, _UNLIMITED)
+        share.part = Fraction(match[1]) / 100
+        return share
+
+    def of(self, tokens: int) -> int:
+        """Tokens of a prompt of `tokens`, rounded down."""
+        return int(self.part * tokens)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether it is the same part: it equals no number."""
+        return isinstance(other, Share) and self.part == other.part
+
+    def __ne__(self, other: object) -> bool:
+        """Tell whether it is another part."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """Hash the part."""
+        return hash(self.part)
+
+    def __str__(self) -> str:
+        """Write it as it is read."""
+        return f"{float(100 * self.part):g}%"
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        """Write it as it is read, whatever form a number should have."""
+        return str(self)
+
+    def __reduce__(self) -> tuple[type["Share"], tuple[str]]:
+        """Copy it by its text."""
+        return Share, (str(self),)
+
+
+def parse_count_or_share(text: str) -> int:
+    """Tokens from "512" or "32K", or a share of the prompt from "20%". Raises ValueError with the text in it."""
+    return Share(text) if text.strip().endswith("%") else parse_count(text)
 
 
 def parse_count(text: str) -> int:

@@ -1,6 +1,8 @@
+import copy
+
 import pytest
 
-from kvcli.sizes import format_bytes, parse_bytes, parse_count
+from kvcli.sizes import format_bytes, parse_bytes, parse_count, parse_count_or_share
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,23 @@ def test_what_is_no_count_is_refused_with_the_text(text):
 )
 def test_bytes(text, size):
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "of_1000"), [("20%", 200), ("1.56%", 15), ("100%", 1000), ("0.1 %", 1), ("33.3%", 333)]
+)
+def test_shares_are_rounded_down(text, of_1000):
+    share = parse_count_or_share(text)
+    assert share.of(1000) == of_1000
+    assert str(share) == f"{share:,}" == text.replace(" ", "")
+    assert copy.deepcopy(share) == share != parse_count_or_share("50%")
+    assert share > 1 << 30  # without a prompt it bounds nothing
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "20%%", "1e1%", "nan%"])
+def test_what_is_no_share_is_refused(text):
+    with pytest.raises(ValueError, match="is not a share"):
+        parse_count_or_share(text)
 
 
 @pytest.mark.parametrize("text", ["", "24Gi B", "GiB", "24PiBB", "-1GiB"])

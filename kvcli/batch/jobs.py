@@ -173,8 +173,13 @@ class Limits:
         """Refuse a job that cannot be run even alone.
 
         Raises:
-            RowProblem: it has more tokens than positions, or needs more memory than is free.
+            RowProblem: it has more tokens than positions, or needs more memory than is free; a budget that is a share
+                of the prompt is too small for the method.
         """
+        try:
+            self.profile.for_prompt(job.tokens)
+        except KvcliError as error:
+            raise RowProblem("invalid_row", error.what) from None
         if self.positions is not None and job.capacity > self.positions:
             raise RowProblem(
                 "context_length_exceeded",

@@ -8,6 +8,7 @@ The workspace of the prefill is an estimate of the largest tensors that exist at
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -74,7 +75,13 @@ def kv_footprint(
 def planned_method(
     profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
 ) -> AnyMethod:
-    """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`."""
+    """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
+
+    A budget that is a share of the prompt and too small for the method is taken to hold everything.
+    """
+    if prompt_tokens is not None:
+        with suppress(KvcliError):
+            profile = profile.for_prompt(prompt_tokens)
     if capacity > LONGEST_SEQUENCE:
         what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"
         raise KvcliError(what, "take fewer tokens", ExitCode.WILL_NOT_FIT)
@@ -147,9 +154,12 @@ def check(
     """Refuse a run that will not fit; `together` and `layers_beside` as in `need`, `way_out` is what a user can change.
 
     Raises:
-        KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit.
+        KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit; a budget
+            that is a share of a prompt comes to what the method refuses (usage).
     """
     counted = _counted(prompts)
+    for size in counted:
+        profile.for_prompt(size.tokens)
 
     def planned(longest: int) -> Need:
         sizes: Counter[PromptSize] = Counter()

@@ -181,8 +181,9 @@ class Dialogue:
         """Refuse a turn that will not fit, what is kept of the conversation included.
 
         Raises:
-            KvcliError: exit code 3.
+            KvcliError: exit code 3; a budget that is a share of it is too small for the method (usage).
         """
+        self.profile.for_prompt(tokens)
         checkpoint, sampling = self.checkpoint, self.sampling
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
         if beyond is not None and not self._warned:

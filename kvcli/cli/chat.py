@@ -62,7 +62,7 @@ def chat(
     profile: asked.Profile = None,
     settings: asked.Settings = None,
     budget: Annotated[
-        str | None, METHOD.option("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K.")
+        str | None, METHOD.option("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K or 20%.")
     ] = None,
     max_tokens: Annotated[
         int, SAMPLING.option("--max-tokens", "TOKENS", "Longest answer, as in 256 or 16K.", positive_count)

@@ -66,7 +66,7 @@ def generate(
         METHOD.option(
             "--budget",
             "TOKENS",
-            "Tokens attended per layer and KV head, as in 2K.",
+            "Tokens attended per layer and KV head, as in 2K; 20% of the prompt.",
             show_default="the profile's; freekv: 2K",
         ),
     ] = None,

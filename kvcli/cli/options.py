@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from kvcli.errors import usage_error
-from kvcli.sizes import parse_count
+from kvcli.sizes import parse_count, parse_count_or_share
 
 if TYPE_CHECKING:
     from kvcli.inputs.variants import Variant
@@ -103,6 +103,8 @@ def positive(text: object) -> float:
 
 positive_count = at_least(1, parse_count)
 """Reads a count of at least one: 512, 32K, 1M."""
+token_budget = at_least(1, parse_count_or_share)
+"""Reads a count as `positive_count` does, or a share of the prompt: 20%."""
 
 
 def device_name(text: object) -> str:
@@ -171,7 +173,9 @@ Offline = Annotated[bool, MODEL.flag("--offline", "Use local files only, never t
 # Several methods side by side.
 Methods = Annotated[str | None, METHODS.option("--method", "A,B", "Methods, comma-separated; full,freekv by default.")]
 Profiles = Annotated[str | None, METHODS.option("--profile", "A,B", "Profiles beside them, names or files.")]
-Budgets = Annotated[str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method.")]
+Budgets = Annotated[
+    str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt.")
+]
 Settings = Annotated[
     list[str] | None, METHODS.option("--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
 ]
@@ -233,7 +237,7 @@ def compared(
     from kvcli.inputs.variants import variants
 
     methods, profiles = names(method, "--method"), names(profile, "--profile")
-    budgets = each(budget, "--budget", positive_count)
+    budgets = each(budget, "--budget", token_budget)
     return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, assignments(settings or ()))
 
 

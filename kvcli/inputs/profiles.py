@@ -7,14 +7,14 @@ import json
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import usage_error
 from kvcli.inputs.profile_file import ProfileFile, nearest, parse_profile, parse_toml, shown
-from kvcli.sizes import parse_count
+from kvcli.sizes import Share, parse_count
 
 if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
@@ -41,6 +41,19 @@ class Profile:
         """Twelve hexadecimal digits over method and settings: same digits, same behaviour asked for."""
         body = json.dumps([self.method, self.settings.model_dump(mode="json")], sort_keys=True)
         return hashlib.sha256(body.encode()).hexdigest()[:12]
+
+    def for_prompt(self, tokens: int) -> Profile:
+        """Resolve a budget that is a share, for a prompt of so many tokens.
+
+        Raises:
+            KvcliError: the method refuses what it comes to (usage).
+        """
+        share = getattr(self.settings, "budget", None)
+        if not isinstance(share, Share):
+            return self
+        settings = self.settings.model_dump() | {"budget": share.of(tokens)}
+        source = f"{self.method}: budget {share} of a prompt of {tokens:,} tokens"
+        return replace(self, settings=_validate(type(self.settings), self.method, settings, source))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the JSON report, every setting and the hash included."""
@@ -165,7 +178,9 @@ def _counts_tokens(config: type[MethodConfig], key: str) -> bool:
     return isinstance(extra, dict) and extra.get("unit") == "tokens"
 
 
-def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any]) -> MethodConfig:
+def _validate(
+    config: type[MethodConfig], method: str, settings: dict[str, Any], source: str | None = None
+) -> MethodConfig:
     from pydantic import ValidationError
 
     try:
@@ -175,4 +190,4 @@ def _validate(config: type[MethodConfig], method: str, settings: dict[str, Any])
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
-        raise usage_error(f"{method}: {message}", f"see kvcli methods {method}") from None
+        raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None

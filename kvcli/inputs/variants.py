@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile, known_settings, resolve_profile
@@ -20,6 +21,11 @@ class Variant:
     def label(self) -> str:
         """A name that no other variant of the run has."""
         return self.name if self.budget is None else f"{self.name} {self.budget}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the JSON report; a budget that is a share is text, such as "20%"."""
+        profile = self.profile.as_dict()
+        return {"label": self.label, "name": self.name, "budget": profile["settings"].get("budget"), **profile}
 
 
 def variants(

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.sizes import Share
 from kvcli.store.pages import PageBudget
 from kvcli.store.tokens import TokenBudget
 
@@ -19,6 +31,21 @@ def _power_of_two(value: int) -> int:
 
 
 PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+def _count_or_share(value: object, count: ValidatorFunctionWrapHandler) -> int:
+    if isinstance(value, Share):
+        return value
+    tokens: int = Share(value) if isinstance(value, str) and value.endswith("%") else count(value)
+    return tokens
+
+
+Budget = Annotated[
+    int,
+    WrapValidator(_count_or_share),
+    PlainSerializer(lambda value: str(value) if isinstance(value, Share) else value, when_used="json"),
+]
+"""Tokens, or a share of the prompt such as "20%", which `Profile.for_prompt` resolves."""
 
 
 Cosine = Annotated[float, Field(ge=0, le=1)]
@@ -71,7 +98,7 @@ class MethodConfig(BaseModel):
 class PagedConfig(MethodConfig):
     """Settings shared by the methods that select pages."""
 
-    budget: int = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
+    budget: Budget = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
     sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
@@ -102,7 +129,7 @@ class PagedConfig(MethodConfig):
 class TokenConfig(MethodConfig):
     """Settings shared by the methods that select single tokens."""
 
-    budget: int = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    budget: Budget = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
     dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)

@@ -36,7 +36,7 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import Budget, MethodConfig, setting
 from kvcli.methods.steps.chunks import BestChunks, LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -46,7 +46,9 @@ from kvcli.store.shadow import ShadowCache, ShadowLayout
 class ShadowKVConfig(MethodConfig):
     """Settings of ShadowKV."""
 
-    budget: int = setting(2048, "tokens selected per layer and KV head, outliers and local ones aside", "tokens", ge=1)
+    budget: Budget = setting(
+        2048, "tokens selected per layer and KV head, outliers and local ones aside", "tokens", ge=1
+    )
     chunk: int = setting(8, "consecutive tokens selected together", "tokens", ge=1)
     rank: int = setting(160, "rank of the keys of a layer, all heads together", "", ge=1)
     outliers: int = setting(48, "chunks per KV head that are kept exact on the device", "chunks", ge=0)

@@ -24,7 +24,7 @@ from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.config import Budget, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.choices import best_scores
 from kvcli.methods.steps.plan import Choice, Chosen, StepIndex, StepPlan
@@ -36,7 +36,7 @@ from kvcli.store.channel_scored import ChannelScoredCache
 class TokenSelectConfig(TokenConfig):
     """Settings of TokenSelect."""
 
-    budget: int = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    budget: Budget = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended", "tokens", ge=0)
     theta: float = setting(0.9, "choose anew below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)

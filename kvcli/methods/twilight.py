@@ -21,7 +21,7 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import setting
+from kvcli.methods.config import Budget, setting
 from kvcli.methods.quest import QuestConfig
 from kvcli.methods.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
 from kvcli.methods.steps.plan import StepPlan
@@ -32,7 +32,7 @@ from kvcli.store.int4_estimate import Int4EstimateCache
 class TwilightConfig(QuestConfig):
     """Settings of Twilight: those of its page selector, and how much of the attention is kept."""
 
-    budget: int = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
+    budget: Budget = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     p: float = setting(0.85, "part of each query head's attention that the tokens kept must hold", gt=0, le=1)
 
 

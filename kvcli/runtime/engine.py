@@ -93,8 +93,11 @@ class Engine:
         """Make the object that serves one sequence.
 
         Raises:
-            KvcliError: the method wants queries a layer ahead, and this model's cannot be made (usage).
+            KvcliError: the method wants queries a layer ahead, and this model's cannot be made; a budget that is a
+                share of the prompt comes to what the method refuses (usage).
         """
+        assert context.prompt_tokens is not None
+        profile = profile.for_prompt(context.prompt_tokens)
         method_class = get_method(profile.method)
         context.prepared = {name: self.prepared(name) for name in method_class.needs(profile.settings)}
         method = method_class(profile.settings, self.layers, context)
@@ -234,7 +237,9 @@ class Engine:
             stepper = BlockingStepper(self.hook, self.rope, rows)
         elif pipeline == "compiled" and self.model.device.type == "cpu":
             stepper = CompiledStepper(self.hook, self.rope)
-        elif gpu_step_of(type(sequences[0].method), sequences[0].method.config) == GRAPH:
+        elif gpu_step_of(type(sequences[0].method), sequences[0].method.config) == GRAPH and alike(
+            [each.method for each in sequences]
+        ):
             stepper = SlotStepper(self.hook, sequences, self.rope, self.notice, pipeline == "compiled")
         else:
             stepper = PiecewiseStepper(self.hook, sequences, self.rope, self.notice)
@@ -257,9 +262,14 @@ class Engine:
         return _HEAD_SCORES[self.model.module]
 
 
+def alike(methods: Sequence[AnyMethod]) -> bool:
+    """Tell whether all have the same settings: a budget that is a share comes to another one for each prompt."""
+    return all(method.config == methods[0].config for method in methods)
+
+
 def shared_windows(branches: Branches, methods: Sequence[AnyMethod], window: int) -> int:
     """How many tokens that prompts have in common, in whole windows, are read once for all of their methods."""
-    if len(methods) == 1 or any(method.preview for method in methods):
+    if len(methods) == 1 or not alike(methods) or any(method.preview for method in methods):
         return 0
     return len(branches.common) // window * window
 

@@ -111,4 +111,5 @@ class RunningSequence:
             question=self.question,
             id=self.id,
             kv=self.kv,
+            budget=getattr(self.method.config, "budget", None),
         )

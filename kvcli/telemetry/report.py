@@ -126,6 +126,7 @@ class Sequence:
     """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
 
     `question` is the prompt's question and `id` its name, where it has them; `kv` says where the prompt's KV came from.
+    `budget` are the method's tokens, which a share of the prompt was resolved to; None where it has no such setting.
     Questions on one document are read together: the first one's `prefill_ms` is the time of all, that of the others 0.
 
     `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
@@ -149,6 +150,7 @@ class Sequence:
     question: str | None = None
     id: str | None = None
     kv: KVOrigin = field(default_factory=KVOrigin)
+    budget: int | None = None
 
 
 @dataclass(frozen=True)

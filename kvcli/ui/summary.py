@@ -65,7 +65,7 @@ def heading(report: Report) -> str:
     if profile.get("name") not in (None, profile.get("method")):
         parts.append(f"profile {profile['name']}")
     settings = profile.get("settings", {})
-    parts += [f"{key} {settings[key]:,}" for key in ("budget", "sink", "window") if key in settings]
+    parts += [f"{key} {_tokens(settings[key])}" for key in ("budget", "sink", "window") if key in settings]
     tau = settings.get("tau")
     parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
     return " · ".join(parts)
@@ -103,7 +103,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         if isinstance(value, int | float | str):  # longer data is for the JSON
             rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
     rows += fidelity_rows(sequence.fidelity)
-    budget = report.profile.get("settings", {}).get("budget")
+    asked, budget = report.profile.get("settings", {}).get("budget"), sequence.budget
+    if budget is not None and asked != budget:
+        rows.append(("budget", f"{budget:,} tokens, {asked} of the prompt"))
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
     return rows
@@ -215,6 +217,11 @@ def settings_line(profile: dict[str, Any]) -> str:
     """Every setting of a profile with its value, and the hash."""
     settings = ", ".join(f"{key}={value}" for key, value in profile.get("settings", {}).items())
     return f"{settings or 'no settings'} (hash {profile.get('hash', '-')})"
+
+
+def _tokens(number: int | str) -> str:
+    """A number of tokens, or the share that was asked for."""
+    return number if isinstance(number, str) else f"{number:,}"
 
 
 def _merge(steps: Many[Step]) -> TimelineRow:

@@ -200,6 +200,15 @@ def test_bad_rows_are_their_own_results(fresh):
     assert [each for each in told if "line 2: 'field': unknown field 'tools'" in each]
 
 
+def test_a_share_that_is_too_small_for_a_row_is_the_rows_own(batch):
+    short, long = text(1, 20), text(2, 300)
+    given = [{"custom_id": name, "prompt": prompt} for name, prompt in {"short": short, "long": long}.items()]
+    results, _, _ = batch(given, settings={**SETTINGS, "budget": "40%"})
+    assert results["short"]["error"]["code"] == "invalid_row"
+    assert "budget 40% of a prompt of 75 tokens" in results["short"]["error"]["message"]
+    assert results["long"]["error"] is None
+
+
 def test_only_checking_runs_and_writes_nothing(batch, tmp_path, monkeypatch):
     monkeypatch.setattr("kvcli.models.loading.Checkpoint.load", None)
     results, tally, told = batch([*rows(2), "{nope"], validate_only=True)

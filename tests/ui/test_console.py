@@ -78,7 +78,9 @@ def test_statistics_leave_out_what_does_not_apply():
 
 
 def test_statistics_say_when_the_context_fits_into_the_budget():
-    assert any("fits into the budget of 256 tokens" in line for line in statistics(dense_sequence()))
+    assert any(
+        "fits into the budget of 256 tokens" in line for line in statistics(replace(dense_sequence(), budget=256))
+    )
 
 
 def test_statistics_show_what_only_the_method_knows():

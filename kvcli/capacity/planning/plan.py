@@ -20,7 +20,7 @@ LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends h
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """One combination of profile, context and batch; `label` names the profile.
+    """One combination of profile, context and batch; `label` names the profile, and a share's tokens.
 
     `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None
     where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
@@ -118,6 +118,10 @@ def plan(
 def _plan(
     subject: PlannedRun, machine: Machine, label: str, profile: Profile, context: int, batch: int, max_tokens: int
 ) -> CapacityPlan:
+    resolved = profile.for_prompt(context)
+    if resolved is not profile:
+        label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
+
     def need(length: int) -> Need:
         lengths, device = {length: batch}, machine.device
         return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device)
@@ -127,7 +131,7 @@ def _plan(
     method = memory.planned_method(profile, subject.geometry, context + max_tokens, subject.dtype, context)
     return CapacityPlan(
         label=label,
-        profile=profile,
+        profile=resolved,
         context=context,
         batch=batch,
         max_tokens=max_tokens,
@@ -136,7 +140,7 @@ def _plan(
         free=machine.free,
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
-        times=estimate(subject, machine, profile, method, context, batch),
+        times=estimate(subject, machine, resolved, method, context, batch),
         disk=batch * context * _token_bytes(subject),
     )
 

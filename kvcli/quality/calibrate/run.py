@@ -36,7 +36,8 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
-    tried = sweep.profiles(plan.profile, checkpoint.geometry, prompt_length(plan, checkpoint), plan.values)
+    length = prompt_length(plan, checkpoint)
+    tried = sweep.profiles(plan.profile, checkpoint.geometry, length, plan.values)
     passages = passages_of(plan, checkpoint)
     _check_fit(checkpoint, [profile for _, profile in tried], passages)
     if plan.per_layer:
@@ -49,7 +50,9 @@ def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibr
     complete = done == len(passages)
     least = tallies[-1].losses if sweep.relative else None
     if plan.per_layer and complete:
-        mixed = sweep.profiles(plan.profile, checkpoint.geometry, 0, {sweep.name: _by_layer(sweep, tallies, model)})
+        mixed = sweep.profiles(
+            plan.profile, checkpoint.geometry, length, {sweep.name: _by_layer(sweep, tallies, model)}
+        )
         more, through = _measure(model, passages, mixed, Collector(), observer)
         complete = through == len(passages)
         if complete:

@@ -12,6 +12,7 @@ from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
 from kvcli.quality.calibrate.collectors import Collector
 from kvcli.quality.calibrate.curve import Cost
+from kvcli.sizes import Share
 
 Grid = Mapping[str, Sequence[Any]]
 """Values to try for each setting; all combinations."""
@@ -65,10 +66,12 @@ class Sweep:
             overrides = dict(zip(grid, values, strict=True))
             try:
                 profile = resolve_profile(base.method, overrides={**base.settings.model_dump(), **overrides})
+                profile.for_prompt(length)
             except KvcliError as error:
                 refused = error
                 continue
-            settings = {key: getattr(profile.settings, key) for key in grid}
+            tried = {key: getattr(profile.settings, key) for key in grid}
+            settings = {key: str(value) if isinstance(value, Share) else value for key, value in tried.items()}
             found.setdefault(profile.hash, (settings, profile))
         if refused is not None and (asked or not found):
             raise refused

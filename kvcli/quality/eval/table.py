@@ -143,10 +143,7 @@ class EvaluationTable:
             "complete": self.complete,
             "environment": self.environment,
             "configuration": self.configuration,
-            "variants": [
-                {"label": variant.label, "name": variant.name, "budget": variant.budget, **variant.profile.as_dict()}
-                for variant in self.variants
-            ],
+            "variants": [variant.as_dict() for variant in self.variants],
             "results": [asdict(result) for result in self.results],
         }
         return json.dumps(body, ensure_ascii=False)

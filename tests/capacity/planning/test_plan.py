@@ -24,6 +24,15 @@ def test_every_combination_is_planned_in_order():
     ]
 
 
+def test_a_share_is_planned_in_tokens_of_each_context():
+    machine = Machine(torch.device("cpu"), {"host": 1 << 40}, None, here=False)
+    profile = resolve_profile("snapkv", overrides={"budget": "25%"})
+    found = list(plan(SUBJECT, machine, [("snapkv 25%", profile)], (400, 800), (1,), 16))
+    assert [each.as_dict()["profile"]["settings"]["budget"] for each in found] == [100, 200]
+    assert [each.label for each in found] == ["snapkv 25% = 100", "snapkv 25% = 200"]
+    assert found[0].need.kv.device < found[1].need.kv.device
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_longest_context_is_where_generate_begins_to_refuse(batch):
     free = {"host": 600 << 20}

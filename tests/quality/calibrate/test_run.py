@@ -235,6 +235,16 @@ def test_values_that_are_asked_for_take_the_place_of_the_targets_own(checkpoint,
     ]
 
 
+def test_budgets_are_shares_where_that_is_asked_for(checkpoint, text):
+    asked = {"budget": ["60%", "80%"], "page_size": ["8"]}
+    found = calibrate(*plan(checkpoint, text, "budget", values=asked, samples=1), Observer())
+    assert [point.settings["budget"] for point in found.points] == ["60%", "80%"]
+    assert found.points[0].attended < found.points[1].attended
+    assert 'budget = "' in found.to_toml()
+    with pytest.raises(KvcliError, match=r"budget 1% of a prompt"):
+        calibrate(*plan(checkpoint, text, "budget", values={"budget": ["1%"]}, samples=1), Observer())
+
+
 def test_what_does_not_fit_is_refused(checkpoint, text, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda _: {"host": 1 << 20})
     with pytest.raises(KvcliError) as refused:
