@@ -1,11 +1,14 @@
 """Causal attention of the newest m tokens of a prompt over all n so far, without an m*n matrix.
 
 Shapes: q [H, m, d], k [Hk, n, d], v [Hk, n, d], m <= n -> out [H, m, d]. Query i stands at position n - m + i and sees
-keys 0 .. n - m + i, or the last `window` of them.
+keys 0 .. n - m + i, or the last `window` of them; where these are `chunked`, those of the query's own chunk, which
+begins at a multiple of `window`.
 
 The keys before the chunk are seen by every query and need no mask; only the square on the diagonal is causal. The two
 parts are merged by their log-sum-exp.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,17 +26,32 @@ from kvcli.kernels.softmax import Softmax
 SLIDING_ROWS = 256
 
 
-def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None) -> Tensor:
+def prefill_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None, chunked: bool = False
+) -> Tensor:
     """Plain torch with the whole m*n mask, in the precision of its input."""
     groups = q.shape[0] // k.shape[0]
-    mask = _causal_mask(q.shape[1], k.shape[1], window, q.device).repeat(groups, 1)
+    mask = _causal_mask(q.shape[1], k.shape[1], None if chunked else window, q.device)
+    if chunked and window is not None:
+        chunk = torch.arange(k.shape[1], device=q.device) // window
+        mask &= chunk[-q.shape[1] :, None] == chunk
+    mask = mask.repeat(groups, 1)
     out, lse = block_attention_ref(_fold(q, k), k, v, softmax, mask)
     return _finish(q, out, lse, softmax)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None) -> Tensor:
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None, chunked: bool = False
+) -> Tensor:
     """Attend in blocks; memory grows with m and with n, never with m*n."""
     m, n = q.shape[1], k.shape[1]
+    if chunked and window is not None and n > window:
+        borders = [n - m, *range((n - m) // window * window + window, n, window), n]
+        pieces = [
+            (slice(start - n + m, stop - n + m), slice(start // window * window, stop))
+            for start, stop in pairwise(borders)
+        ]
+        return torch.cat([prefill_attention(q[:, new], k[:, seen], v[:, seen], softmax) for new, seen in pieces], 1)
     if window is not None and n > window:
         first = max(0, n - m - window + 1)
         fused = sliding_attention(q, k[:, first:], v[:, first:], softmax, window)

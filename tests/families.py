@@ -89,16 +89,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "linear",
     ),
-    "llama4": (
-        lambda: config_of(
-            "Llama4TextConfig",
-            intermediate_size_mlp=96,
-            num_local_experts=2,
-            attention_chunk_size=WINDOW,
-            layer_types=["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
-        ),
-        "chunked",
-    ),
     "t5": (
         lambda: transformers.T5Config(vocab_size=VOCAB, d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
         "encoder-decoder",

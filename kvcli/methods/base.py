@@ -22,6 +22,7 @@ from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
+from kvcli.store.chunks import ChunkCache
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -126,7 +127,8 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             heads, d = layer.num_kv_heads, layer.head_dim
             cache: LayerCache
             if layer.window is not None:
-                cache = self.plain[layer.index] = SlidingCache(heads, d, layer.window, context.tiers)
+                windowed = ChunkCache if layer.chunked else SlidingCache
+                cache = self.plain[layer.index] = windowed(heads, d, layer.window, context.tiers)
             elif layer.index < config.leading_dense_layers:
                 cache = self.plain[layer.index] = DenseCache(heads, d, context.capacity, context.tiers)
             else:

@@ -136,8 +136,6 @@ def _refuse(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise refusal(config, "it is an encoder-decoder model")
     text = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or _sets(text, "attention_chunk_size"):
-        raise refusal(config, "it uses chunked attention")
     if _sets(text, "kv_lora_rank"):
         raise refusal(config, "multi-head latent attention keeps a compressed latent instead of keys and values")
 

@@ -52,7 +52,8 @@ _SUPPORTED_HINT = (
 class LayerGeometry:
     """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
 
-    `index` counts the layers that attend. `rope` is False where the layer uses no rotary positions (NoPE).
+    `index` counts the layers that attend. `rope` is False where the layer uses no rotary positions (NoPE). `chunked`:
+    the window is no sliding one but the chunk of so many tokens that the query stands in (Llama 4).
     """
 
     index: int
@@ -61,6 +62,7 @@ class LayerGeometry:
     head_dim: int
     window: int | None
     rope: bool
+    chunked: bool = False
 
 
 class StateTensor(NamedTuple):
@@ -99,7 +101,8 @@ class DecoderLayer(NamedTuple):
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The stack of decoder layers inside a causal language model: its `layers`, and its `rotary_emb` if it has one."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    inner: nn.Module | None = getattr(decoder, "model", None)  # what it finds in llama4 is the whole model
+    return decoder if inner is None or hasattr(decoder, "layers") else inner
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
@@ -184,7 +187,8 @@ class LayerFinder:
         if type(kv) not in _KEYS_AND_VALUES:
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
-        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope)
+        chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
+        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked)
 
     def _keeps(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> StateGeometry:
         recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
@@ -248,6 +252,11 @@ class _UseOf(TorchFunctionMode):
         given = tree_leaves((read, kwargs))
         self.found = self.found or any(each is tensor for each in given for tensor in self.tensors)
         return function(*args, **(kwargs or {}))
+
+
+def _kind_of(text: PreTrainedConfig, place: int) -> str | None:
+    kinds = getattr(text, "layer_types", None)
+    return None if kinds is None else kinds[place]
 
 
 def _with_cache(layer: nn.Module) -> Iterator[nn.Module]:

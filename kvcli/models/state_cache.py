@@ -51,6 +51,10 @@ class StateCache(Cache):
         """Keep no keys and values."""
         return key_states, value_states
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Count no tokens, as none are kept."""
+        return 0
+
     # What MiniMax asks for, whose layers have a cache class of their own.
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # noqa: ARG002

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
+from kvcli.models.temperature import Temperature, taken_out
 
 NAME = "kvcli"
 
@@ -37,6 +38,8 @@ class Hook:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]):
         self.model, self.modules = model, modules
+        self.temperatures = [Temperature.of(module) for module in modules]
+        self.positions = torch.empty(0)  # [b, n] of the tokens that go through a layer
         self._handler: Handler | None = None
 
     def run(self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1) -> Tensor:
@@ -46,10 +49,25 @@ class Hook:
         """
         before, self._handler = self._handler, handler
         try:
-            out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+            with self.at(positions):
+                out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
         finally:
             self._handler = before  # a run may come between the chunks of another one
         return out.logits  # type: ignore[no-any-return]
+
+    @contextmanager
+    def at(self, positions: Tensor) -> Iterator[None]:
+        """Within, the tokens at these positions go through a layer."""
+        before, self.positions = self.positions, positions
+        try:
+            yield
+        finally:
+            self.positions = before
+
+    def tempered(self, layer: int, q: Tensor) -> Tensor:
+        """Scale a layer's queries q [b, H, n, d] of the tokens at `positions` where its attention has a temperature."""
+        temperature = self.temperatures[layer]
+        return q if temperature is None else temperature(q, self.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Pass a layer's attention on to the handler of the current run."""
@@ -70,7 +88,8 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
     try:
-        yield hook
+        with taken_out(modules):
+            yield hook
     finally:
         model.set_attn_implementation(before)
         for module in modules:
@@ -92,7 +111,7 @@ def _attention(
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.kvcli_layer)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    return hook.attend(layer, query, key, value, softmax), None
+    return hook.attend(layer, hook.tempered(layer, query), key, value, softmax), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -40,7 +40,7 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
         layer = before + 1
         wanting = [(row, method) for row, method in takers if layer in method.retrieval]
         if wanting:
-            queries = project_query(hook.modules[layer], hidden[:, -1])  # [b, H, d]
+            queries = _project(hook, layer, hidden)  # [b, H, d]
             for row, method in wanting:
                 method.take_next_query(layer, _rotated(method, layer, queries[row], method.caches[layer].length))
 
@@ -57,9 +57,8 @@ def foretelling(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor
 
     def hear(before: int, hidden: Tensor) -> None:  # hidden [b, 1, D]
         if before + 1 in layers:
-            module: Any = hook.modules[before + 1]
-            q = project_query(module, hidden[:, -1])
-            tell(before + 1, q, getattr(module, "scaling", q.shape[-1] ** -0.5))
+            q = _project(hook, before + 1, hidden)
+            tell(before + 1, q, getattr(hook.modules[before + 1], "scaling", q.shape[-1] ** -0.5))
 
     with _listening(hook, hear):
         yield
@@ -83,6 +82,11 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
     return heads
 
 
+def _project(hook: Hook, layer: int, hidden: Tensor) -> Tensor:
+    """The query of a layer before its rotation, from attention inputs [b, 1, D] of the tokens that run -> [b, H, d]."""
+    return hook.tempered(layer, project_query(hook.modules[layer], hidden[:, -1])[:, :, None])[:, :, 0]
+
+
 @torch.inference_mode()
 def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
     """Run one token through the model, and compare in every layer that retrieves the query with the one made here.
@@ -96,7 +100,7 @@ def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
     def make(layer: int, hidden: Tensor) -> None:
         if layer in method.retrieval:
             try:
-                query = project_query(hook.modules[layer], hidden[:, -1])[0]
+                query = _project(hook, layer, hidden)[0]
             except AttributeError as error:
                 raise _refusal(model, f"the attention of layer {layer} has no known query projection") from error
             made[layer] = _rotated(method, layer, query, position)

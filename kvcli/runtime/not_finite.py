@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import reference_profile
+from kvcli.models.layers import decoder_of
 from kvcli.runtime.engine import Engine
 
 _TOKENS = 256  # of the prompt's end, that are read again
@@ -33,7 +34,7 @@ def describe_origin(engine: Engine, ids: Sequence[int]) -> str:
     broken: list[int] = []
     hooks = [
         layer.register_forward_hook(_listen(index, broken))
-        for index, layer in enumerate(module.get_decoder().layers)  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(decoder_of(module).layers)  # type: ignore[arg-type]
     ]
     try:
         engine.rope.cover(len(ids) + 1)

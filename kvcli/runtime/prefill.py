@@ -18,11 +18,12 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
+from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.known_kv import KnownKV
 from kvcli.store.prefill_offloader import PrefillOffloader
@@ -135,7 +136,8 @@ class PrefillAttention:
         self.kv[0, :, self.done : stop] = k[0]
         self.kv[1, :, self.done : stop] = v[0]
         seen_k, seen_v = self.kv[:, :, :stop]
-        out = prefill_attention(q[0], seen_k, seen_v, softmax, self.layers[layer].window)
+        geometry = self.layers[layer]
+        out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
         for consumer in self.consumers if stop <= self.start else self.consumers[self.branch :][:1]:
             consumer.observe(layer, q[0], seen_k, softmax)
         self.q = torch.cat((self.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else self.q
@@ -202,7 +204,7 @@ def prefill_branches(
     ends = branches.ends()
     parts = [part for start, stop in pairwise([0, *ends]) for part in _chunks(start, stop, chunk)]
     last = torch.tensor(ends[-len(branches.rests) :], device=device) - 1
-    with _layer_major(hook.model.get_decoder().layers, parts, last, advance):  # type: ignore[no-untyped-call]
+    with _layer_major(hook, parts, last, advance):
         logits = hook.run(attention, tokens, positions, len(last))
     attention.offloader.finish()
     return logits[0]
@@ -213,9 +215,7 @@ def _chunks(start: int, stop: int, size: int) -> list[slice]:
 
 
 @contextmanager
-def _layer_major(
-    layers: nn.ModuleList, parts: Sequence[slice], last: Tensor, advance: Callable[[int], None]
-) -> Iterator[None]:
+def _layer_major(hook: Hook, parts: Sequence[slice], last: Tensor, advance: Callable[[int], None]) -> Iterator[None]:
     """Make every decoder layer run over its input part by part, in place; the last one keeps tokens `last` only.
 
     During `advance` the layers are as they were, so that other sequences can take a step.
@@ -236,7 +236,8 @@ def _layer_major(
         for layer in layers:
             del layer.forward  # back to the method of the class
 
-    chunked = [_chunked(layer.forward, parts, between, last if layer is layers[-1] else None) for layer in layers]
+    layers = list(decoder_of(hook.model).layers)  # type: ignore[arg-type]
+    chunked = [_chunked(hook, layer.forward, parts, between, last if layer is layers[-1] else None) for layer in layers]
     put_in()
     try:
         yield
@@ -245,15 +246,16 @@ def _layer_major(
 
 
 def _chunked(
-    forward: Callable[..., Any], parts: Sequence[slice], advance: Callable[[int], None], kept: Tensor | None
+    hook: Hook, forward: Callable[..., Any], parts: Sequence[slice], advance: Callable[[int], None], kept: Tensor | None
 ) -> Callable[..., Tensor]:
     length = parts[-1].stop
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # hidden_states [1, s, D]
-        for part in parts:
+        for part, positions in zip(parts, [hook.positions[:, part] for part in parts], strict=True):
             cut_args = [_cut(arg, part, length) for arg in args]
             cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
-            out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
+            with hook.at(positions):
+                out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
             hidden_states[:, part] = out[0] if isinstance(out, tuple) else out
             advance(part.stop - part.start)
         return hidden_states if kept is None else hidden_states[:, kept]

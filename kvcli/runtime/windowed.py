@@ -73,7 +73,9 @@ class PreviewAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with all of it: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         self.method.take_preview(layer, q[0, :, 1:])
-        return prefill_attention(q[0], k[0], v[0], softmax, self.layers[layer].window).transpose(0, 1)[None]
+        geometry = self.layers[layer]
+        out = prefill_attention(q[0], k[0], v[0], softmax, geometry.window, geometry.chunked)
+        return out.transpose(0, 1)[None]
 
 
 def _run(hook: Hook, handler: Handler, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:

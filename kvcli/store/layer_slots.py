@@ -18,7 +18,8 @@ class LayerSlots(NamedTuple):
 
     `in_place`: the rows are those of all tokens in order. What else the layer has on the device is in `tensors`, by
     name: among them `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory,
-    in which they lie in `pieces`. Of the tokens seen, `dropped` are not held, and never more than `most`. A layer
+    in which they lie in `pieces`. Of the tokens seen, `dropped` are not held, and never more than `most`, nor those
+    before the last multiple of `period` that there was before the newest. A layer
     chooses once `active_from` tokens are seen, by default when it has outgrown its slots. Pages go to the slots of
     `into` where these are not those of the layout.
     """
@@ -29,6 +30,7 @@ class LayerSlots(NamedTuple):
     in_place: bool = False
     dropped: int = 0
     most: int | None = None
+    period: int | None = None
     active_from: int | None = None
     into: SlotLayout | None = None
     pieces: list[Tensor] | None = None

@@ -100,6 +100,10 @@ def _with_vision(name: str, text: PreTrainedConfig, vision: dict[str, object], *
     return getattr(transformers, name)(**extra)
 
 
+# Temperatures differ within a test's prompt.
+_LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
+_LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
+
 KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_images": lambda: _with_vision(
         "Gemma3Config", config_of("Gemma3TextConfig", **_GEMMA3), {**_VISION, **_PATCHES}, mm_tokens_per_image=4
@@ -123,6 +127,12 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         config_of("LlamaConfig"),
         {"model_type": "clip_vision_model", **_VISION, **_PATCHES},
         image_token_index=5,
+    ),
+    "llama4": lambda: config_of("Llama4TextConfig", **_LLAMA4),
+    "llama4_images": lambda: _with_vision(
+        "Llama4Config",
+        config_of("Llama4TextConfig", **_LLAMA4),
+        {**_VISION, **_PATCHES, "intermediate_size": 128, "vision_output_dim": 32, "projector_output_dim": 32},
     ),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **_EXPERTS),
 }

@@ -9,6 +9,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.rope import installed
 from kvcli.store.blocks import EMPTY, BlockCache, BlockLayout
 from kvcli.store.cache import DenseCache, Footprint, SlidingCache, Tiers
+from kvcli.store.chunks import ChunkCache
 from kvcli.store.pages import PageBudget
 
 H, HK, D, P = 4, 2, 8, 4
@@ -128,14 +129,15 @@ def test_capped_keys_stand_at_position_zero_and_queries_at_the_end_of_the_window
     assert torch.allclose(out, expected.reshape(H, 16), atol=1e-5)
 
 
+@pytest.mark.parametrize("windowed", [SlidingCache, ChunkCache])
 @pytest.mark.parametrize("window", [None, 1, 5, 13, 100])
 @pytest.mark.parametrize("reach", [1, 4, 9, 60])
-def test_windows_of_plain_layers_are_their_tokens_one_after_another(window, reach):
+def test_windows_of_plain_layers_are_their_tokens_one_after_another(window, reach, windowed):
     k, v = tokens(51)
     q = torch.randn(H, 51, D, generator=torch.Generator().manual_seed(9))
 
     def make():
-        return DenseCache(HK, D, 51, TIERS) if window is None else SlidingCache(HK, D, window, TIERS)
+        return DenseCache(HK, D, 51, TIERS) if window is None else windowed(HK, D, window, TIERS)
 
     whole, single = make(), make()
     for start in range(0, 45, reach):

@@ -5,6 +5,7 @@ import torch
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, SlidingCache, Tiers
+from kvcli.store.chunks import ChunkCache
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
 from kvcli.store.resident_pages import ResidentPageCache
@@ -31,10 +32,12 @@ def make(kind, tiers=TIERS):
         return DenseCache(HK, D, 60, tiers)
     if kind == "sliding":
         return SlidingCache(HK, D, 13, tiers, sink=3)
+    if kind == "chunked":
+        return ChunkCache(HK, D, 12, tiers)
     return (ResidentPageCache if kind == "indexed" else OffloadedPageCache)(HK, D, 60, BUDGET, tiers)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sliding", "indexed", "offloaded"])
+@pytest.mark.parametrize("kind", ["dense", "sliding", "chunked", "indexed", "offloaded"])
 @pytest.mark.parametrize("prompt", [1, 3, 4, 14, 23, 24, 25, 47])
 def test_attends_to_what_it_should_hold(kind, prompt):
     k, v = tokens(prompt + 11)
@@ -48,6 +51,9 @@ def test_attends_to_what_it_should_hold(kind, prompt):
         held = list(range(at + 1))
         if kind == "sliding" and at + 1 > 16:
             held = [*range(3), *range(at + 1 - 13, at + 1)]
+        if kind == "chunked":
+            held = list(range(at // 12 * 12, at + 1))
+            assert cache.attended().tolist() == [[token in held for token in range(at + 1)]] * HK
         if kind == "offloaded" and cache.active:
             cache.recall(torch.tensor([[1, 2, 3]] * HK))
             recent = (BUDGET.count(at + 1) - BUDGET.window) * 4

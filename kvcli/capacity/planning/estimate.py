@@ -122,7 +122,7 @@ def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) 
     seen = length if layer.window is None else min(layer.window, length)
     if method.prefill_window is not None and layer.index in method.retrieval:
         seen = min(seen, method.prefill_window + getattr(method.config, "budget", length))
-    pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a query and a key before it
+    pairs = seen * (seen + 1) // 2 + (length - seen) * (seen // 2 if layer.chunked else seen)  # query and key before it
     return 4 * layer.num_heads * layer.head_dim * pairs
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcli.compat import compiled
+from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import uncompiled
 
 BATCH_SIZES = 64
@@ -23,6 +24,6 @@ def compiled_layers(
     model: PreTrainedModel, backend: str = "inductor", besides: Sequence[nn.Module] = ()
 ) -> Iterator[None]:
     """Compile the decoder layers of a model, and other parts, for one token a sequence; leaves them as they were."""
-    parts: list[nn.Module] = [*model.get_decoder().layers, *besides]  # type: ignore[no-untyped-call]
+    parts: list[nn.Module] = [*decoder_of(model).layers, *besides]  # type: ignore[misc]
     with uncompiled(), compiled(parts, backend, recompile_limit=BATCH_SIZES):
         yield

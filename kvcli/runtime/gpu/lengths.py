@@ -19,18 +19,20 @@ class StepLengths:
         self.first = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.seen = torch.zeros_like(self.first)
         self.running = torch.zeros_like(self.first)
-        self.held, self.dropped, self.most = torch.zeros(3, num_layers, len(lengths), dtype=torch.int32, device=device)
+        shape = 4, num_layers, len(lengths)
+        self.held, self.dropped, self.most, self.period = torch.ones(shape, dtype=torch.int32, device=device)
         self.some_dropped = False
         self.flags: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
 
     def held_in(self, layer: int, parts: Sequence[LayerSlots]) -> Tensor | None:
         """Give the tokens held in a layer, where it does not hold all that were seen; kernels know them as lengths."""
-        if all(part.dropped == 0 and part.most is None for part in parts):
+        if all(part.dropped == 0 and part.most is None and part.period is None for part in parts):
             return None
         self.some_dropped = True
         self.dropped[layer] = self.first.new_tensor([part.dropped for part in parts])
         most = torch.iinfo(torch.int32).max
         self.most[layer] = self.first.new_tensor([most if part.most is None else part.most for part in parts])
+        self.period[layer] = self.first.new_tensor([most if part.period is None else part.period for part in parts])
         held: Tensor = self.held[layer]
         return held
 
@@ -57,6 +59,7 @@ class StepLengths:
         self.seen.add_(self.running)
         if self.some_dropped:
             torch.sub(self.seen, self.dropped, out=self.held)
+            self.held.sub_(1).fmod_(self.period).add_(1)  # one that takes no part stays at zero
             torch.minimum(self.held.clamp_min_(0), self.most, out=self.held)
         for least, flags in self.flags.values():
             torch.ge(self.seen[:, None].expand_as(flags), least, out=flags)

@@ -78,9 +78,9 @@ def test_sequences_that_have_room_for_less_than_the_budget(name):
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("name", STATED)
-def test_steps_with_sliding_layers_softcaps_and_attention_sinks(name, family):
+def test_steps_with_sliding_layers_chunks_softcaps_and_attention_sinks(name, family):
     case = (tiny_model(family), name, settings(name), prompts(75, 45), 9)
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
