@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.line_file import LineFile, not_ours, whole_lines
 from kvcli.inputs.validation import first_problem
-from kvcli.store.journal import sync_folder
 
 _SHOWN = 3  # rows named in a message
 _START = b'{"custom_id"'
@@ -101,89 +100,54 @@ class ResultFile:
 
     def __init__(self, path: Path | None):
         self.path = path
+        self.file = None if path is None else LineFile(path, "results", _START, "-o", lasting=True)
         self.known: dict[str, Known] = {}
-        self._file: BinaryIO
-        self._locked: list[BinaryIO] = []
 
     def __enter__(self) -> Self:
-        if self.path is None:
-            self._file = sys.stdout.buffer
+        if self.file is None:
             return self
-        try:
-            self._open(self.path)
-        except BaseException as error:
-            self._close()
-            if isinstance(error, OSError):
-                what = f"{self.path}: {(error.strerror or 'cannot be read').lower()}"
-                raise KvcliError(what, "give -o another file") from None
-            raise
+        path, end = self.file.path, 0
+        with ExitStack() as stack:
+            stack.enter_context(self.file)
+            for number, line, result in _results(path, self.file.lines(), self.file.hint):
+                if result.custom_id in self.known:
+                    what = f"{path}: line {number}: a second result of row {result.custom_id!r}"
+                    raise usage_error(what, "take one of the two lines out")
+                self.known[result.custom_id] = Known(result.kvcli.key, result.failed)
+                end += len(line)
+            self.file.end_after(end)
+            stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        if self.file is not None:
+            self.file.__exit__(kind, error, trace)
 
     def add(self, result: Mapping[str, Any]) -> None:
         """Put a result at the end, and wait until it is on disk."""
-        self._write(self._file, json.dumps(result, ensure_ascii=False).encode(errors="replace") + b"\n")
-
-    def take_out(self, names: Callable[[str], bool]) -> None:
-        """Take the results of some rows out: the file without them takes the place of the file."""
-        assert self.path is not None
-        if not any(names(name) for name in self.known):
+        line = json.dumps(result, ensure_ascii=False).encode(errors="replace") + b"\n"
+        if self.file is not None:
+            self.file.add(line)
             return
-        beside = self.path.with_name(f".{self.path.name}.kvcli")
-        rest = beside.open("w+b", buffering=0)
-        _lock(self.path, rest)
-        self._locked.append(rest)  # the lock of the file before is kept as well: who waits for it must not get it
-        for _, line, result in _results(self.path, self._file):
-            if not names(result.custom_id):
-                rest.write(line)
-        os.fsync(rest.fileno())
-        beside.replace(self.path)
-        sync_folder(self.path.resolve().parent)
-        self._file = rest
-        self.known = {name: known for name, known in self.known.items() if not names(name)}
-
-    def _close(self) -> None:
-        for file in self._locked:
-            with suppress(OSError):  # what could not be written has been told by the write that failed
-                file.close()
-
-    def _open(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise usage_error(f"{path}: no regular file, which results are kept in", "give -o a file, or leave it out")
-        is_new = not path.exists()
-        self._file = path.open("w+b" if is_new else "r+b", buffering=0)
-        self._locked.append(self._file)
-        _lock(path, self._file)
-        if is_new:
-            sync_folder(path.resolve().parent)
-        end = 0
-        for number, line, result in _results(path, self._file):
-            if result.custom_id in self.known:
-                what = f"{path}: line {number}: a second result of row {result.custom_id!r}"
-                raise usage_error(what, "take one of the two lines out")
-            self.known[result.custom_id] = Known(result.kvcli.key, result.failed)
-            end += len(line)
-        self._file.truncate(end)
-        self._file.seek(end)
-
-    def _write(self, file: BinaryIO, data: bytes) -> None:
         try:
-            if self.path is None:
-                file.write(data)
-                file.flush()
-                return
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
-            what = f"{self.path or 'standard output'}: cannot be written: {error.strerror}"
+            what = f"standard output: cannot be written: {error.strerror}"
             raise KvcliError(what, "free some space and run the same command again") from None
+
+    def take_out(self, names: Callable[[str], bool]) -> None:
+        """Take the results of some rows out: the file without them takes the place of the file."""
+        assert self.file is not None
+        if not any(names(name) for name in self.known):
+            return
+        found = _results(self.file.path, self.file.lines(), self.file.hint)
+        self.file.replace(line for _, line, result in found if not names(result.custom_id))
+        self.known = {name: known for name, known in self.known.items() if not names(name)}
 
 
 def read_results(path: Path) -> Iterator[tuple[bytes, Result]]:
@@ -192,11 +156,13 @@ def read_results(path: Path) -> Iterator[tuple[bytes, Result]]:
     Raises:
         KvcliError: it cannot be read, or holds something else (usage).
     """
+    hint = "name a file of results"
     try:
         with path.open("rb") as file:
-            yield from ((line, result) for _, line, result in _results(path, file))
+            lines = whole_lines(path, file, "results", _START, hint)
+            yield from ((line, result) for _, line, result in _results(path, lines, hint))
     except OSError as error:
-        raise usage_error(f"{path}: {(error.strerror or 'cannot be read').lower()}", "name a file of results") from None
+        raise usage_error(f"{path}: {(error.strerror or 'cannot be read').lower()}", hint) from None
 
 
 def is_written(path: Path) -> bool:
@@ -217,30 +183,13 @@ def shown(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + rest
 
 
-def _results(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, Result]]:
-    """Give the whole lines of a file from its beginning, with their numbers from 1 on."""
-    file.seek(0)
-    with open(os.dup(file.fileno()), "rb") as lines:  # noqa: PTH123 - a buffer over the same descriptor
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                if number == 1 and line[: len(_START)] != _START[: len(line)]:
-                    raise _not_ours(path)
-                return
-            try:
-                yield number, line, Result.model_validate_json(line)
-            except ValidationError as error:
-                if number == 1:
-                    raise _not_ours(path) from None
-                what = f"{path}: line {number} is no result: {first_problem(error)}"
-                raise usage_error(what, "take that line out to have its row done again") from None
-
-
-def _not_ours(path: Path) -> KvcliError:
-    return usage_error(f"{path} is there already and no file of results", "give -o another file")
-
-
-def _lock(path: Path, file: BinaryIO) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise usage_error(f"{path}: another run is writing to it", "wait for it, or give -o another file") from None
+def _results(path: Path, lines: Iterable[bytes], hint: str) -> Iterator[tuple[int, bytes, Result]]:
+    """Read the lines of a file, with their numbers from 1 on."""
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, line, Result.model_validate_json(line)
+        except ValidationError as error:
+            if number == 1:
+                raise not_ours(path, "results", hint) from None
+            what = f"{path}: line {number} is no result: {first_problem(error)}"
+            raise usage_error(what, "take that line out to have its row done again") from None

@@ -103,6 +103,6 @@ def test_what_is_taken_out_can_be_done_again(tmp_path):
 
 def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
     with ResultFile(tmp_path / "out.jsonl") as file, Path("/dev/full").open("r+b", buffering=0) as full:
-        file._file = full
+        file.file._file = full
         with pytest.raises(KvcliError, match=r"out\.jsonl: cannot be written: No space left"):
             file.add(result("a"))

@@ -1,18 +1,18 @@
 """Answers with their scores, a line of JSON each, in a file that only grows: an interrupted run goes on from it."""
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.line_file import LineFile, not_ours
 from kvcli.inputs.validation import first_problem
 
 Key = tuple[str, int | None, float | None, int, str, int]
@@ -78,6 +78,7 @@ class _Header(BaseModel):
 
 
 _LINE = TypeAdapter(Prediction)
+_START = b'{"kvcli_eval"'
 
 
 def digest(configuration: dict[str, Any]) -> str:
@@ -97,27 +98,23 @@ class Predictions:
     """
 
     def __init__(self, path: Path | None, configuration: dict[str, Any]):
-        self.path = path
+        self.file = None if path is None else LineFile(path, "predictions", _START, "--predictions")
         self.configuration = configuration
         self.found: dict[Key, Prediction] = {}
-        self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
-        if self.path is not None:
-            try:
-                self._open(self.path)
-            except BaseException as error:
-                self._close()
-                if isinstance(error, OSError):
-                    what = f"{self.path}: {(error.strerror or 'cannot be read').lower()}"
-                    raise KvcliError(what, "name another file for --predictions") from None
-                raise
+        if self.file is not None:
+            with ExitStack() as stack:
+                stack.enter_context(self.file)
+                self._read(self.file)
+                stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        if self.file is not None:
+            self.file.__exit__(kind, error, trace)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.found
@@ -131,69 +128,37 @@ class Predictions:
     def add(self, predictions: Iterable[Prediction]) -> None:
         """Keep predictions that belong together: after a crash all of them are there, or some of the last are not."""
         new = list(predictions)
-        if self._file is not None:
-            self._write([asdict(prediction) for prediction in new])
+        if self.file is not None:
+            self.file.add(_lines([asdict(prediction) for prediction in new]))
         self.found.update((prediction.key, prediction) for prediction in new)
 
-    def _close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # what could not be written has been told by the write that failed
-                self._file.close()
-
-    def _open(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            what = f"{path}: no regular file, which predictions are kept in and read from"
-            raise KvcliError(what, "give --predictions another file", ExitCode.USAGE)
-        self._file = path.open("r+b" if path.exists() else "w+b")
-        _lock(path, self._file)
-        known = self._file.read()
-        whole = known[: known.rfind(b"\n") + 1]  # what follows the last line end was cut off in the middle
-        header, *lines = whole.splitlines() or [b""]
-        if header:
-            self._check(path, header)
-        elif known and not _is_beginning(known):
-            raise _not_ours(path)
-        for number, line in enumerate(lines, 2):
-            prediction = _parse(path, number, line)
+    def _read(self, file: LineFile) -> None:
+        """Take over what is there, or begin with the header."""
+        lines = list(file.lines())
+        file.end_after(sum(map(len, lines)))
+        if not lines:
+            header = {"kvcli_eval": 1, "hash": digest(self.configuration), "configuration": self.configuration}
+            file.add(_lines([header]))
+            return
+        self._check(file, lines[0])
+        for number, line in enumerate(lines[1:], 2):
+            prediction = _parse(file.path, number, line)
             self.found[prediction.key] = prediction
-        self._file.truncate(len(whole))
-        self._file.seek(len(whole))
-        if not header:
-            self._write([{"kvcli_eval": 1, "hash": digest(self.configuration), "configuration": self.configuration}])
 
-    def _check(self, path: Path, header: bytes) -> None:
+    def _check(self, file: LineFile, header: bytes) -> None:
         try:
             found = _Header.model_validate_json(header)
         except ValidationError:
-            raise _not_ours(path) from None
+            raise not_ours(file.path, file.what, file.hint) from None
         if found.hash == digest(self.configuration) and found.configuration == self.configuration:
             return
         differing = [key for key, value in self.configuration.items() if value != found.configuration.get(key)]
-        what = f"{path} belongs to another run: it differs in {', '.join(differing) or 'what it says of itself'}"
-        raise KvcliError(what, "give --predictions another file, or repeat that run's options", ExitCode.USAGE)
-
-    def _write(self, entries: list[dict[str, Any]]) -> None:
-        assert self._file is not None
-        try:
-            self._file.write("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode())
-            self._file.flush()
-        except OSError as error:
-            what = f"{self.path}: cannot be written: {error.strerror}"
-            raise KvcliError(what, "free some space and run the same command again") from None
+        what = f"{file.path} belongs to another run: it differs in {', '.join(differing) or 'what it says of itself'}"
+        raise KvcliError(what, f"{file.hint}, or repeat that run's options", ExitCode.USAGE)
 
 
-def _lock(path: Path, file: BinaryIO) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        what = f"{path}: another run is writing to it"
-        raise KvcliError(what, "wait for it, or give --predictions another file", ExitCode.USAGE) from None
-
-
-def _is_beginning(data: bytes) -> bool:
-    """Tell whether a file without a whole line is one of ours that was cut off at once."""
-    start = b'{"kvcli_eval"'
-    return data[: len(start)] == start[: len(data)]
+def _lines(entries: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
 
 
 def _parse(path: Path, number: int, line: bytes) -> Prediction:
@@ -202,9 +167,3 @@ def _parse(path: Path, number: int, line: bytes) -> Prediction:
     except ValidationError as error:
         what = f"{path}: line {number} is no prediction: {first_problem(error)}"
         raise KvcliError(what, "remove that line to have it answered again", ExitCode.USAGE) from None
-
-
-def _not_ours(path: Path) -> KvcliError:
-    return KvcliError(
-        f"{path} is there already and no file of predictions", "give --predictions another file", ExitCode.USAGE
-    )
