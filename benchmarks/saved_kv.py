@@ -1,11 +1,16 @@
 """What saving costs beside the prefill, how fast loading is beside plain reads, and the memory of many questions.
 
-    python benchmarks/saved_kv.py
+    python benchmarks/saved_kv.py                          two to three minutes on two cores
     python benchmarks/saved_kv.py --shape llama-3.1-8b --layers 2 --context 32768
 
-Random weights of a model's shape. Prefills with and without saving take turns; loads and plain reads of the same files,
-by the same blocks and with an empty system cache, too. The first token after a load stands beside the time of reading
-the files and the time of the question's own tokens. Memory is what a process of its own holds more than before.
+Random weights of a model's shape. Prefills with and without saving take turns. So do plain reads of saved files, block
+by block, loads of the same files, first tokens of a question on them, and the question's own tokens; all reads go past
+the system's cache. These files hold documents of several lengths (`--loaded`), of made-up KV, as no prefill of the
+longest is needed. Each ratio is one of neighbours in time; medians, least and most are over the rounds. Memory is what
+a process of its own holds more than before.
+
+The question's own tokens are timed on a document whose KV is in memory, and without the time of putting it in place;
+`question_without_document_s` is what they take alone, without attention to the document.
 """
 
 import argparse
@@ -25,9 +30,10 @@ from transformers import AutoModelForCausalLM
 
 from kvcli.capacity.planning.probe import shortened
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels.softmax import Softmax
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.prefill import Branches
+from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile
 from kvcli.runtime.saved.manifest import PAGE, Identity, PromptRead, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
@@ -80,7 +86,7 @@ def load(folder: Path) -> float:
     with opened(folder) as saved:
         manifest = saved.segments[0].manifest
         entry, begun = manifest.layers[0], time.perf_counter()
-        kv = torch.empty(2, entry.num_kv_heads, saved.length, entry.head_dim, dtype=manifest.dtype)
+        kv = host_memory((2, entry.num_kv_heads, saved.length, entry.head_dim), manifest.dtype)
         for layer in range(len(manifest.layers)):
             saved.fill(layer, kv)
         return saved.bytes_read / (time.perf_counter() - begun)
@@ -97,6 +103,72 @@ def first_token(ready: Engine, ids: list[int], folder: Path | None) -> float:
             branches = Branches(ids[: saved.length], [ids[saved.length :]], saved, saved.length)
             ready.prefill_branches(branches, [[method]])
     return time.perf_counter() - begun
+
+
+class InMemory:
+    """A document whose KV `kv` [2, Hk, n, d] is in memory, the same in all layers, for a question that nobody keeps."""
+
+    query_rows = 0
+
+    def __init__(self, kv: torch.Tensor):
+        self.kv, self.length, self.filling = kv, kv.shape[2], 0.0
+
+    def fill(self, layer: int, kv: torch.Tensor) -> None:  # noqa: ARG002
+        """Put it in place, and note how long that takes."""
+        begun = time.perf_counter()
+        kv.copy_(self.kv)
+        self.filling += time.perf_counter() - begun
+
+    def observe(self, *_: object) -> None:
+        """Look at nothing."""
+
+    def prefill(self, *_: object) -> None:
+        """Keep nothing."""
+
+    def own_tokens(self, ready: Engine, ids: list[int]) -> float:
+        """The seconds that the tokens after the document take."""
+        branches, begun = Branches(ids[: self.length], [ids[self.length :]], self, self.length), time.perf_counter()
+        self.filling = 0.0
+        ready.rope.use([len(ids) + QUESTION])
+        prefill_branches(ready.hook, branches, [self], ready.layers, lambda _: None)
+        return time.perf_counter() - begun - self.filling
+
+
+def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, object]:
+    """Save a document of made-up KV, read it and ask about it."""
+    document = [5 + at % 1000 for at in range(tokens)]
+    asked = [*document, *range(7, 7 + QUESTION)]
+    saving = Saving(document, IDENTITY, PromptRead(source="made up", text=""), 0, IDENTITY.root)
+    writer = KVWriter(saving, folder.parent, lambda _: folder)
+    layer = ready.layers[0]
+    k, v = kv = torch.randn(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=torch.bfloat16)
+    for each in ready.layers:
+        writer.prefill(each.index, k, v, kv[:, :0], Softmax(1.0))
+    writer.finish()
+    there, size = InMemory(kv), writer.bytes_written
+    reads, loads, firsts, questions, alone = ([] for _ in range(5))
+    first_token(ready, asked, folder)
+    for _ in range(rounds):
+        reads.append(plain_read(folder))
+        loads.append(load(folder))
+        firsts.append(first_token(ready, asked, folder))
+        questions.append(there.own_tokens(ready, asked))
+        alone.append(first_token(ready, asked[-QUESTION:], None))
+    shutil.rmtree(folder)
+    return {
+        "tokens": tokens,
+        "bytes": size,
+        "plain_read_bytes_per_s": spread(reads),
+        "load_bytes_per_s": spread(loads),
+        "load_to_plain_read": spread([load / read for load, read in zip(loads, reads, strict=True)]),
+        "plain_read_s": spread([size / read for read in reads]),
+        "question_s": spread(questions),
+        "question_without_document_s": spread(alone),
+        "first_token_s": spread(firsts),
+        "first_token_to_read_and_question": spread(
+            [first / (size / read + own) for first, read, own in zip(firsts, reads, questions, strict=True)]
+        ),
+    }
 
 
 def held(ready: Engine, document: list[int], questions: int) -> int:
@@ -121,7 +193,8 @@ def main() -> None:
     parser.add_argument("--shape", default="small", help="a shape that comes with kvcli")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=12288, help="tokens of the document")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of prefills; loads have three times as many")
+    parser.add_argument("--loaded", default="2048,12288,262144", help="tokens of documents that are loaded")
     parser.add_argument("--folder", type=Path, help="where to write: the disk that is measured")
     parser.add_argument("--held", type=int, metavar="N", help="only the memory of N questions, in bytes")
     add_output(parser, "saved_kv")
@@ -129,42 +202,34 @@ def main() -> None:
     config = shortened(read_config(ModelSpec(given.shape, load_format="dummy")), given.layers, 2)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     document = [5 + at % 1000 for at in range(given.context // PAGE * PAGE)]
-    asked = [*document, *range(7, 7 + QUESTION)]
-    capacities = [len(document) + QUESTION, len(asked) + QUESTION, 2 * QUESTION]
+    loaded = [int(tokens) // PAGE * PAGE for tokens in given.loaded.split(",")]
+    capacities = [QUESTION * 2, *(tokens + n * QUESTION for tokens in (len(document), *loaded) for n in (1, 2))]
     with engine(model_of(module), capacities) as ready, tempfile.TemporaryDirectory(dir=given.folder) as place:
         if given.held is not None:
             print(held(ready, document, given.held))
             return
-        folder, plain, saving, until, loads, reads, firsts = Path(place) / "kv", *([] for _ in range(6))
-        question = []
+        folder, plain, saving, until = Path(place) / "kv", *([] for _ in range(3))
         prefill(ready, document, None)
         for _ in range(given.rounds):
             plain.append(prefill(ready, document, None)[0])
-            shutil.rmtree(folder, ignore_errors=True)
             read, all_of_it = prefill(ready, document, folder)
             saving.append(read)
             until.append(all_of_it)
-            reads.append(plain_read(folder))
-            loads.append(load(folder))
-            firsts.append(first_token(ready, asked, folder))
-            question.append(first_token(ready, asked[-QUESTION:], None))
-        size = sum(path.stat().st_size for path in folder.iterdir())
+            shutil.rmtree(folder)
+        sizes = [loading(ready, tokens, folder, 3 * given.rounds) for tokens in loaded]
         memory = {number: held_elsewhere(given, number) for number in (1, 10, 50)}
     results = {
         "shape": given.shape,
         "layers": given.layers,
         "context": len(document),
-        "bytes": size,
         "prefill_s": spread(plain),
         "prefill_saving_s": spread(saving),
+        "saving_to_plain_prefill": spread([after / before for after, before in zip(saving, plain, strict=True)]),
         "prefill_until_saved_s": spread(until),
-        "plain_read_bytes_per_s": spread(reads),
-        "load_bytes_per_s": spread(loads),
-        "first_token_loaded_s": spread(firsts),
-        "question_alone_s": spread(question),
         "memory_bytes": memory,
+        "loading": sizes,
     }
-    for name, value in results.items():
+    for name, value in [*results.items(), *(item for size in sizes for item in size.items())]:
         print(name, value)
     save(given.output, results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,9 @@ from kvcli.store.pages import paged, slices
 
 READERS = 2
 """Threads that read: the disk has work while one of them sums up what it has read."""
+
+AHEAD_BYTES = 8 << 20
+"""As much is read ahead, or else the next layer: small ones would leave the disk without work in between."""
 
 
 class KVDamagedError(KvcliError):
@@ -55,8 +59,8 @@ class SavedKV:
     """KV of a prompt's first `length` tokens, from directories that continue each other; use it in a `with`.
 
     While it is open no process removes the directories. `fill` gives the layers in order. Threads read the next one
-    meanwhile, and hold what they have read against its checksums. The memory beside the run's is that of two layers,
-    unless methods share what was read (`keep`).
+    meanwhile, and hold what they have read against its checksums. The memory beside the run's is that of two layers, or
+    of `AHEAD_BYTES` more than one, unless methods share what was read (`keep`).
 
     Raises:
         KVDamagedError: opening and filling, where a file is not as it was written.
@@ -128,11 +132,15 @@ class SavedKV:
         self._files.append(files)
 
     def _read(self, layer: int, pages: int) -> Iterator[tuple[slice, Tensor]]:
-        """Give the first `pages` pages of a layer, part for part as they are read, and have the next layer begun."""
+        """Give the first `pages` pages of a layer, part for part as they are read, and have the next layers begun."""
         free, self._pages = self._pages, None
-        for at in (layer, layer + 1):
-            if at < len(self.segments[0].manifest.layers) and at not in self._reading:
+        manifest = self.segments[0].manifest
+        size = pages * math.prod(manifest.shape(layer)[1:]) * manifest.dtype.itemsize
+        stop = layer + 1 + max(1, AHEAD_BYTES // max(1, size))
+        for at in range(layer, min(stop, len(manifest.layers))):
+            if at not in self._reading:
                 self._reading[at] = self._begin(at, pages, free)
+                free = None
         reading = self._reading.pop(layer)
         for part in reading.parts:
             pages_read, size, begun, ended = part.result()
