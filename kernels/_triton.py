@@ -17,11 +17,13 @@ from torch import Tensor
 
 __all__ = [
     "jit",
+    "last_to_arrive",
     "launch",
     "multiprocessors",
     "power_of_two",
     "require",
     "require_whole",
+    "round_to_tf32",
     "rows_at_once",
     "same_strides",
     "takes",
@@ -42,6 +44,28 @@ on_cpu = False
 def jit(function: Callable[..., Any]) -> Any:
     """Make a kernel, or a function that kernels call; compiled when it is first launched."""
     return function if triton is None else triton.jit(function)
+
+
+@jit
+def last_to_arrive(arrived: tl.tensor, programs: tl.tensor) -> tl.tensor:
+    """Count a program in at `arrived`, and tell whether it is the last of `programs`; the count is zero again then.
+
+    What all of them have stored before is there for the last one to load. The barrier puts the stores of a program's
+    threads before the one thread that counts; its addition releases them to the device, and acquires what those that
+    counted earlier have released; the result reaches the other threads by shared memory and a barrier more, after which
+    their loads find it. Nobody else comes, so that the last one may set the count back; the next kernel that finds it
+    so is one that waits for this one. Kernels that run beside each other need counts of their own.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
+    tl.store(arrived, 0, mask=last)
+    return last
+
+
+@jit
+def round_to_tf32(x: tl.tensor) -> tl.tensor:
+    """Round to 10 bits of mantissa, half up; the tensor cores would cut the rest off, and sums would come short."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 def takes(x: Tensor) -> bool:

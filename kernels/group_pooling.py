@@ -2,11 +2,22 @@
 
 `pooling` names what is pooled over the group and how (FreeKV, appendix B.2): the softmax over candidates of each head
 (mean_s, max_s), the scores themselves (mean_qk, max_qk) or the queries (mean_q, max_q).
+
+On the device scores and queries are pooled by the kernel that scores. For a softmax each of its programs leaves the
+scores of its block of candidates, with their maximum and the sum of their exponentials: who pools needs both.
 """
+
+from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from kvcli.kernels._triton import jit, launch, power_of_two, tl
+from kvcli.kernels.slot_layout import SlotLayout, candidate_range
+
+POOL_BLOCK = 1024  # scores that a program pools at once
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
 
@@ -23,5 +34,171 @@ def pool_scores(scores: Tensor, pooling: Pooling) -> Tensor:
     return _pool(scores.softmax(-1) if what == "s" else scores, how)
 
 
+def pool_candidates(
+    scores: Tensor, pooling: Pooling, allowed: Tensor, out: Tensor, heads: Tensor | None, excluded: Tensor | None = None
+) -> None:
+    """Do in torch what kernels do: scores [b, Hk, G or 1, n], allowed [b, n] -> out [b, Hk or 1, n].
+
+    Of entries that are not allowed the score is -inf; of those `excluded` [b, Hk, n], which no softmax counts, -1.
+    """
+    mask = allowed[:, None] if excluded is None else allowed[:, None] & ~excluded  # [b, Hk or 1, n]
+    scores = scores.masked_fill(~mask[:, :, None], float("-inf")).view(*out.shape[:2], -1, out.shape[2])
+    pooled = pool_scores(scores.flatten(0, 1), pooling).view(out.shape)
+    if excluded is not None:
+        pooled = pooled.masked_fill(excluded, -1.0)
+    asked = slice(None) if heads is None else heads[:, : out.shape[1]]
+    out[asked] = pooled.masked_fill(~allowed[:, None], float("-inf"))[asked].to(out.dtype)
+
+
 def _pool(values: Tensor, how: str) -> Tensor:
     return values.mean(1) if how == "mean" else values.amax(1)  # over the group
+
+
+@jit
+def leave_scores(
+    scores: tl.tensor,
+    candidate: tl.tensor,
+    pair: tl.tensor,
+    entry: tl.tensor,
+    block: tl.tensor,
+    num_entries: tl.tensor,
+    num_blocks: tl.tensor,
+    out: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    G: tl.constexpr,
+    HOW: tl.constexpr,
+    WHAT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+) -> None:
+    """Store scores [BLOCK_G, N] of the queries of a KV head: pooled, or as they are where a softmax comes before.
+
+    Pooled queries are the first row.
+    """
+    g = tl.arange(0, BLOCK_G)
+    inside = entry < num_entries
+    if WHAT == "s":
+        scores = tl.where(candidate[None, :], scores, float("-inf"))
+        head = pair.to(tl.int64) * G + g
+        tl.store(out + head[:, None] * num_entries + entry[None, :], scores, mask=(g < G)[:, None] & inside[None, :])
+        if tops is not None:
+            top = tl.max(scores, axis=1)
+            total = tl.sum(tl.exp(scores - tl.where(top == float("-inf"), 0.0, top)[:, None]), axis=1)
+            tl.store(tops + head * num_blocks + block, top, mask=g < G)
+            tl.store(totals + head * num_blocks + block, total, mask=g < G)
+    else:
+        rows = 1 if WHAT == "q" else G
+        if HOW == "max":
+            pooled = tl.max(tl.where((g < rows)[:, None], scores, float("-inf")), axis=0)
+        else:
+            pooled = tl.sum(tl.where((g < rows)[:, None], scores, 0.0), axis=0) / rows
+        row = out + pair.to(tl.int64) * num_entries
+        tl.store(row + entry, tl.where(candidate, pooled, float("-inf")), mask=inside)
+
+
+@jit
+def pool_weights(
+    scores: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    excluded: tl.tensor,
+    pair: tl.tensor,
+    entry: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    num_entries: tl.tensor,
+    num_blocks: tl.tensor,
+    out: tl.tensor,
+    G: tl.constexpr,
+    HOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> None:
+    """Pool the softmax of what `leave_scores` has left over the queries of a KV head, for these entries."""
+    part = tl.arange(0, BLOCK_B)
+    candidate = (entry >= low) & (entry < high)
+    pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
+    for g in range(G):
+        head = pair.to(tl.int64) * G + g
+        top = tl.load(tops + head * num_blocks + part, mask=part < num_blocks, other=float("-inf"))
+        total = tl.load(totals + head * num_blocks + part, mask=part < num_blocks, other=0.0)
+        highest = tl.max(top, axis=0)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)  # there are no candidates
+        norm = tl.sum(total * tl.exp(top - highest), axis=0)
+        score = tl.load(scores + head * num_entries + entry, mask=candidate, other=float("-inf"))
+        weight = tl.exp(score - highest) / tl.where(norm > 0, norm, 1.0)
+        pooled = tl.maximum(pooled, weight) if HOW == "max" else pooled + weight / G
+    row = pair.to(tl.int64) * num_entries
+    if excluded is not None:
+        left_out = tl.load(excluded + row + entry, mask=candidate, other=0)
+        pooled = tl.where(left_out != 0, -1.0, pooled)
+    tl.store(out + row + entry, tl.where(candidate, pooled, float("-inf")), mask=entry < num_entries)
+
+
+@jit
+def _pool_kernel(
+    scores: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    excluded: tl.tensor,
+    lengths: tl.tensor,
+    heads: tl.tensor,
+    out: tl.tensor,
+    num_entries: tl.tensor,
+    sink: tl.tensor,
+    window: tl.tensor,
+    num_blocks: tl.tensor,
+    heads_row: tl.tensor,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> None:
+    pair, block = tl.program_id(0), tl.program_id(1)
+    if heads is not None:
+        if tl.load(heads + pair * heads_row) == 0:
+            return
+    low, high, _ = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
+    entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    pool_weights(
+        scores, tops, totals, excluded, pair, entry, low, high, num_entries, num_blocks, out, G, HOW, BLOCK_N, BLOCK_B
+    )
+
+
+class GroupScores:
+    """What kernels that score the entries of b sequences leave: `values` and, before a softmax, two sums a block.
+
+    `out` [b, Hk, n] fp32 is what the caller wants; or, after a softmax, [b, 1, n], pooled over all query heads.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], pooling: Pooling, blocks: int, out: Tensor):
+        b, num_kv_heads, groups, _ = shape
+        self.how, self.what = pooling.split("_")
+        self.shape, self.out = shape, out
+        self.values, self.tops, self.totals, self.blocks = out, None, None, blocks
+        if self.what == "s":
+            self.values = out.new_empty(shape, dtype=torch.float32)
+            self.tops, self.totals = out.new_empty(2, b, num_kv_heads, groups, blocks, dtype=torch.float32)
+
+    def pool(self, lengths: Tensor | None, layout: SlotLayout, heads: Tensor | None, excluded: Tensor | None) -> None:
+        """Do what is left to do: nothing but after a softmax."""
+        if self.what != "s":
+            return
+        (b, num_kv_heads, groups, n), rows = self.shape, self.out.shape[1]
+        block_n = min(POOL_BLOCK, power_of_two(n))
+        launch(
+            _pool_kernel,
+            (b * rows, -(-n // block_n)),
+            *(self.values, self.tops, self.totals, excluded, lengths, heads, self.out, n, layout.sink, layout.window),
+            *(self.blocks, num_kv_heads // rows),
+            HK=rows,
+            G=groups * num_kv_heads // rows,
+            SIZE=layout.size,
+            GROUP=layout.group,
+            HOW=self.how,
+            BLOCK_N=block_n,
+            BLOCK_B=power_of_two(self.blocks),
+        )

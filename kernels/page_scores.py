@@ -2,26 +2,38 @@
 
     P_hj = scale * sum_c max(q_hc * min_jc, q_hc * max_jc) = scale * (relu(q_h) . max_j - relu(-q_h) . min_j)
 
-On the device the pages are split over programs. Where a softmax over the candidate pages comes before pooling, each
-program leaves its scores with their maximum and sum of exponentials, and a second kernel normalises and pools.
+On the device the pages are split over programs. As long as one program can look at all pages of a KV head, the last of
+them to finish pools what a softmax over the candidates comes before, chooses, and finds what is missing.
 
-Shapes: q [H, d], summary [Hk, n, 2, d] (see `page_summary`) -> scores [Hk, n], larger is better; `page_scores_device`
-has the batch in front, and lengths [b] that say which pages are candidates.
+Shapes: q [H, d], summary [Hk, n, 2, d] (see `page_summary`) -> scores [Hk, n], larger is better; functions for the
+device have the batch in front, and lengths [b] that say which pages are candidates.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
-from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
-from kvcli.kernels.slot_layout import SlotLayout, candidates
+from kvcli.kernels._triton import (
+    jit,
+    last_to_arrive,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    rows_at_once,
+    takes,
+    tl,
+)
+from kvcli.kernels.group_pooling import GroupScores, Pooling, pool_queries, pool_scores, pool_weights
+from kvcli.kernels.pick import pick
+from kvcli.kernels.resolve_pages import nothing_missing, resolve_head
+from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
+from kvcli.kernels.topk import Selection
 
 BLOCK_ELEMENTS = 4096  # of the maxima, and as many of the minima, that a program holds at once
-POOL_PAGES = 1024  # that a program of the second kernel pools
+ALONE = 8192  # pages of a KV head that a program can look at in about the time of two launches
+PICK_PAGES = 1024  # of them together
 
 
 def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: Pooling) -> Tensor:
@@ -55,18 +67,6 @@ def page_scores_device_ref(
 
 
 @jit
-def _candidate_range(
-    lengths: tl.tensor, b: tl.tensor, num_pages: tl.tensor, sink: tl.tensor, window: tl.tensor, SIZE: tl.constexpr
-) -> tl.tensor:
-    """Give the first candidate page and the one behind the last: all pages where there are no lengths."""
-    low, high = 0, num_pages
-    if lengths is not None:
-        low = sink
-        high = tl.minimum(num_pages, tl.cdiv(tl.load(lengths + b), SIZE) - window)
-    return low, high
-
-
-@jit
 def _score_kernel(
     q: tl.tensor,
     summary: tl.tensor,
@@ -75,6 +75,14 @@ def _score_kernel(
     out: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
+    pooled_out: tl.tensor,
+    arrived: tl.tensor,
+    selected: tl.tensor,
+    resident: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    marks: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     summary_batch: tl.tensor,
@@ -89,15 +97,25 @@ def _score_kernel(
     SIZE: tl.constexpr,
     HOW: tl.constexpr,
     WHAT: tl.constexpr,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PICK_N: tl.constexpr,
 ) -> None:
     pair, block = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some pages
+    chosen = pair.to(tl.int64) * K
     if heads is not None:
         if tl.load(heads + pair) == 0:
+            if pages is not None:
+                if block == 0:
+                    nothing_missing(pages + chosen, slots + chosen, count + pair, K, BLOCK_K)
             return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
-    low, high = _candidate_range(lengths, b, num_pages, sink, window, SIZE)
+    low, high, _ = candidate_range(lengths, b, num_pages, sink, window, SIZE, 1)
     page, c = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     candidate = (page >= low) & (page < high)
     inside = candidate[:, None] & (c < D)[None, :]
@@ -129,6 +147,41 @@ def _score_kernel(
                 tl.store(totals + head * tl.num_programs(1) + block, tl.sum(tl.exp(scores - shift), axis=0))
     if WHAT != "s":
         tl.store(out + row, tl.where(candidate, pooled, float("-inf")), mask=page < num_pages)
+    if arrived is not None:
+        if last_to_arrive(arrived + pair, BLOCKS):
+            scores_of = pair.to(tl.int64) * num_pages
+            if WHAT == "s":
+                for start in range(0, num_pages, PICK_N):
+                    some = start + tl.arange(0, PICK_N)
+                    pool_weights(
+                        out,
+                        tops,
+                        totals,
+                        None,
+                        pair,
+                        some,
+                        low,
+                        high,
+                        num_pages,
+                        BLOCKS,
+                        pooled_out,
+                        G,
+                        HOW,
+                        PICK_N,
+                        BLOCK_B,
+                    )
+                tl.debug_barrier()
+            if selected is not None:
+                table = resident
+                if resident is not None:
+                    table = resident + chosen
+                if FIRST:
+                    marks += scores_of
+                target = selected + chosen
+                pick(pooled_out + scores_of, None, marks, table, low, high, K, target, None, K, FIRST, BLOCK_K, PICK_N)
+                if pages is not None:
+                    tl.debug_barrier()
+                    resolve_head(table, target, pages + chosen, slots + chosen, count + pair, K, BLOCK_K)
 
 
 @jit
@@ -137,54 +190,14 @@ def _bound(query: tl.tensor, maxima: tl.tensor, minima: tl.tensor) -> tl.tensor:
     return tl.sum(query[None, :] * tl.where(query[None, :] > 0, maxima, minima), axis=1)
 
 
-@jit
-def _pool_kernel(
-    scores: tl.tensor,
-    tops: tl.tensor,
-    totals: tl.tensor,
-    lengths: tl.tensor,
-    heads: tl.tensor,
-    out: tl.tensor,
-    num_pages: tl.tensor,
-    sink: tl.tensor,
-    window: tl.tensor,
-    num_blocks: tl.tensor,
-    HK: tl.constexpr,
-    G: tl.constexpr,
-    SIZE: tl.constexpr,
-    HOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-) -> None:
-    pair, block = tl.program_id(0), tl.program_id(1)
-    if heads is not None:
-        if tl.load(heads + pair) == 0:
-            return
-    low, high = _candidate_range(lengths, pair // HK, num_pages, sink, window, SIZE)
-    page, part = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_B)
-    candidate = (page >= low) & (page < high)
-    pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
-    for g in range(G):
-        head = pair.to(tl.int64) * G + g
-        top = tl.load(tops + head * num_blocks + part, mask=part < num_blocks, other=float("-inf"))
-        total = tl.load(totals + head * num_blocks + part, mask=part < num_blocks, other=0.0)
-        highest = tl.max(top, axis=0)
-        highest = tl.where(highest == float("-inf"), 0.0, highest)  # there are no candidates
-        norm = tl.sum(total * tl.exp(top - highest), axis=0)
-        score = tl.load(scores + head * num_pages + page, mask=candidate, other=float("-inf"))
-        weight = tl.exp(score - highest) / tl.where(norm > 0, norm, 1.0)
-        pooled = tl.maximum(pooled, weight) if HOW == "max" else pooled + weight / G
-    row = pair.to(tl.int64) * num_pages + page
-    tl.store(out + row, tl.where(candidate, pooled, float("-inf")), mask=page < num_pages)
-
-
 def page_scores(q: Tensor, summary: Tensor, scale: float, pooling: Pooling) -> Tensor:
     """Score every page of `summary` in fp32 for every KV head."""
     if not takes(q):
         return page_scores_ref(q, summary, scale, pooling)
-    out = torch.empty(summary.shape[:2], dtype=torch.float32, device=q.device)
-    _score(q[None], summary[None], None, SlotLayout.everything(summary.shape[1]), scale, pooling, out[None], None)
-    return out
+    out = torch.empty(1, *summary.shape[:2], dtype=torch.float32, device=q.device)
+    everything = SlotLayout.everything(summary.shape[1])
+    score_pages(q[None], summary[None], None, everything, scale, pooling, out, None, None, None)
+    return out[0]
 
 
 def page_scores_device(
@@ -196,24 +209,22 @@ def page_scores_device(
     pooling: Pooling,
     out: Tensor,
     heads: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> None:
     """Score the candidate pages, neither sink nor window, of a batch: `out` [b, Hk, n] fp32, -inf for other pages.
 
     q [b, H, d], summary [b, Hk, n, 2, d], lengths [b] int32. heads [b, Hk] bool: the others' scores are left as they
-    are. May be captured in a CUDA graph: shapes alone decide what is launched and allocated (partial results, on the
-    current stream). Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    are. `arrived` as in `PagedKV`. May be captured in a CUDA graph: shapes alone decide what is launched and allocated
+    (partial results, on the current stream). Raises ValueError for shapes, dtypes or strides that the kernel cannot
+    read.
     """
-    b, num_kv_heads, num_pages, _, _ = summary.shape
-    require_whole("lengths", lengths, (b,), torch.int32)
-    require_whole("out", out, (b, num_kv_heads, num_pages), out.dtype)
-    if heads is not None:
-        require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    require_whole("out", out, summary.shape[:3], out.dtype)
     if not takes(q):
         return page_scores_device_ref(q, summary, lengths, layout, scale, pooling, out, heads)
-    return _score(q, summary, lengths, layout, scale, pooling, out, heads)
+    return score_pages(q, summary, lengths, layout, scale, pooling, out, heads, arrived, None)
 
 
-def _score(
+def score_pages(
     q: Tensor,
     summary: Tensor,
     lengths: Tensor | None,
@@ -222,39 +233,49 @@ def _score(
     pooling: Pooling,
     out: Tensor,
     heads: Tensor | None,
+    arrived: Tensor | None,
+    selection: Selection | None,
 ) -> None:
+    """Launch: the scores, and with `selection` and no more than `ALONE` pages, what is chosen by them."""
     (b, num_heads, d), (_, num_kv_heads, num_pages, _, _) = q.shape, summary.shape
     require("q", q, (b, num_heads, d))
     require("summary", summary, (b, num_kv_heads, num_pages, 2, d))
     if summary.stride()[2:] != (2 * d, d, 1):
         raise ValueError(f"pages of a summary are not one behind the other: strides {summary.stride()}")
-    how, what = pooling.split("_")
-    groups, pairs, block_d = num_heads // num_kv_heads, b * num_kv_heads, power_of_two(d)
+    if lengths is not None:
+        require_whole("lengths", lengths, (b,), torch.int32)
+    if heads is not None:
+        require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    pairs, block_d = b * num_kv_heads, power_of_two(d)
     block_n = rows_at_once(num_pages, block_d, BLOCK_ELEMENTS)
-    num_blocks = -(-num_pages // block_n)
-    shared: dict[str, Any] = {"HK": num_kv_heads, "G": groups, "SIZE": layout.size, "HOW": how}
-    scores, tops, totals = out, None, None
-    if what == "s":
-        scores = torch.empty(pairs * groups, num_pages, dtype=torch.float32, device=q.device)
-        tops, totals = torch.empty(2, pairs * groups, num_blocks, dtype=torch.float32, device=q.device)
+    left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_pages), pooling, -(-num_pages // block_n), out)
+    finishes, marks = num_pages <= ALONE and (selection is not None or left.what == "s"), None
+    if finishes and arrived is None:
+        arrived = torch.zeros(pairs, dtype=torch.int32, device=q.device)
+    if selection is not None and selection.first:
+        marks = torch.empty(pairs, num_pages, dtype=torch.int8, device=q.device)
+    selected, resident, misses, first = selection or (None, None, None, 0)
+    k = 1 if selected is None else selected.shape[2]
     launch(
         _score_kernel,
-        (pairs, num_blocks),
-        *(q, summary, lengths, heads, scores, tops, totals, *q.stride()[:2], *summary.stride()[:2]),
+        (pairs, left.blocks),
+        *(q, summary, lengths, heads, left.values, left.tops, left.totals, out, arrived if finishes else None),
+        *(selected, resident, *(misses or (None,) * 3), marks, *q.stride()[:2], *summary.stride()[:2]),
         *(num_pages, layout.sink, layout.window, scale),
-        **shared,
+        HK=num_kv_heads,
+        G=num_heads // num_kv_heads,
         D=d,
-        WHAT=what,
+        SIZE=layout.size,
+        HOW=left.how,
+        WHAT=left.what,
+        K=k,
+        FIRST=first,
+        BLOCKS=left.blocks,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
+        BLOCK_K=power_of_two(k),
+        BLOCK_B=power_of_two(left.blocks),
+        PICK_N=min(PICK_PAGES, power_of_two(num_pages)),
     )
-    if what == "s":
-        block_n = min(POOL_PAGES, power_of_two(num_pages))
-        launch(
-            _pool_kernel,
-            (pairs, -(-num_pages // block_n)),
-            *(scores, tops, totals, lengths, heads, out, num_pages, layout.sink, layout.window, num_blocks),
-            **shared,
-            BLOCK_N=block_n,
-            BLOCK_B=power_of_two(num_blocks),
-        )
+    if not finishes:
+        left.pool(lengths, layout, heads, None)

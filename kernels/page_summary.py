@@ -6,7 +6,7 @@
 The cuboid is narrower than the bounds: a single outlier moves its centre, but hardly its width.
 
 Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower.
-`summarise_filled_page` does it for the page that the newest token has filled, in summaries [b, Hk, n, 2, d].
+`kvcli.kernels.filled_page` does it for the page that the newest token has filled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
-from kvcli.kernels.slot_layout import PagedKV, filled_pages, slot_of
+from kvcli.kernels._triton import jit, launch, power_of_two, require, rows_at_once, takes, tl
 
 BLOCK_ELEMENTS = 4096  # of the keys that a program holds at once
 
@@ -34,15 +33,8 @@ def page_cuboid(keys: Tensor) -> Tensor:
     return torch.stack((centre + radius, centre - radius), 2).to(keys.dtype)
 
 
-def summarise_filled_page_ref(rows: PagedKV, summary: Tensor, cuboid: bool = False) -> None:
-    """Sequence by sequence."""
-    digest = page_cuboid if cuboid else page_summary_ref
-    for b, page, start in filled_pages(rows):
-        summary[b, :, page] = digest(rows.k[b, :, None, start : start + rows.layout.size])[:, 0]
-
-
 @jit
-def _store_bounds(
+def store_bounds(
     keys: tl.tensor,
     stride: tl.tensor,
     summary: tl.tensor,
@@ -92,37 +84,7 @@ def _prompt_kernel(
 ) -> None:
     page, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     source = keys + h * keys_head + page * keys_page
-    _store_bounds(source, keys_row, summary + (h * num_pages + page) * 2 * D, SIZE, D, BLOCK_R, BLOCK_D, False)
-
-
-@jit
-def _filled_kernel(
-    k: tl.tensor,
-    lengths: tl.tensor,
-    summary: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    num_pages: tl.tensor,
-    first: tl.tensor,
-    ring: tl.tensor,
-    low: tl.tensor,
-    HK: tl.constexpr,
-    SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CUBOID: tl.constexpr,
-) -> None:
-    pair = tl.program_id(0)  # a KV head of a sequence
-    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
-    length = tl.load(lengths + b)
-    if (length == 0) | (length % SIZE != 0):
-        return
-    page = length // SIZE - 1
-    source = k + b * k_batch + h * k_head + slot_of(page, first, ring, low).to(tl.int64) * SIZE * k_row
-    target = summary + (pair.to(tl.int64) * num_pages + page) * 2 * D
-    _store_bounds(source, k_row, target, SIZE, D, BLOCK_R, BLOCK_D, CUBOID)
+    store_bounds(source, keys_row, summary + (h * num_pages + page) * 2 * D, SIZE, D, BLOCK_R, BLOCK_D, False)
 
 
 def page_summary(keys: Tensor) -> Tensor:
@@ -135,32 +97,11 @@ def page_summary(keys: Tensor) -> Tensor:
         return page_summary_ref(keys)
     require("keys", keys, keys.shape)
     summary = torch.empty(num_kv_heads, num_pages, 2, d, dtype=keys.dtype, device=keys.device)
-    launch(_prompt_kernel, (num_pages, num_kv_heads), keys, summary, *keys.stride()[:3], num_pages, **_blocks(size, d))
+    launch(_prompt_kernel, (num_pages, num_kv_heads), keys, summary, *keys.stride()[:3], num_pages, **blocks(size, d))
     return summary
 
 
-def summarise_filled_page(rows: PagedKV, summary: Tensor, cuboid: bool = False) -> None:
-    """Summarise the page of every sequence whose length is a whole number of pages; its newest token is appended.
-
-    Writes `summary` [b, Hk, n, 2, d] at that page and nothing else. May be captured in a CUDA graph. Raises ValueError
-    for shapes, dtypes or strides that the kernel cannot read.
-    """
-    (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
-    rows.check()
-    require_whole("summary", summary, (b, num_kv_heads, summary.shape[2], 2, d), rows.k.dtype)
-    if not takes(rows.k):
-        return summarise_filled_page_ref(rows, summary, cuboid)
-    launch(
-        _filled_kernel,
-        (b * num_kv_heads,),
-        *(rows.k, rows.lengths, summary, *rows.k.stride()[:3], summary.shape[2], layout.first, layout.ring, layout.low),
-        HK=num_kv_heads,
-        CUBOID=cuboid,
-        **_blocks(layout.size, d),
-    )
-    return None
-
-
-def _blocks(size: int, d: int) -> dict[str, int]:
+def blocks(size: int, d: int) -> dict[str, int]:
+    """Choose the constants of a kernel that goes through a page, some tokens at a time."""
     block_d = power_of_two(d)
     return {"SIZE": size, "D": d, "BLOCK_R": rows_at_once(size, block_d, BLOCK_ELEMENTS), "BLOCK_D": block_d}

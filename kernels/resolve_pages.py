@@ -2,10 +2,11 @@
 
 The j-th missing page of a KV head, in the order of its selection, goes into its j-th slot whose page left the
 selection. Two forms: `resolve_pages` lists all misses and so has to wait for the device; `resolve_pages_device` has
-outputs of fixed size, and updates the page table.
+outputs of fixed size, and updates the page table. What chooses on the device can do it in one go (`resolve_head`).
 
 Shapes: resident and selected [Hk, k], or [b, Hk, k] on the device, hold page numbers; -1 in `resident` is an empty
-slot. A selection has no duplicates and no -1, so every head has as many slots to free as pages to fetch.
+slot. A selection has no duplicates, so every head has as many slots to free as pages to fetch; on the device it is in
+ascending order, with -1 behind it, and each resident page is looked up in it by halving: there may be thousands.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, rows_at_once, takes, tl
-
-BLOCK_ELEMENTS = 8192  # of a table that compares all slots with some pages
+from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
 
 
 class Misses(NamedTuple):
@@ -77,6 +76,61 @@ def resolve_pages_device_ref(resident: Tensor, selected: Tensor, misses: MissLis
 
 
 @jit
+def nothing_missing(
+    pages: tl.tensor, slots: tl.tensor, count: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
+) -> None:
+    """Make a head's list of misses empty."""
+    slot = tl.arange(0, BLOCK_K)
+    tl.store(pages + slot, -1, mask=slot < K)
+    tl.store(slots + slot, -1, mask=slot < K)
+    tl.store(count, 0)
+
+
+@jit
+def resolve_head(
+    resident: tl.tensor,
+    selected: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Resolve one head; what the program itself has written to `selected` needs a barrier before."""
+    slot = tl.arange(0, BLOCK_K)
+    held = tl.load(resident + slot, mask=slot < K, other=-1)
+    wanted = tl.load(selected + slot, mask=slot < K, other=-1)
+    entries = tl.sum((wanted >= 0).to(tl.int32), axis=0)
+    place = tl.zeros([BLOCK_K], tl.int32)  # how many of the selection come before the page that is held
+    step = BLOCK_K
+    while step > 0:
+        probe = place + step
+        inside = probe <= entries
+        before = tl.load(selected + probe - 1, mask=inside, other=0)
+        place = tl.where(inside & (before < held), probe, place)
+        step = step // 2
+    same = tl.load(selected + place, mask=place < entries, other=-1)
+    kept = (held >= 0) & (same == held)
+    tl.store(pages + slot, 0, mask=slot < K)  # for the moment, whether an entry of the selection is held
+    tl.debug_barrier()
+    tl.store(pages + place, tl.full([BLOCK_K], 1, tl.int32), mask=kept)
+    tl.debug_barrier()
+    missing = (wanted >= 0) & (tl.load(pages + slot, mask=slot < K, other=0) == 0)
+    free = (kept == 0) & (slot < K)
+    rank, free_rank = tl.cumsum(missing.to(tl.int32), axis=0) - 1, tl.cumsum(free.to(tl.int32), axis=0) - 1
+    found = tl.sum(missing.to(tl.int32), axis=0)
+    tl.debug_barrier()  # all threads have read before one writes anything else
+    tl.store(pages + rank, wanted, mask=missing)
+    tl.store(slots + free_rank, slot, mask=free & (free_rank < found))
+    tl.store(pages + slot, -1, mask=(slot >= found) & (slot < K))
+    tl.store(slots + slot, -1, mask=(slot >= found) & (slot < K))
+    tl.store(count, found)
+    tl.debug_barrier()
+    incoming = tl.load(pages + free_rank, mask=free & (free_rank < found), other=-1)
+    tl.store(resident + slot, incoming, mask=free)
+
+
+@jit
 def _resolve_kernel(
     resident: tl.tensor,
     selected: tl.tensor,
@@ -86,44 +140,14 @@ def _resolve_kernel(
     count: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0)  # a KV head of a sequence
-    slot = tl.arange(0, BLOCK_K)
     row = pair.to(tl.int64) * K
     if heads is not None:
         if tl.load(heads + pair) == 0:
-            tl.store(pages + row + slot, -1, mask=slot < K)
-            tl.store(slots + row + slot, -1, mask=slot < K)
-            tl.store(count + pair, 0)
+            nothing_missing(pages + row, slots + row, count + pair, K, BLOCK_K)
             return
-    held = tl.load(resident + row + slot, mask=slot < K, other=-1)
-    kept = tl.zeros([BLOCK_K], tl.int32)
-    for start in range(0, K, BLOCK_N):
-        i = start + tl.arange(0, BLOCK_N)
-        page = tl.load(selected + row + i, mask=i < K, other=-1)
-        same = (held[:, None] == page[None, :]) & (held >= 0)[:, None]
-        kept = tl.maximum(kept, tl.max(same.to(tl.int32), axis=1))
-    free = (kept == 0) & (slot < K)
-    free_rank = tl.cumsum(free.to(tl.int32), axis=0) - 1
-    incoming = tl.full([BLOCK_K], -1, tl.int32)
-    found = 0  # misses so far
-    for start in range(0, K, BLOCK_N):
-        i = start + tl.arange(0, BLOCK_N)
-        page = tl.load(selected + row + i, mask=i < K, other=-1)
-        same = (held[:, None] == page[None, :]) & (held >= 0)[:, None]
-        missing = (tl.max(same.to(tl.int32), axis=0) == 0) & (page >= 0)
-        rank = found + tl.cumsum(missing.to(tl.int32), axis=0) - 1
-        into = free[:, None] & missing[None, :] & (free_rank[:, None] == rank[None, :])
-        incoming = tl.maximum(incoming, tl.max(tl.where(into, page[None, :], -1), axis=1))
-        tl.store(pages + row + rank, page, mask=missing)
-        found += tl.sum(missing.to(tl.int32), axis=0)
-    tl.debug_barrier()  # all warps have read the table before one changes it
-    tl.store(slots + row + free_rank, slot, mask=free & (free_rank < found))
-    tl.store(pages + row + slot, -1, mask=(slot >= found) & (slot < K))
-    tl.store(slots + row + slot, -1, mask=(slot >= found) & (slot < K))
-    tl.store(count + pair, found)
-    tl.store(resident + row + slot, tl.where(free, incoming, held), mask=slot < K)
+    resolve_head(resident + row, selected + row, pages + row, slots + row, count + pair, K, BLOCK_K)
 
 
 def resolve_pages_device(resident: Tensor, selected: Tensor, misses: MissList, heads: Tensor | None = None) -> None:
@@ -143,7 +167,8 @@ def resolve_pages_device(resident: Tensor, selected: Tensor, misses: MissList, h
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     if not takes(resident):
         return resolve_pages_device_ref(resident, selected, misses, heads)
-    block_k = power_of_two(k)
-    blocks = {"K": k, "BLOCK_K": block_k, "BLOCK_N": rows_at_once(k, block_k, BLOCK_ELEMENTS)}
-    launch(_resolve_kernel, (b * num_kv_heads,), resident, selected, heads, *misses, **blocks)
+    blocks = {"K": k, "BLOCK_K": power_of_two(k)}
+    launch(
+        _resolve_kernel, (b * num_kv_heads,), resident, selected, heads, *misses, **blocks, warps=4 if k <= 1024 else 8
+    )
     return None

@@ -9,8 +9,8 @@ A layer that evicts says itself into which row of every KV head the newest token
 that leaves tokens of its slots out, which of their rows are `kept`.
 
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
-`merge_parts` makes one of them. The program whose part holds the newest token takes its key and value from `new` and
-writes them to the slot: it is the only one that reads or writes that row.
+the last of a KV head to finish makes one of them (`kvcli.kernels.merge_parts`). The program whose part holds the newest
+token takes its key and value from `new` and writes them to the slot: it is the only one that reads or writes that row.
 
 Shapes: q [b, H, d], k and v [b, Hk, rows, d], new k and v [b, Hk, d], resident [b, Hk, selected] -> out [b, H, d].
 """
@@ -20,12 +20,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, multiprocessors, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels._triton import (
+    jit,
+    last_to_arrive,
+    launch,
+    multiprocessors,
+    power_of_two,
+    require,
+    require_whole,
+    round_to_tf32,
+    takes,
+    tl,
+)
 from kvcli.kernels.append_token import NewToken, append_token_ref
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
 from kvcli.kernels.merge_parts import merge_parts
 from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions, slot_of
-from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.softmax import Softmax, capped
 
 # Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
@@ -74,6 +85,9 @@ def _attend_kernel(
     kept: tl.tensor,
     parts: tl.tensor,
     norms: tl.tensor,
+    sinks: tl.tensor,
+    arrived: tl.tensor,
+    attended: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     kv_batch: tl.tensor,
@@ -81,6 +95,8 @@ def _attend_kernel(
     kv_row: tl.tensor,
     new_batch: tl.tensor,
     new_head: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
     num_rows: tl.tensor,
     sink: tl.tensor,
     first: tl.tensor,
@@ -100,6 +116,7 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     pair, split = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its rows
@@ -149,7 +166,7 @@ def _attend_kernel(
         inside = seen[:, None] & (c < D)[None, :]
         keys = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        scores = _cap(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, softcap)
+        scores = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, softcap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, axis=1))
         shift = tl.where(top == float("-inf"), 0.0, top)
@@ -157,12 +174,12 @@ def _attend_kernel(
         fade = tl.exp(highest - shift)
         total = total * fade + tl.sum(weights, axis=1)
         if PRECISION == "tf32":
-            weights = _round_to_tf32(weights)
+            weights = round_to_tf32(weights)
         out = out * fade[:, None] + tl.dot(weights, values, input_precision=PRECISION)
         highest = top
     if new_k is not None:
         is_mine = (new_row >= begin) & (new_row < end)
-        score = _cap(tl.sum(queries * token_k.to(tl.float32)[None, :], axis=1) * scale, softcap)  # [BLOCK_G]
+        score = capped(tl.sum(queries * token_k.to(tl.float32)[None, :], axis=1) * scale, softcap)  # [BLOCK_G]
         score = tl.where(is_mine, score, float("-inf"))
         top = tl.maximum(highest, score)
         shift = tl.where(top == float("-inf"), 0.0, top)
@@ -182,20 +199,10 @@ def _attend_kernel(
     tl.store(norms + part, norm, mask=g < G)
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(parts + part[:, None] * D + c[None, :], out, mask=in_q)
-
-
-@jit
-def _cap(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """Bound scores to (-softcap, softcap) by tanh, where there is a softcap."""
-    if softcap is not None:
-        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
-    return scores
-
-
-@jit
-def _round_to_tf32(x: tl.tensor) -> tl.tensor:
-    """Round to 10 bits of mantissa, half up; the tensor cores would cut the rest off, and weights would come short."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    if last_to_arrive(arrived + pair, SPLITS):
+        for one in range(G):
+            target = attended + b * out_batch + (h * G + one) * out_head
+            merge_parts(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_D)
 
 
 def slot_attention(
@@ -232,18 +239,10 @@ def slot_attention(
         _attend_kernel,
         (b * num_kv_heads, splits),
         *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
-        *(parts, norms, *q.stride()[:2], *rows.k.stride()[:3], *(new.k.stride()[:2] if new else (0, 0))),
-        *(
-            num_rows,
-            layout.sink,
-            layout.first,
-            layout.ring,
-            layout.window,
-            layout.low,
-            softmax.scale,
-            softmax.softcap,
-            span,
-        ),
+        *(parts, norms, softmax.sinks, rows.counts(), out, *q.stride()[:2], *rows.k.stride()[:3]),
+        *(*(new.k.stride()[:2] if new else (0, 0)), *out.stride()[:2]),
+        *(num_rows, layout.sink, layout.first, layout.ring, layout.window, layout.low),
+        *(softmax.scale, softmax.softcap, span),
         HK=num_kv_heads,
         G=groups,
         D=d,
@@ -254,13 +253,13 @@ def slot_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
         BLOCK_G=max(16, power_of_two(groups)),
         BLOCK_N=block_n,
+        BLOCK_S=power_of_two(splits),
         BLOCK_D=block_d,
         warps=warps,
         # Two tiles on their way at once; with a page table, whose entries are loads too, the compiler makes it one,
         # and fp32 has no registers to spare.
         stages=3 if rows.resident is None and q.element_size() == 2 else 2,
     )
-    merge_parts(parts, norms, softmax.sinks, heads, out)
     return None
 
 

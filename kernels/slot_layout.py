@@ -76,7 +76,8 @@ class PagedKV(NamedTuple):
     """The slots of a layer and what they hold: k, v [b, Hk, layout.total * layout.size, d], any strides but the last.
 
     lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing. `in_place`: k and v
-    [b, Hk, tokens, d] hold every token at its position instead.
+    [b, Hk, tokens, d] hold every token at its position instead. `arrived` [b, Hk] int32 are zeros with which kernels
+    count how many programs of a KV head have finished; each leaves zeros.
     """
 
     k: Tensor
@@ -85,6 +86,7 @@ class PagedKV(NamedTuple):
     layout: SlotLayout
     resident: Tensor | None = None
     in_place: bool = False
+    arrived: Tensor | None = None
 
     def check(self) -> None:
         """Raise ValueError where shapes, dtypes or strides are not what kernels read."""
@@ -99,6 +101,12 @@ class PagedKV(NamedTuple):
             require_whole("resident", self.resident, (b, num_kv_heads, self.layout.selected), torch.int32)
         elif self.layout.selected:
             raise ValueError(f"a layout with {self.layout.selected} selected slots needs to know what is resident")
+
+    def counts(self) -> Tensor:
+        """Give `arrived`, or zeros that serve once."""
+        if self.arrived is not None:
+            return self.arrived
+        return torch.zeros(self.k.shape[:2], dtype=torch.int32, device=self.k.device)
 
 
 def page_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
@@ -196,3 +204,24 @@ def page_in_slot(
 def slot_of(page: tl.tensor, first: tl.tensor, ring: tl.tensor, low: tl.tensor) -> tl.tensor:
     """Do what `slot_of_page` does, inside a kernel."""
     return tl.where(page < low, page, first + (page - low) % ring)
+
+
+@jit
+def candidate_range(
+    lengths: tl.tensor,
+    b: tl.tensor,
+    num_pages: tl.tensor,
+    sink: tl.tensor,
+    window: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Give the first page that can be selected, the one behind the last, and how many are attended to in any case
+    beside sink and window; inside a kernel. Without lengths, all pages can.
+    """
+    low, high, beside = 0, num_pages, 0
+    if lengths is not None:
+        count = tl.cdiv(tl.load(lengths + b), SIZE)
+        end = tl.minimum(count - window, count // GROUP * GROUP)
+        low, high, beside = sink, tl.minimum(num_pages, end), count - end - window
+    return low, high, beside

@@ -1,9 +1,13 @@
 """How a layer turns scores into weights: the parts of its softmax that differ between models."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvcli.kernels._triton import jit, tl
 
 
 class Softmax(NamedTuple):
@@ -20,3 +24,11 @@ class Softmax(NamedTuple):
         """Make scores of products q.k: scaled, and bounded where the model bounds them."""
         scores = products * self.scale
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+
+@jit
+def capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
+    """Bound scores to (-softcap, softcap) by tanh, where there is a softcap."""
+    if softcap is not None:
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+    return scores

@@ -1,7 +1,7 @@
 """Scores of single tokens for every query head: s_gj = scale * q_g . k_j, over all channels or the first few of them.
 
 Shapes: q [H, d], keys [Hk, n, c], c <= d channels that q has too (its first c) -> scores [Hk, G, n] in at least fp32.
-`token_scores_device` has the batch in front, and lengths [b] that say how many tokens there are.
+`token_scores_device` has the batch in front, and lengths [b] that say which tokens are candidates; it pools groups.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
+from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
 
 BLOCK_ELEMENTS = 8192  # of the keys that a program holds
 
@@ -23,14 +25,22 @@ def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def token_scores_device_ref(
-    q: Tensor, keys: Tensor, lengths: Tensor, scale: float, out: Tensor, heads: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    out: Tensor,
+    heads: Tensor | None = None,
+    excluded: Tensor | None = None,
 ) -> None:
-    """Score one sequence after the other."""
-    for b, length in enumerate(lengths.tolist()):
-        asked = slice(None) if heads is None else heads[b]
-        scores = torch.full_like(out[b], float("-inf"))
-        scores[..., :length] = token_scores(q[b], keys[b, :, :length], scale).to(out.dtype)
-        out[b, asked] = scores[asked]
+    """Score everything, then leave out what is no candidate."""
+    b, num_kv_heads, n, channels = keys.shape
+    wide = q[..., :channels].to(torch.promote_types(q.dtype, torch.float32))
+    queries = pool_queries(wide.reshape(b * num_kv_heads, -1, channels), pooling)
+    scores = token_scores(queries.flatten(0, 1), keys.flatten(0, 1), scale).view(b, num_kv_heads, -1, n)
+    pool_candidates(scores, pooling, candidates(lengths, layout, n), out, heads, excluded)
 
 
 @jit
@@ -39,17 +49,26 @@ def _token_kernel(
     keys: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
+    excluded: tl.tensor,
     out: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     keys_batch: tl.tensor,
     keys_head: tl.tensor,
     keys_row: tl.tensor,
     num_tokens: tl.tensor,
+    sink: tl.tensor,
+    window: tl.tensor,
     scale: tl.tensor,
     HK: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HOW: tl.constexpr,
+    WHAT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,50 +79,81 @@ def _token_kernel(
         if tl.load(heads + pair) == 0:
             return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
-    length = tl.load(lengths + b)
+    low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, GROUP)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    candidate = (token >= low) & (token < high)
     g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
     in_q = (g < G)[:, None] & (c < C)[None, :]
     queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
+    queries = queries.to(tl.float32)
+    if WHAT == "q":
+        if HOW == "max":
+            query = tl.max(tl.where((g < G)[:, None], queries, float("-inf")), axis=0)
+        else:
+            query = tl.sum(queries, axis=0) / G
+        queries = tl.where((g == 0)[:, None], query[None, :], 0.0)
     at = b * keys_batch + h * keys_head + token.to(tl.int64)[:, None] * keys_row + c[None, :]
-    known = tl.load(keys + at, mask=(token < length)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-    scores = tl.dot(queries.to(tl.float32), tl.trans(known), input_precision=PRECISION) * scale
-    scores = tl.where((token < length)[None, :], scores, float("-inf"))
-    target = (pair.to(tl.int64) * G + g)[:, None] * num_tokens + token[None, :]
-    tl.store(out + target, scores, mask=(g < G)[:, None] & (token < num_tokens)[None, :])
+    known = tl.load(keys + at, mask=candidate[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    scores = tl.dot(queries, tl.trans(known), input_precision=PRECISION) * scale
+    if excluded is not None:
+        left_out = tl.load(excluded + pair.to(tl.int64) * num_tokens + token, mask=candidate, other=1)
+        candidate = candidate & (left_out == 0)
+    block, num_blocks = tl.program_id(1), tl.num_programs(1)
+    # fmt: off
+    leave_scores(scores, candidate, pair, token, block, num_tokens, num_blocks, out, tops, totals,
+                 G, HOW, WHAT, BLOCK_G)
+    # fmt: on
 
 
 def token_scores_device(
-    q: Tensor, keys: Tensor, lengths: Tensor, scale: float, out: Tensor, heads: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    out: Tensor,
+    heads: Tensor | None = None,
+    excluded: Tensor | None = None,
 ) -> None:
-    """Score the tokens of a batch: q [b, H, d], keys [b, Hk, n, c] -> `out` [b, Hk, G, n] fp32, -inf beyond lengths.
+    """Score the candidates of a batch: q [b, H, d], keys [b, Hk, n, c] -> `out` [b, Hk, n] fp32, -inf elsewhere.
 
-    heads [b, Hk] bool: the others' scores are left as they are. May be captured in a CUDA graph. Raises ValueError for
-    shapes, dtypes or strides that the kernel cannot read.
+    Pooled over all query heads, after a softmax, out is [b, 1, n]. heads [b, Hk] bool: the others' scores are left as
+    they are. Those excluded [b, Hk, n] bool score -1, less than any after a softmax. May be captured in a CUDA graph.
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_tokens, channels) = q.shape, keys.shape
     groups = num_heads // num_kv_heads
     require("q", q, (b, num_heads, d))
     require("keys", keys, (b, num_kv_heads, num_tokens, channels))
     require_whole("lengths", lengths, (b,), torch.int32)
-    require_whole("out", out, (b, num_kv_heads, groups, num_tokens), out.dtype)
+    require_whole("out", out, (b, out.shape[1], num_tokens), out.dtype)
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    if excluded is not None:
+        require_whole("excluded", excluded, (b, num_kv_heads, num_tokens), torch.bool)
     if not takes(q):
-        return token_scores_device_ref(q, keys, lengths, scale, out, heads)
+        return token_scores_device_ref(q, keys, lengths, layout, scale, pooling, out, heads, excluded)
     block_c = max(16, power_of_two(channels))
     block_n = max(16, min(128, BLOCK_ELEMENTS // block_c))
-    half = torch.float32 not in (q.dtype, keys.dtype)
+    left = GroupScores((b, num_kv_heads, groups, num_tokens), pooling, -(-num_tokens // block_n), out)
+    half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"
     launch(
         _token_kernel,
-        (b * num_kv_heads, -(-num_tokens // block_n)),
-        *(q, keys, lengths, heads, out, *q.stride()[:2], *keys.stride()[:3], num_tokens, scale),
+        (b * num_kv_heads, left.blocks),
+        *(q, keys, lengths, heads, excluded, left.values, left.tops, left.totals, *q.stride()[:2], *keys.stride()[:3]),
+        *(num_tokens, layout.sink, layout.window, scale),
         HK=num_kv_heads,
         G=groups,
         C=channels,
+        SIZE=layout.size,
+        GROUP=layout.group,
+        HOW=left.how,
+        WHAT=left.what,
         PRECISION="tf32" if half else "ieee",  # tf32 holds every bit of the half precisions
         BLOCK_G=max(16, power_of_two(groups)),
         BLOCK_N=block_n,
         BLOCK_C=block_c,
     )
+    left.pool(lengths, layout, heads, excluded)
     return None

@@ -3,22 +3,50 @@
 Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, in no particular order; `topk_pages_device` has the batch in
 front, and lengths [b] that say which pages are candidates.
 
-On the device one program serves a head, or as many of its pages as it can hold; then another one chooses from what
-these chose. Scores are read as integers of the same order; the largest threshold that k of them reach is found bit by
-bit, and then everything above it is taken, and of what equals it the lowest pages.
+On the device one program serves a head, or a part of its pages; of several the last to finish chooses from what they
+chose (`kvcli.kernels.pick`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
-from kvcli.kernels.slot_layout import SlotLayout, candidates, selected_count
+from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
+from kvcli.kernels.pick import BLOCK, pick
+from kvcli.kernels.resolve_pages import MissList, nothing_missing, resolve_head, resolve_pages_device_ref
+from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates, selected_count
 
-BLOCK = 4096  # scores that a program holds; more of them it would have to read for every bit anew
+
+class Selection(NamedTuple):
+    """Where a choice goes: `selected` [b, Hk, k] int32, ascending, -1 behind it.
+
+    Where pages come from the host, `resident` [b, Hk, k] is the page table, which then says the same, and `misses` what
+    it did not hold. With a number `first`, so many of the best are chosen; then what is resident, by its scores; then
+    the others by theirs.
+    """
+
+    selected: Tensor
+    resident: Tensor | None = None
+    misses: MissList | None = None
+    first: int = 0
+
+    @classmethod
+    def empty(cls, like: Tensor, k: int, *table: Any) -> Selection:
+        """Make one of k pages for the KV heads of like [b, Hk, ...]."""
+        return cls(torch.empty(*like.shape[:2], k, dtype=torch.int32, device=like.device), *table)
+
+    def check(self, b: int, num_kv_heads: int) -> None:
+        """Raise ValueError where shapes or dtypes are not what kernels write."""
+        k = self.selected.shape[2]
+        require_whole("selected", self.selected, (b, num_kv_heads, k), torch.int32)
+        if self.resident is not None:
+            require_whole("resident", self.resident, (b, num_kv_heads, k), torch.int32)
+        if self.misses is not None:
+            self.misses.check(b, num_kv_heads, k)
 
 
 def topk_pages_ref(scores: Tensor, k: int) -> Tensor:
@@ -42,11 +70,15 @@ def topk_pages_device_ref(
     scores: Tensor,
     lengths: Tensor,
     layout: SlotLayout,
-    selected: Tensor,
+    selection: Selection,
     heads: Tensor | None = None,
     wanted: Tensor | None = None,
+    arrived: Tensor | None = None,  # noqa: ARG001 - of the kernel
 ) -> None:
     """Select among the candidates of one sequence after the other."""
+    selected = selection.selected
+    if selection.first:
+        scores = _resident_after_first(scores, lengths, layout, selection)
     allowed = candidates(lengths, layout, scores.shape[2])
     most = selected_count(lengths, layout) if wanted is None else wanted
     for b, mask in enumerate(allowed):
@@ -56,100 +88,88 @@ def topk_pages_device_ref(
         if k and len(chosen):
             chosen[:, :k] = pages[topk_pages_ref(scores[b, rows][:, pages], k)].sort(-1).values
         selected[b, rows] = chosen
+    if selection.misses is not None:
+        assert selection.resident is not None
+        resolve_pages_device_ref(selection.resident, selected, selection.misses, heads)
 
 
-@jit
-def _ordered(scores: tl.tensor) -> tl.tensor:
-    """Turn fp32 into int32 of the same order; both zeros are one."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _entries(row: tl.tensor, names: tl.tensor, entry: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Read scores as ordered integers, and say which of these entries are any."""
-    there = entry < high
-    if names is not None:
-        there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
-    return _ordered(tl.load(row + entry, mask=there, other=0.0)), there
+def _resident_after_first(scores: Tensor, lengths: Tensor, layout: SlotLayout, selection: Selection) -> Tensor:
+    """Give ranks as scores [b, Hk, n]: the `first` best and what is resident go before everything else."""
+    assert selection.resident is not None
+    n = scores.shape[2]
+    allowed = candidates(lengths, layout, n)[:, None]
+    order = scores.masked_fill(~allowed, float("-inf")).argsort(dim=2, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(2, order, torch.arange(n, device=order.device).expand_as(order))
+    held = torch.zeros(*scores.shape[:2], n + 1, dtype=torch.bool, device=scores.device)
+    # An empty slot marks the column before the first page's; short sequences have slots for pages that never come.
+    resident = selection.resident.long()
+    held.scatter_(2, resident.where(resident < n, -1) + 1, True)
+    return -(rank + n * ~((rank < selection.first) | held[:, :, 1:])).float()
 
 
 @jit
 def _topk_kernel(
     scores: tl.tensor,
-    names: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
     wanted: tl.tensor,
     selected: tl.tensor,
+    resident: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    marks: tl.tensor,
     best: tl.tensor,
+    named: tl.tensor,
+    arrived: tl.tensor,
     num_entries: tl.tensor,
     sink: tl.tensor,
     window: tl.tensor,
     HK: tl.constexpr,
     K: tl.constexpr,
+    FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Choose among the entries of one part: pages, or what `names` calls them, where it calls them anything.
-
-    Writes what was chosen to `selected`, and its scores to `best` where there is one.
-    """
-    pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some of its entries
+    """Choose among the pages of one part; the last program of a head chooses from what the parts have chosen."""
+    pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some of its pages
+    at = pair.to(tl.int64) * K
     if heads is not None:
         if tl.load(heads + pair) == 0:
+            if pages is not None:
+                if part == 0:
+                    nothing_missing(pages + at, slots + at, count + pair, K, BLOCK_K)
             return
-    low, high, k = 0, num_entries, K
-    if lengths is not None:
-        count = tl.cdiv(tl.load(lengths + pair // HK), SIZE)
-        end = tl.minimum(count - window, count // GROUP * GROUP)
-        k = K - (count - end - window)  # the tokens of an unfilled group take the places of so many
-        if names is None:
-            low = sink
-            high = tl.minimum(num_entries, end)
+    low, high, beside = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
+    k = K - beside  # the tokens of an unfilled group take the places of so many
     if wanted is not None:
         k = tl.load(wanted + pair // HK)
-    low, high = tl.maximum(low, part * PART), tl.minimum(high, (part + 1) * PART)
     row = scores + pair.to(tl.int64) * num_entries
-    if names is not None:
-        names += pair.to(tl.int64) * num_entries
-    out = (pair.to(tl.int64) * tl.num_programs(1) + part) * K
-    one = tl.full([], 1, tl.int32)
-    threshold = one << 31  # the least integer
-    keys, there = _entries(row, names, low + tl.arange(0, BLOCK_N), high)  # read once: they are all, where all fit
-    for bit in range(32):
-        trial = threshold ^ (one << (31 - bit))
-        reached = ((keys >= trial) & there).to(tl.int32)
-        for start in range(low + BLOCK_N, high, BLOCK_N):
-            key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
-            reached += ((key >= trial) & inside).to(tl.int32)
-        threshold = tl.where(tl.sum(reached, axis=0) >= k, trial, threshold)
-    above = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(low, high, BLOCK_N):
-        key, inside = _entries(row, names, start + tl.arange(0, BLOCK_N), high)
-        above += ((key > threshold) & inside).to(tl.int32)
-    room = k - tl.sum(above, axis=0)  # for entries that equal the threshold
-    taken, equal = 0, 0
-    for start in range(low, high, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
-        key, inside = _entries(row, names, entry, high)
-        tie = ((key == threshold) & inside).to(tl.int32)
-        fits = (tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room)
-        chosen = ((key > threshold) & inside) | fits
-        place = out + taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        page = entry
-        if names is not None:
-            page = tl.load(names + entry, mask=chosen, other=-1)
-        tl.store(selected + place, page.to(selected.dtype.element_ty), mask=chosen)
-        if best is not None:
-            tl.store(best + place, tl.load(row + entry, mask=chosen, other=0.0), mask=chosen)
-        taken += tl.sum(chosen.to(tl.int32), axis=0)
-        equal += tl.sum(tie, axis=0)
-    rest = tl.arange(0, BLOCK_K)
-    tl.store(selected + out + rest, -1, mask=(rest >= taken) & (rest < K))
+    table = resident
+    if resident is not None:
+        table = resident + at
+    is_last = True
+    if PARTS == 1:
+        if FIRST:
+            marks += pair.to(tl.int64) * num_entries
+        pick(row, None, marks, table, low, high, k, selected + at, None, K, FIRST, BLOCK_K, BLOCK_N)
+    else:
+        chosen = pair.to(tl.int64) * PARTS * K
+        here = chosen + part * K
+        begin, stop = tl.maximum(low, part * PART), tl.minimum(high, (part + 1) * PART)
+        pick(row, None, None, None, begin, stop, k, named + here, best + here, K, 0, BLOCK_K, BLOCK_N)
+        is_last = last_to_arrive(arrived + pair, PARTS)
+        if is_last:
+            row, names = best + chosen, named + chosen
+            pick(row, names, None, None, 0, PARTS * K, k, selected + at, None, K, 0, BLOCK_K, BLOCK_N)
+    if pages is not None:
+        if is_last:
+            tl.debug_barrier()
+            resolve_head(table, selected + at, pages + at, slots + at, count + pair, K, BLOCK_K)
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
@@ -157,7 +177,8 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
     if not takes(scores):
         return topk_pages_ref(scores, k)
     selected = torch.empty(scores.shape[0], k, dtype=torch.int64, device=scores.device)
-    _select(scores.float().contiguous()[None], None, SlotLayout.everything(scores.shape[1]), selected[None], None)
+    everything = SlotLayout.everything(scores.shape[1])
+    _select(scores.float().contiguous()[None], None, everything, Selection(selected[None]), None, None, None)
     return selected
 
 
@@ -165,56 +186,74 @@ def topk_pages_device(
     scores: Tensor,
     lengths: Tensor,
     layout: SlotLayout,
-    selected: Tensor,
+    selection: Selection,
     heads: Tensor | None = None,
     wanted: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> None:
-    """Select k candidate pages, neither sink nor window, of every head of a batch: `selected` [b, Hk, k] int32.
+    """Select k candidate pages, neither sink nor window, of every head of a batch, and say so in `selection`.
 
-    scores [b, Hk, n] fp32, lengths [b] int32. The selection is in ascending order, with -1 behind it where there are
-    less than k candidates, or less are wanted: `wanted` [b] int32, from 1 to k, by default as many as the layout has
-    places for. heads [b, Hk] bool: the others' selections are left as they are. May be captured in a CUDA graph.
+    scores [b, Hk, n] fp32, lengths [b] int32. There is -1 behind the selection where there are less than k candidates,
+    or less are wanted: `wanted` [b] int32, from 1 to k, by default as many as the layout has places for. heads [b, Hk]
+    bool: the others miss nothing, and their selections are left as they are. `arrived` as in `PagedKV`. May be captured
+    in a CUDA graph. From here to the end of the gather that the misses are for, the slots may not be read.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """
     b, num_kv_heads, _ = scores.shape
     require_whole("scores", scores, scores.shape, torch.float32)
     require_whole("lengths", lengths, (b,), torch.int32)
-    require_whole("selected", selected, (b, num_kv_heads, selected.shape[2]), torch.int32)
+    selection.check(b, num_kv_heads)
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     if wanted is not None:
         require_whole("wanted", wanted, (b,), torch.int32)
+    if scores.shape[2] == 0:  # nothing was ever chosen either
+        selection.selected.fill_(-1)
+        if selection.misses is not None:
+            selection.misses.counts.zero_()
+        return None
     if not takes(scores):
-        return topk_pages_device_ref(scores, lengths, layout, selected, heads, wanted)
-    return _select(scores, lengths, layout, selected, heads, wanted)
+        return topk_pages_device_ref(scores, lengths, layout, selection, heads, wanted)
+    return _select(scores, lengths, layout, selection, heads, wanted, arrived)
 
 
 def _select(
     scores: Tensor,
     lengths: Tensor | None,
     layout: SlotLayout,
-    selected: Tensor,
+    selection: Selection,
     heads: Tensor | None,
-    wanted: Tensor | None = None,
+    wanted: Tensor | None,
+    arrived: Tensor | None,
 ) -> None:
-    """Launch, in two stages where a head has more pages than a program holds; ties go to the lower page in both."""
-    (b, num_kv_heads, num_pages), k = scores.shape, selected.shape[2]
-    pairs, parts = b * num_kv_heads, -(-num_pages // BLOCK)
-    rule = {"HK": num_kv_heads, "K": k, "SIZE": layout.size, "GROUP": layout.group, "BLOCK_K": power_of_two(k)}
-    candidate = num_pages, layout.sink, layout.window
-    if parts == 1:
-        _launch((pairs, 1), num_pages, scores, None, lengths, heads, wanted, selected, None, *candidate, **rule)
-        return
-    best = torch.empty(pairs, parts * k, dtype=torch.float32, device=scores.device)
-    pages = torch.empty(pairs, parts * k, dtype=torch.int32, device=scores.device)
-    _launch((pairs, parts), BLOCK, scores, None, lengths, heads, wanted, pages, best, *candidate, **rule)
-    again = parts * k, *candidate[1:]
-    _launch((pairs, 1), parts * k, best, pages, lengths, heads, wanted, selected, None, *again, **rule)
-
-
-def _launch(grid: tuple[int, int], part: int, *args: Any, **constants: int) -> None:
-    part = power_of_two(part)
+    """Launch, with several programs a head where it has many pages; ties go to the lower page in all of them."""
+    (b, num_kv_heads, num_pages), k = scores.shape, selection.selected.shape[2]
+    pairs, device = b * num_kv_heads, scores.device
+    # So long a part that choosing from it takes as long as choosing from what all of them chose.
+    part = power_of_two(min(num_pages, max(BLOCK, math.isqrt(num_pages * k))))
+    parts, marks, best, named = -(-num_pages // part), None, None, None
+    if selection.first:
+        parts, marks = 1, torch.empty(pairs, num_pages, dtype=torch.int8, device=device)
+    if parts > 1:
+        best = torch.empty(pairs, parts * k, dtype=torch.float32, device=device)
+        named = torch.empty(pairs, parts * k, dtype=torch.int32, device=device)
+        if arrived is None:
+            arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
     block_n = min(BLOCK, part)
-    warps = 4 if block_n <= 1024 else 8
-    launch(_topk_kernel, grid, *args, PART=part, BLOCK_N=block_n, warps=warps, **constants)
+    launch(
+        _topk_kernel,
+        (pairs, parts),
+        *(scores, lengths, heads, wanted, *selection[:2], *(selection.misses or (None,) * 3), marks, best, named),
+        *(arrived, num_pages, layout.sink, layout.window),
+        HK=num_kv_heads,
+        K=k,
+        FIRST=selection.first,
+        SIZE=layout.size,
+        GROUP=layout.group,
+        PART=part,
+        PARTS=parts,
+        BLOCK_K=power_of_two(k),
+        BLOCK_N=block_n,
+        warps=4 if max(block_n, k) <= 1024 else 8,
+    )

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import append_token as append
+from kvcli.kernels import choose_pages as choose
 from kvcli.kernels import decode_attention as decode
+from kvcli.kernels import filled_page as filled
 from kvcli.kernels import gather_pages as gather
-from kvcli.kernels import merge_parts as merge
 from kvcli.kernels import one_bit_keys as one_bit
 from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
@@ -26,7 +27,6 @@ from kvcli.kernels import resolve_pages as resolve
 from kvcli.kernels import slot_attention as slot
 from kvcli.kernels import token_scores as tokens
 from kvcli.kernels import topk
-from kvcli.kernels import write_page as write
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, page_count, row_positions
 from kvcli.kernels.softmax import Softmax
@@ -220,11 +220,6 @@ def _with_few_programs(*args: Any) -> None:
     gather.gather_pages(*args, programs=3)
 
 
-@functools.wraps(summary.summarise_filled_page)
-def _cuboids(*args: Any) -> None:
-    summary.summarise_filled_page(*args)
-
-
 POOLINGS = [f"{how}_{what}" for what, how in itertools.product(("q", "qk", "s"), ("max", "mean"))]
 
 
@@ -233,18 +228,6 @@ def _(draw: Draw, s: Sizes) -> Call:
     p = s.layout.size + 1 if s is ODD else s.layout.size
     keys = draw(s.hk, 3 * p + 1, s.d)[:, : 3 * p].unflatten(1, (3, p))
     return Call((keys,))
-
-
-@case(summary.summarise_filled_page, summary.summarise_filled_page_ref, exact=True)
-def _(draw: Draw, s: Sizes) -> Call:
-    out = draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
-    return Call((rows_of(draw, s), out), [out])
-
-
-@case(_cuboids, summary.summarise_filled_page_ref)
-def _(draw: Draw, s: Sizes) -> Call:
-    out = draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
-    return Call((rows_of(draw, s), out, True), [out])
 
 
 @case(scores.page_scores, scores.page_scores_ref, POOLINGS)
@@ -263,25 +246,61 @@ def _(draw: Draw, s: Sizes, pooling: str) -> Call:
     return Call(args, [out])
 
 
+@case(choose.choose_pages, choose.choose_pages_ref, ["max_s", "mean_qk", "max_s first", "mean_q long"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Small whole numbers, so that sums are exact; and a softmax whose weights differ by powers of e."""
+    pooling, _, more = variant.partition(" ")
+    pages = (choose.ALONE if more == "long" else 0) + s.pages
+    bounds = torch.randint(-2, 3, (2, s.b, s.hk, pages, s.d), generator=draw.generator).sort(0, descending=True).values
+    q = torch.randint(-1, 2, (s.b, s.hk * s.g, s.d), generator=draw.generator)
+    selection = _selection(draw, s, s.pages, True, int(more == "first"))
+    summary, lengths = torch.stack(list(draw.like(bounds.float())), 3), draw.ints(s.lengths)
+    args = (draw.like(q.float()), summary, lengths, s.layout, 0.125, pooling, selection, draw.mask(s.b, s.hk))
+    return Call(args, written_by(selection))
+
+
 @case(topk.topk_pages, lambda x, k: topk.topk_pages_ref(x, k).sort(-1).values, exact=True)
 def _(draw: Draw, s: Sizes) -> Call:
     n, k = (4100, 33) if s is ODD else (32768, 32)
     return Call((draw.fp32(_tied(draw, s.hk, n)), k))
 
 
-@case(topk.topk_pages_device, topk.topk_pages_device_ref, ["short", "wanted", "tokens", "long"], exact=True)
+CHOICES = ["short", "wanted", "tokens", "long", "misses", "first", "long misses"]
+
+
+@case(topk.topk_pages_device, topk.topk_pages_device_ref, CHOICES, exact=True)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     """Long: the pages of a head are several programs', and the sequences end in different ones."""
     pages, lengths = s.pages, list(s.lengths)
     wanted = draw.ints([1 + b % s.layout.selected for b in range(s.b)]) if variant == "wanted" else None
     if variant == "tokens":
         s, pages = s._replace(layout=TOKENS), max(s.lengths)
-    if variant == "long":
+    if "long" in variant:
         pages = 9000 if s is ODD else 32768
         lengths[-2:] = [4101 * s.layout.size, (pages - 1) * s.layout.size]
-    out = draw.ints(torch.full((s.b, s.hk, s.layout.selected), -7))
-    found = draw.fp32(_tied(draw, s.b, s.hk, pages))
-    return Call((found, draw.ints(lengths), s.layout, out, draw.mask(s.b, s.hk), wanted), [out])
+    selection = _selection(draw, s, pages, not {"misses", "first"}.isdisjoint(variant.split()), int(variant == "first"))
+    found, heads = draw.fp32(_tied(draw, s.b, s.hk, pages)), draw.mask(s.b, s.hk)
+    return Call((found, draw.ints(lengths), s.layout, selection, heads, wanted), written_by(selection))
+
+
+def _selection(draw: Draw, s: Sizes, pages: int, resolves: bool, first: int = 0) -> topk.Selection:
+    """Somewhere to write a choice, where it resolves beside a table of other pages, some of them candidates."""
+    k = s.layout.selected
+    selected = draw.ints(torch.full((s.b, s.hk, k), -7))
+    if not resolves:
+        return topk.Selection(selected)
+    resident = draw.ints(s.layout.sink + draw.subsets(k, s.b, s.hk, of=min(pages - s.layout.sink, 3 * k)))
+    resident[1, 0, ::2] = -1
+    misses = resolve.MissList.empty(s.b, s.hk, k, draw.device)
+    for part in misses:
+        part.fill_(-7)
+    return topk.Selection(selected, resident, misses, first and max(1, k // 3))
+
+
+def written_by(selection: topk.Selection) -> list[Tensor]:
+    if selection.misses is None:
+        return [selection.selected]
+    return [selection.selected, selection.resident, *selection.misses]
 
 
 def _tied(draw: Draw, *shape: int) -> Tensor:
@@ -294,6 +313,7 @@ def _tied(draw: Draw, *shape: int) -> Tensor:
 def _(draw: Draw, s: Sizes, which: str) -> Call:
     k = 37 if s is ODD else s.layout.selected
     resident, selected = (draw.ints(draw.subsets(k, s.b, s.hk, of=3 * k // 2)) for _ in range(2))
+    selected = selected.sort(-1).values
     resident[1, 0, ::3] = -1
     selected[-1, 0, -2:] = -1
     resident[-1, -1] = selected[-1, -1].flip(0)
@@ -325,10 +345,22 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((host, misses, rows), [rows.k, rows.v])
 
 
-@case(write.write_filled_page, write.write_filled_page_ref, ["hnd", "nhd"], exact=True)
-def _(draw: Draw, s: Sizes, host_layout: str) -> Call:
-    host = host_of(draw, s, host_layout)
-    return Call((rows_of(draw, s), host), [piece for row in host.pieces for piece in row])
+def _filled(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Bounds are the keys' own numbers; a cuboid is rounded."""
+    out = None if "written" in variant else draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
+    host = host_of(draw, s, variant[-3:]) if variant[-3:] in ("hnd", "nhd") else None
+    written = [piece for row in host.pieces for piece in row] if host is not None else []
+    args = (rows_of(draw, s), out, host, "cuboid" in variant)
+    return Call(args, written if out is None else [out, *written])
+
+
+case(filled.take_in_filled_page, filled.take_in_filled_page_ref, ["cuboid"])(_filled)
+case(
+    filled.take_in_filled_page,
+    filled.take_in_filled_page_ref,
+    ["bounds", "written hnd", "bounds nhd", "bounds hnd"],
+    exact=True,
+)(_filled)
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
@@ -364,24 +396,20 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((rows, append.NewToken(*draw(2, s.b, s.hk, s.d), at)), [rows.k, rows.v])
 
 
-@case(tokens.token_scores_device, tokens.token_scores_device_ref, ["all", "some heads"])
-def _(draw: Draw, s: Sizes, variant: str) -> Call:
-    keys = draw(s.b, s.hk, s.pages * s.layout.size, s.d)[..., : s.d - 3 if s is ODD else s.d]
-    out = draw.fp32(torch.full((s.b, s.hk, s.g, keys.shape[2]), NAN))
-    heads = draw.mask(s.b, s.hk) if variant == "some heads" else None
-    return Call((draw(s.b, s.hk * s.g, s.d), keys, draw.ints(s.lengths), 0.3, out, heads), [out])
+SCORES = ["mean_q", "max_qk", "mean_s", "mean_s together", "max_s excluded some heads"]
 
 
-@case(merge.merge_parts, merge.merge_parts_ref, ["plain", "sinks", "sinks some heads"])
+@case(tokens.token_scores_device, tokens.token_scores_device_ref, SCORES)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
-    shape = (s.b, s.hk * s.g, 5)
-    parts = draw.fp32(torch.randn(*shape, s.d, generator=draw.generator))
-    norms = draw.fp32(torch.randn(shape, generator=draw.generator))
-    norms[0], norms[-1, 0, 2] = float("-inf"), float("-inf")  # a sequence, and a part, without keys
-    sinks = draw.fp32(torch.randn(shape[1], generator=draw.generator)) if "sinks" in variant else None
-    heads = draw.mask(s.b, s.hk) if "heads" in variant else None
-    out = draw.poisoned(*shape[:2], s.d)
-    return Call((parts, norms, sinks, heads, out), [out])
+    pooling, _, more = variant.partition(" ")
+    if s is ODD:
+        s = s._replace(layout=TOKENS)
+    keys = draw(s.b, s.hk, max(s.lengths) + 3, s.d)[..., : s.d - 3 if s is ODD else s.d]
+    out = draw.fp32(torch.full((s.b, 1 if more == "together" else s.hk, keys.shape[2]), NAN))
+    excluded = draw.mask(*keys.shape[:3]) if "excluded" in more else None
+    heads = draw.mask(s.b, s.hk) if "heads" in more else None
+    args = (draw(s.b, s.hk * s.g, s.d), keys, draw.ints(s.lengths), s.layout, 0.3, pooling, out, heads, excluded)
+    return Call(args, [out])
 
 
 @case(decode.decode_attention, decode.decode_attention_ref, [1, 150])
@@ -460,12 +488,19 @@ def _(draw: Draw, s: Sizes) -> Call:
     return Call((draw(s.hk, s.g, s.d), *_quantised(draw, s, s.hk, 7, group)))
 
 
-@case(one_bit_scoring.one_bit_scores_device, one_bit_scoring.one_bit_scores_device_ref)
-def _(draw: Draw, s: Sizes) -> Call:
+ONE_BIT = ["mean_q", "max_qk", "mean_s heads"]
+
+
+@case(one_bit_scoring.one_bit_scores_device, one_bit_scoring.one_bit_scores_device_ref, ONE_BIT)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    pooling, _, more = variant.partition(" ")
     group, n = (20 if s is ODD else 32), max(s.lengths)
+    layout = TOKENS._replace(group=group) if s is ODD else s.layout
     codes, ranges = _quantised(draw, s, s.b, s.hk, n // group + 1, group)
-    out = draw.poisoned(s.b, s.hk * s.g, codes.shape[2] * group, dtype=torch.float32)
-    return Call((draw(s.b, s.hk * s.g, s.d), codes, ranges, draw.ints(s.lengths), out), [out])
+    out = draw.poisoned(s.b, s.hk, codes.shape[2] * group, dtype=torch.float32)
+    heads = draw.mask(s.b, s.hk) if more else None
+    args = (draw(s.b, s.hk * s.g, s.d), codes, ranges, draw.ints(s.lengths), layout, 0.3, pooling, out, heads)
+    return Call(args, [out])
 
 
 def _quantised(draw: Draw, s: Sizes, *shape: int) -> tuple[Tensor, Tensor]:

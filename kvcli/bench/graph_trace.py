@@ -32,13 +32,13 @@ _PHASE_OF = {
     "_correct_kernel": "correction",
     "_score_kernel": "score",
     "_pool_kernel": "score",
+    "_token_kernel": "score",
+    "_one_bit_kernel": "score",
     "_topk_kernel": "select",
     "_resolve_kernel": "recall",
     "_gather_kernel": "recall",
     "_filled_kernel": "offload",
-    "_write_kernel": "offload",
     "_attend_kernel": "attention",
-    "_merge_kernel": "attention",
 }
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)

@@ -26,7 +26,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, setting
-from kvcli.methods.steps.choices import BestThenResident
+from kvcli.methods.steps.choices import BestScores
 from kvcli.methods.steps.page_bounds import PageBoundsIndex
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -69,7 +69,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     def step_plan(self) -> StepPlan:
         return StepPlan(
             index=partial(PageBoundsIndex, pooling=self.config.pooling, cuboid=True),
-            choose=partial(BestThenResident, part=self.config.top_part),
+            choose=partial(BestScores, part=self.config.top_part),
             fetch=FromHost(),
         )
 

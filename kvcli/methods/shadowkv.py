@@ -37,7 +37,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import Budget, MethodConfig, setting
-from kvcli.methods.steps.chunks import BestChunks, LandmarkScores, RebuiltKeys
+from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.shadow import ShadowCache, ShadowLayout
@@ -109,7 +109,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(LandmarkScores, BestChunks, fetch=FromHost(rebuild=RebuiltKeys, writes=False))
+        return StepPlan(LandmarkScores, fetch=FromHost(rebuild=RebuiltKeys, writes=False))
 
     def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Select with the query of this step, bring what is missing, then attend."""

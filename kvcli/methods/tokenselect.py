@@ -22,13 +22,12 @@ from typing_extensions import override
 
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
+from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import Budget, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.choices import best_scores
 from kvcli.methods.steps.plan import Choice, Chosen, StepIndex, StepPlan
-from kvcli.methods.steps.token_scores import KeyChannelScores, over_candidates
+from kvcli.methods.steps.token_scores import KeyChannelScores
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.channel_scored import ChannelScoredCache
 
@@ -68,7 +67,8 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     @override
     def step_plan(self) -> StepPlan:
         width = next(iter(self.retrieval.values())).k.shape[2] if self.retrieval else 0
-        return StepPlan(partial(KeyChannelScores, channels=width), partial(KeptVote, theta=self.config.theta))
+        index = partial(KeyChannelScores, channels=width, pooling="mean_s", together=True)
+        return StepPlan(index, partial(KeptVote, theta=self.config.theta))
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
@@ -118,18 +118,17 @@ class KeptVote(Choice):
         self.query = torch.empty(0)  # [b, H * d] that chose
         self.selected = torch.full((b, 1, slots.rows.layout.selected), -1, dtype=torch.int32, device=device)
         self.has_chosen = torch.zeros(b, dtype=torch.bool, device=device)
+        self.arrived = torch.zeros(b, dtype=torch.int32, device=device)
         self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in ("layer_steps", "choices")}
 
     @override
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
         query = q.flatten(1).float()
         if self.query.numel() == 0:
             self.query = torch.zeros_like(query)
         turned = heads[:, 0] & (self._is_other(query) | ~self.has_chosen)  # [b]
-        weights = over_candidates(index.scores(q, softmax, turned[:, None].expand_as(heads).contiguous()), self.slots)
-        votes = weights.softmax(-1).sum((1, 2))[:, None]  # [b, 1, n]
-        chosen = best_scores(votes, self.slots, turned[:, None])
-        self.selected.copy_(chosen.where(turned[:, None, None], self.selected))
+        votes = index.scores(q, softmax, turned[:, None].expand_as(heads).contiguous())  # [b, 1, n]
+        topk_pages_device(votes, *index.scored, Selection(self.selected), turned[:, None], arrived=self.arrived)
         self.query.copy_(query.where(turned[:, None], self.query))
         self.has_chosen.logical_or_(turned)
         self.tally["layer_steps"] += heads[:, 0]

@@ -16,7 +16,7 @@ STEP = [
     kernel("_correct_kernel", 10, 11),
     kernel("_score_kernel_0d1d", 11, 13, 8),
     kernel("_attend_kernel", 11, 20),
-    kernel("_merge_kernel", 20, 22),
+    kernel("_attend_kernel", 20, 22),
     kernel("cublasSplitKReduce_kernel", 22, 23),
     kernel("_gather_kernel", 22, 60, 8),
     kernel("gemv2T_kernel", 23, 30),  # o

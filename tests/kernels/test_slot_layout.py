@@ -5,6 +5,7 @@ import torch
 
 from kvcli.kernels import _triton
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.rebuild_keys import Rotation
@@ -12,7 +13,6 @@ from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
 from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, candidates, row_positions, slot_of_page
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.write_page import write_filled_page
 
 LAYOUTS = [SlotLayout(4, 2, 3, 2), SlotLayout(2, 1, 1, 1), SlotLayout(1, 0, 0, 7), SlotLayout(8, 1, 0, 3)]
 
@@ -67,7 +67,7 @@ def test_decoding_over_slots_is_attention_over_the_tokens_they_hold(monkeypatch,
             recalled += int(misses.counts.sum())
         q, out = torch.randn(1, hk * g, d), torch.empty(1, hk * g, d)
         slot_attention(q, rows, softmax, out, NewToken(*tokens[:, :, :, step]))
-        write_filled_page(rows, host)
+        take_in_filled_page(rows, host=host)
         for head in range(hk):
             held = row_positions(rows.lengths, layout, resident)[0, head]
             held = held[held >= 0].sort().values

@@ -60,7 +60,7 @@ def test_every_kernel_compiles_for_compute_capability_9(tmp_path):
     assert {line["dtype"] for line in found if line["kernel"] == "_attend_kernel"} == {"bfloat16", "float32"}
     assert not any(line["spilt"] for line in found), "registers are spilt to local memory"
     for line in found:
-        if line["kernel"] in {"_gather_kernel", "_write_kernel", "_attend_kernel", "_score_kernel"}:
+        if line["kernel"] in {"_gather_kernel", "_filled_kernel", "_attend_kernel", "_score_kernel"}:
             assert line["widest"] == 128, "memory is not read 16 bytes at once"
 
 

@@ -77,7 +77,9 @@ class BatchSlots:
             cache.adopt_slots(part._replace(kv=kv[row][_corner(part.kv)], tensors=own))
         longest = max((part.layout for part in parts), key=lambda layout: layout.total)
         resident = tensors.get("resident") if longest.selected else None
-        rows = PagedKV(kv[:, 0], kv[:, 1], seen if held is None else held, longest, resident, parts[0].in_place)
+        k, v = kv[:, 0], kv[:, 1]
+        arrived = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
+        rows = PagedKV(k, v, seen if held is None else held, longest, resident, parts[0].in_place, arrived)
         outgrown = longest.budget * longest.size + 1
         active_from = [outgrown if part.active_from is None else part.active_from for part in parts]
         return cls(rows, tensors, seen, _host_pages(parts, kv.device), parts[0].into or longest, active_from, rotary)

@@ -5,14 +5,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.rebuild_keys import rebuild_missing_keys
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
-from kvcli.kernels.topk import topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.plan import StepIndex
 
 
 class LandmarkScores(StepIndex):
@@ -24,34 +24,22 @@ class LandmarkScores(StepIndex):
     needs_newest = False
 
     def __init__(self, slots: BatchSlots):
-        self.means, self.excluded = slots.tensors["means"], slots.tensors["excluded"]
-        self.chunks = slots.tensors["chunks"]  # [b], those of each sequence
+        self.slots, self.means, self.excluded = slots, slots.tensors["means"], slots.tensors["excluded"]
+
+    @property
+    @override
+    def scored(self) -> tuple[Tensor, SlotLayout]:
+        return self.slots.tensors["chunks"], SlotLayout(1, 0, self.slots.into.selected, 0)
 
     @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
-        b, num_kv_heads, chunks, _ = self.means.shape
-        products = q.new_zeros(b, num_kv_heads, q.shape[1] // num_kv_heads, chunks, dtype=torch.float32)
-        token_scores_device(q, self.means, self.chunks, softmax.scale, products, heads)
-        weights = products.masked_fill(self.excluded[:, :, None], float("-inf")).softmax(-1)
-        return weights.amax(2).masked_fill(self.excluded, -1.0)
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
+        out = q.new_empty(self.means.shape[:3], dtype=torch.float32)
+        if out.numel():
+            token_scores_device(q, self.means, *self.scored, softmax.scale, "max_s", out, heads, self.excluded)
+        return out
 
     @override
-    def update(self, new: NewToken) -> None: ...
-
-
-class BestChunks(Choice):
-    """The chunks that score best."""
-
-    def __init__(self, slots: BatchSlots):
-        self.chunks, self.layout = slots.tensors["chunks"], SlotLayout(1, 0, slots.into.selected, 0)
-
-    @override
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
-        selected = torch.full((*heads.shape, self.layout.selected), -1, dtype=torch.int32, device=q.device)
-        scores = index.scores(q, softmax, heads)
-        if scores.shape[2]:
-            topk_pages_device(scores, self.chunks, self.layout, selected, heads)
-        return Chosen(selected)
+    def update(self, new: NewToken, host: HostPages | None) -> None: ...
 
 
 class RebuiltKeys:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores_device
-from kvcli.kernels.page_summary import summarise_filled_page
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -116,9 +116,10 @@ class StalestPage(Eviction):
 
     @override
     def look_back(self, q: Tensor, softmax: Softmax) -> None:
-        summarise_filled_page(self.rows, self.bounds)
+        take_in_filled_page(self.rows, self.bounds)
         layout = SlotLayout(self.size, 0, 0, 0)  # all full pages are scored
         scores = torch.empty(self.stamps.shape, dtype=torch.float32, device=q.device)
-        page_scores_device(q, self.bounds, self.full, layout, softmax.scale, self.pooling, scores)
-        used = (scores > self.threshold) & (self.slot < (self.full // self.size)[:, None, None])
-        self.stamps.copy_(self.seen[:, None, None].where(used, self.stamps))
+        page_scores_device(
+            q, self.bounds, self.full, layout, softmax.scale, self.pooling, scores, arrived=self.rows.arrived
+        )
+        torch.where(scores > self.threshold, self.seen[:, None, None], self.stamps, out=self.stamps)

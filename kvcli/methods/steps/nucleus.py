@@ -6,10 +6,11 @@ from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.choices import best_scores
 from kvcli.methods.steps.page_bounds import PageBoundsIndex
 from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
 from kvcli.methods.steps.rows import put_rows
@@ -26,11 +27,11 @@ class BoundsAndFourBits(PageBoundsIndex):
         self.codes, self.ranges = slots.tensors["codes"], slots.tensors["ranges"]
 
     @override
-    def update(self, new: NewToken) -> None:
-        super().update(new)
+    def update(self, new: NewToken, host: HostPages | None) -> None:
+        super().update(new, host)
         codes, ranges = quantise_four_bit(new.k.flatten(0, 1)[:, None])  # [b * Hk, 1, ...]
         for kept, found in ((self.codes, codes), (self.ranges, ranges)):
-            put_rows(kept, self.rows.lengths - 1, found.view(*new.k.shape[:2], -1))
+            put_rows(kept, self.slots.rows.lengths - 1, found.view(*new.k.shape[:2], -1))
 
 
 class Nucleus(Choice):
@@ -46,9 +47,9 @@ class Nucleus(Choice):
         self.tally["fewest"].fill_(torch.iinfo(torch.int64).max)
 
     @override
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
-        rows, tensors = self.slots.rows, self.slots.tensors
-        pages = best_scores(index.scores(q, softmax, heads), self.slots, heads)
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
+        rows, tensors, pages = self.slots.rows, self.slots.tensors, selection.selected
+        index.best(q, softmax, heads, selection)
         positions = row_positions(rows.lengths, rows.layout, pages)  # [b, Hk, rows]
         there, token = positions >= 0, positions.clamp_min(0).long()[..., None]
         codes, ranges = (

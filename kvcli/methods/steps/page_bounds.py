@@ -1,14 +1,15 @@
 """The index of pages by bounds on their keys (Quest, FreeKV, ArkVale): what the keys of a full page allow q.k to be."""
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.choose_pages import choose_pages
+from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.page_scores import page_scores_device
-from kvcli.kernels.page_summary import summarise_filled_page
+from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import StepIndex
 
@@ -22,17 +23,18 @@ class PageBoundsIndex(StepIndex):
     needs_newest = False
 
     def __init__(self, slots: BatchSlots, pooling: Pooling, score_scale: bool = True, cuboid: bool = False):
-        self.rows, self.bounds = slots.rows, slots.tensors["bounds"]
+        self.slots, self.bounds = slots, slots.tensors["bounds"]
         self.pooling, self.score_scale, self.cuboid = pooling, score_scale, cuboid
         self.pages = slots.by_position
 
     @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+    def best(
+        self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
+    ) -> None:
+        assert wanted is None, "as many pages as there are places for"
         scale = softmax.scale if self.score_scale else 1.0
-        out = torch.empty(self.bounds.shape[:3], dtype=torch.float32, device=q.device)
-        page_scores_device(q, self.bounds, self.rows.lengths, self.rows.layout, scale, self.pooling, out, heads)
-        return out
+        choose_pages(q, self.bounds, *self.scored, scale, self.pooling, selection, heads, self.slots.rows.arrived)
 
     @override
-    def update(self, new: NewToken) -> None:
-        summarise_filled_page(self.pages, self.bounds, self.cuboid)
+    def update(self, new: NewToken, host: HostPages | None) -> None:
+        take_in_filled_page(self.pages, self.bounds, host, self.cuboid)

@@ -11,31 +11,50 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.eviction import Eviction
 
 RecallBy = Literal["gather", "copy"]
 
 
-class StepIndex(Protocol):
+class StepIndex:
     """What the pages of a layer of a batch are scored by."""
 
     needs_newest: bool
     """Whether the newest token is appended, and `update` called, before scoring; else after attention."""
 
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+    slots: BatchSlots
+
+    @property
+    def scored(self) -> tuple[Tensor, SlotLayout]:
+        """Give the lengths [b] and the layout that say what can be chosen."""
+        return self.slots.rows.lengths, self.slots.rows.layout
+
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
 
         heads [b, Hk] bool: only these KV heads need to be scored.
         """
+        raise NotImplementedError
 
-    def update(self, new: NewToken) -> None:
-        """Take in the newest tokens, which are appended, or what they have completed.
+    def best(
+        self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
+    ) -> None:
+        """Choose what scores best with queries q, for the KV heads `heads`; `wanted` [b] int32 where it is less."""
+        scores = self.scores(q, softmax, heads)
+        topk_pages_device(scores, *self.scored, selection, heads, wanted, self.slots.rows.arrived)
+
+    def update(self, new: NewToken, host: HostPages | None) -> None:
+        """Take in the newest tokens, which are appended, or what they have completed, and write that to `host`.
 
         Where the newest are not needed before scoring, `new` is the caller's again by then.
         """
+        raise NotImplementedError
 
 
 class Chosen(NamedTuple):
@@ -56,8 +75,8 @@ class Choice(Protocol):
     tally: Mapping[str, Tensor] = MappingProxyType({})
     """Numbers [b] by name, given to `Method.take_tally` at the end."""
 
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor) -> Chosen:
-        """Choose for the KV heads `heads` [b, Hk] with queries q [b, H, d]."""
+    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
+        """Choose for the KV heads `heads` [b, Hk] with queries q [b, H, d]; `selection` is there to be written."""
 
 
 class Resident(NamedTuple):

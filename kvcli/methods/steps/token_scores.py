@@ -5,10 +5,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
+from kvcli.kernels.filled_page import take_in_filled_page
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.one_bit_keys import quantise_filled_group
 from kvcli.kernels.one_bit_scores import one_bit_scores_device
-from kvcli.kernels.slot_layout import candidates
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -29,41 +30,36 @@ class OneBitScores(StepIndex):
         self.codes, self.ranges = slots.tensors["codes"], slots.tensors["ranges"]
 
     @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         b, num_kv_heads, groups, size = self.codes.shape[:4]
-        queries = pool_queries(q.float().view(b * num_kv_heads, -1, q.shape[2]), self.pooling)  # [b*Hk, G or 1, d]
-        out = q.new_empty(b, queries.shape[1] * num_kv_heads, groups * size, dtype=torch.float32)
-        flat = queries.reshape(b, -1, q.shape[2])
-        one_bit_scores_device(flat, self.codes, self.ranges, self.slots.rows.lengths, out)
-        return pooled(softmax.scale * out.view(b, num_kv_heads, -1, groups * size), self.slots, self.pooling)
+        out = q.new_empty(b, num_kv_heads, groups * size, dtype=torch.float32)
+        one_bit_scores_device(q, self.codes, self.ranges, *self.scored, softmax.scale, self.pooling, out, heads)
+        return out
 
     @override
-    def update(self, new: NewToken) -> None:
+    def update(self, new: NewToken, host: HostPages | None) -> None:
         quantise_filled_group(self.slots.by_position, self.codes, self.ranges)
+        if host is not None:
+            take_in_filled_page(self.slots.rows, host=host)
 
 
 class KeyChannelScores(StepIndex):
-    """Scores by the first `channels` of the keys; each query head for itself, or pooled over its group."""
+    """Scores by the first `channels` of the keys, pooled over the group or, `together`, over all query heads."""
 
     needs_newest = False
 
-    def __init__(self, slots: BatchSlots, channels: int, pooling: Pooling | None = None):
+    def __init__(self, slots: BatchSlots, channels: int, pooling: Pooling, together: bool = False):
         self.slots, self.pooling = slots, pooling
-        self.keys = slots.rows.k[..., :channels]
+        self.keys, self.rows = slots.rows.k[..., :channels], 1 if together else slots.rows.k.shape[1]
 
     @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
-        b, num_kv_heads, tokens, _ = self.keys.shape
-        queries = q.view(b * num_kv_heads, -1, q.shape[2])
-        if self.pooling is not None:
-            queries = pool_queries(queries, self.pooling)
-        out = q.new_zeros(b, num_kv_heads, queries.shape[1], tokens, dtype=torch.float32)
-        flat = queries.reshape(b, -1, q.shape[2])
-        token_scores_device(flat, self.keys, self.slots.rows.lengths, softmax.scale, out, heads)
-        return out if self.pooling is None else pooled(out, self.slots, self.pooling)
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
+        out = q.new_empty(len(q), self.rows, self.keys.shape[2], dtype=torch.float32)
+        token_scores_device(q, self.keys, *self.scored, softmax.scale, self.pooling, out, heads)
+        return out
 
     @override
-    def update(self, new: NewToken) -> None:
+    def update(self, new: NewToken, host: HostPages | None) -> None:
         """Do nothing: attention puts the key where it is scored."""
 
 
@@ -76,26 +72,17 @@ class PartialKeyScores(StepIndex):
         self.slots, self.keys, self.basis = slots, slots.tensors["keys"], slots.tensors["basis"]
 
     @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor | None) -> Tensor:
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         b, num_kv_heads, tokens, columns = self.keys.shape
         queries = q.float().view(b, num_kv_heads, -1, q.shape[2]) @ self.basis  # [b, Hk, G, c]
-        out = q.new_zeros(*queries.shape[:3], tokens, dtype=torch.float32)
+        out = q.new_empty(b, num_kv_heads, tokens, dtype=torch.float32)
         flat = queries.view(b, -1, columns)
-        token_scores_device(flat, self.keys, self.slots.rows.lengths, softmax.scale, out, heads)
-        return over_candidates(out, self.slots).amax(2)
+        token_scores_device(flat, self.keys, *self.scored, softmax.scale, "max_qk", out, heads)
+        return out
 
     @override
-    def update(self, new: NewToken) -> None:
+    def update(self, new: NewToken, host: HostPages | None) -> None:
         found = (new.k.float()[:, :, None] @ self.basis)[:, :, 0]  # [b, Hk, c]
         put_rows(self.keys, self.slots.rows.lengths - 1, found)
-
-
-def pooled(scores: Tensor, slots: BatchSlots, pooling: Pooling) -> Tensor:
-    """Pool scores [b, Hk, G, n] of query heads over the group; softmax is over the candidates -> [b, Hk, n]."""
-    return pool_scores(over_candidates(scores, slots).flatten(0, 1), pooling).unflatten(0, scores.shape[:2])  # type: ignore[no-untyped-call, no-any-return]
-
-
-def over_candidates(scores: Tensor, slots: BatchSlots) -> Tensor:
-    """Leave the scores [b, Hk, G, n] of tokens that can be selected, -inf for others."""
-    allowed = candidates(slots.rows.lengths, slots.rows.layout, scores.shape[3])[:, None, None]
-    return scores.masked_fill(~allowed, float("-inf"))
+        if host is not None:
+            take_in_filled_page(self.slots.rows, host=host)

@@ -28,12 +28,11 @@ from torch import Tensor
 
 from kvcli.kernels.append_token import NewToken, append_token
 from kvcli.kernels.query_similarity import Decision, correct_heads
-from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
-from kvcli.kernels.resolve_tokens import resolve_tokens_device
+from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.write_page import write_filled_page
+from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.choices import BestScores
 from kvcli.methods.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
@@ -131,9 +130,7 @@ class PlannedLayer:
     def _take_in(self, new: NewToken) -> None:
         """Index and write out the newest token, or what it has completed."""
         assert self.index is not None
-        self.index.update(new)
-        if self.recalls is not None and self.recalls.writes:
-            write_filled_page(self.rows, self.recalls.host)
+        self.index.update(new, self.recalls.host if self.recalls is not None and self.recalls.writes else None)
 
     def _speculate(self, heads: Speculation, q: Tensor, new: NewToken, softmax: Softmax, out: Tensor) -> None:
         """Attend to what the step before chose, but for heads that turned; then choose for the next step.
@@ -166,15 +163,17 @@ class PlannedLayer:
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""
         assert self.recalls is not None
-        chosen = self.select(q, heads, softmax)
+        chosen = self.select(q, heads, softmax, misses)
         if chosen.asked is not None:
             torch.mul(chosen.asked[:, None], heads, out=self.recalls.asked)
-        self.recalls.bring(chosen.pages, misses, heads)
+        self.recalls.bring(misses)
 
-    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
-        """Choose for `heads` [b, Hk] with queries q."""
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
+        """Choose for `heads` [b, Hk] with queries q; with `misses` the page table says so, and these what it lacked."""
         assert self.index is not None
-        return self.choose(self.index, q, softmax, heads)
+        resident = None if self.recalls is None or misses is None else self.recalls.resident
+        selection = Selection.empty(heads, self.slots.into.selected, resident, misses)
+        return self.choose(self.index, q, softmax, heads, selection)
 
 
 class Ahead(NamedTuple):
@@ -197,15 +196,8 @@ class Recalls:
         self.now = MissList(pages[0], into[0], found.missed_now)
         self.later = MissList(pages[1], into[1], found.missed_later)
 
-    def bring(self, pages: Tensor, misses: MissList, heads: Tensor) -> None:
-        """Make the page table say `pages` [b, Hk, selected] for `heads` [b, Hk], and bring those that are missing."""
-        if self.slots.layout.size == 1:
-            tokens = max(
-                self.host.count, self.slots.layout.budget
-            )  # short sequences have slots for more than they hold
-            resolve_tokens_device(self.resident, pages, misses, heads, tokens)
-        else:
-            resolve_pages_device(self.resident, pages, misses, heads)
+    def bring(self, misses: MissList) -> None:
+        """Bring what is missing."""
         self.back_end(self.host, misses, self.slots)
         if self.rebuild is not None:
             self.rebuild(misses)

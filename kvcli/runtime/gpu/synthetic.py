@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
 from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.steps.plan import Chosen
@@ -58,7 +59,7 @@ class SyntheticDecisions:
         torch.logical_not(self.now, out=self.others)
         torch.logical_and(~wait, taking_part, out=self.later)
         pages = self.sink + (self.step * self.shift + self.order) % self.candidates  # [b, k]
-        self.selected.copy_(pages[:, None])
+        self.selected.copy_(pages.sort(1).values[:, None])
         self.step.add_(1)
 
 
@@ -72,7 +73,9 @@ class SyntheticDecisionLayer(PlannedLayer):
         heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 
     @override
-    def select(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Chosen:
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
         """Do the work, and take the pages that were told."""
         super().select(q, heads, softmax)
+        if self.recalls is not None and misses is not None:
+            resolve_pages_device(self.recalls.resident, self.forced.selected, misses, heads)
         return Chosen(self.forced.selected)
