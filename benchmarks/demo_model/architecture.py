@@ -3,8 +3,9 @@
 Retrieval by name takes two steps: a head in the first layer tells every token what stood before it, and a later head
 looks for the token whose predecessor is the one just read (Olsson et al., "In-context Learning and Induction Heads",
 arXiv 2209.11895). A network with random weights needs about a thousand steps before the first of the two appears and
-learns little until then. Here two heads of the first layer start out attending one and two tokens back, and the second
-layer's keys start out in the subspace they write to. Everything is trained from there on.
+learns little until then. Here three heads of the first layer start out attending one, two and three tokens back, the
+second layer's keys start out in the subspace the first of them writes to, and heads start out copying what they attend
+to. Everything is trained from there on.
 """
 
 import math
@@ -14,15 +15,19 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HEAD_DIM = 32
-ROPE_BASE = 1e7
+KV_HEADS = 2
+ROPE_BASE = 1e9
 
 _CONSTANT = 4.0  # every embedding's first channel: a direction on which positions alone can be compared
 _SHARPNESS = 8.0  # of the shifting heads: their logits stand about 20 above those of their neighbours
-_MATCHING = 1.5  # scale of the matching heads' projections
+_SLOW = 6  # rotations from this one on turn so slowly that they can compare contents at any distance
+_SHIFTED = 1.0  # scale of what the shifting heads write, beside the embeddings 1
+_MATCHING = 5.0  # scale of the matching heads' projections
+_COPYING = 3.0, 0.5, 0.3, 0.3  # scale of what a head adds to the residual stream, from the second layer on
 
 
-def demo_config(vocabulary: int, length: int, *, width: int = 128, layers: int = 4) -> LlamaConfig:
-    """Return the Llama configuration of a demo model with heads of 32 channels, two query heads to a KV head.
+def demo_config(vocabulary: int, length: int, *, width: int = 192, layers: int = 4) -> LlamaConfig:
+    """Return the Llama configuration of a demo model with heads of 32 channels and two KV heads.
 
     The RoPE base is large, so that half of the channels turn by less than one radian over the whole context and can
     compare contents at any distance.
@@ -33,7 +38,7 @@ def demo_config(vocabulary: int, length: int, *, width: int = 128, layers: int =
         intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // HEAD_DIM,
-        num_key_value_heads=width // HEAD_DIM // 2,
+        num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=length,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
@@ -50,11 +55,12 @@ def initialise(model: LlamaForCausalLM) -> None:
     """Set the weights of shifting heads in the first layer and of matching heads in the second; see the module."""
     embeddings = model.model.embed_tokens.weight  # [vocabulary, width]
     width, d, half = embeddings.shape[1], HEAD_DIM, HEAD_DIM // 2
+    group = width // d // KV_HEADS  # query heads of a KV head
     theta = ROPE_BASE ** (-torch.arange(half) / half)  # radians a token, [d/2]
 
     embeddings.normal_()
     embeddings[:, 0] = _CONSTANT
-    model.lm_head.weight.copy_(0.02 * embeddings)
+    model.lm_head.weight.copy_(0.06 * embeddings)
     model.lm_head.weight[:, 0] = 0.0
     constant = _CONSTANT / math.sqrt((width - 1 + _CONSTANT**2) / width)  # the first channel behind the RMS norm
 
@@ -63,30 +69,37 @@ def initialise(model: LlamaForCausalLM) -> None:
     q, k, v, o = (p.weight for p in (shifting.q_proj, shifting.k_proj, shifting.v_proj, shifting.o_proj))
     amplitude = torch.zeros(half)
     amplitude[:5] = _SHARPNESS / constant
-    q[: 2 * d] *= 0.1
+    q[: group * d] *= 0.1
     k[:d] *= 0.1
-    for head, shift in enumerate((1, 2)):
+    for head in range(group):
+        shift = head + 1
         q[head * d : head * d + half, 0] = amplitude * torch.cos(-shift * theta)
         q[head * d + half : (head + 1) * d, 0] = amplitude * torch.sin(-shift * theta)
     k[:half, 0] = amplitude
     k[half:d, 0] = 0.0
-    read = _orthogonal(width)[:d]  # [d, width]
-    read[:, 0] = 0.0
-    v[:d] = read
-    write = _orthogonal(width)
-    write[0] = 0.0
-    o[:, : 2 * d] = write[:, : 2 * d]
+    read = _directions(width)  # [width, width], rows
+    v[:d] = read[:d]
+    write = _directions(width).T  # columns
+    o[:, : group * d] = _SHIFTED * write[:, : group * d]
 
     # Second layer: queries read a token, keys read its shifted copy, both in the slowly turning half of the channels.
     matching = model.model.layers[1].self_attn
-    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, d)])
-    for kv_head in range(width // d // 2):
-        rows = (torch.arange(half) + half * kv_head) % d
+    slow = torch.cat([torch.arange(_SLOW, half), torch.arange(half + _SLOW, d)])
+    for kv_head in range(KV_HEADS):
+        rows = (torch.arange(len(slow)) + (d - len(slow)) * kv_head) % d
         matching.k_proj.weight[kv_head * d + slow] = _MATCHING * write[:, :d].T[rows]
-        for head in (2 * kv_head, 2 * kv_head + 1):
+        for head in range(group * kv_head, group * (kv_head + 1)):
             matching.q_proj.weight[head * d + slow] = _MATCHING * read[rows]
+    # From there on, what a head attends to is copied to where the last layer reads the next token.
+    for scale, layer in zip(_COPYING, model.model.layers[1:], strict=False):
+        copied = _directions(width)[: KV_HEADS * d]  # [Hk * d, width]
+        layer.self_attn.v_proj.weight.copy_(copied)
+        heads = copied.view(KV_HEADS, 1, d, width).expand(-1, group, -1, -1).reshape(width, width)
+        layer.self_attn.o_proj.weight.copy_(scale * heads.T)
 
 
-def _orthogonal(width: int) -> Tensor:
-    result: Tensor = torch.linalg.qr(torch.randn(width, width))[0]
-    return result
+def _directions(width: int) -> Tensor:
+    """Return orthonormal directions beside the constant channel, [width, width]; one of them is zero."""
+    found = torch.zeros(width, width)
+    found[: width - 1, 1:] = torch.linalg.qr(torch.randn(width - 1, width - 1))[0]
+    return found

@@ -1,216 +1,80 @@
-"""Training sequences of the demo model: repeats over the whole vocabulary, and documents with questions behind them."""
+"""Batches of training sequences: repeats over the whole vocabulary, and documents with questions behind them."""
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tokenizer import GENERATION_PROMPT
+from documents import KINDS
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-
-from kvcli.quality.tasks import phrases
-from kvcli.quality.tasks.needles import random_value
-from kvcli.quality.tasks.rows import RowRequest
-from kvcli.quality.tasks.text import NAMES, sentences
-from kvcli.quality.tasks.vt import chain_statements
-from kvcli.quality.tasks.words import frequent_words
-
-IGNORED, FILLER, ANSWER, VALUE = 0, 1, 2, 3
-"""What a token is to the loss. A VALUE is copied from document or question; ANSWER is the words around it."""
-
-FIRST_ORDINARY_ID = 3  # after unk, bos and eos
+from writer import FIRST_ORDINARY_ID, IGNORED, VALUE, Writer
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids and what each of them is to the loss, both [batch, length]."""
+    """Token ids, what each of them is to the loss, and their positions, all [batch, length].
+
+    `tags` names what each VALUE belongs to, row by row.
+    """
 
     ids: Tensor
     kinds: Tensor
+    positions: Tensor
+    tags: list[str]
 
 
-def dense_batch(rng: random.Random, length: int, size: int, vocabulary: int) -> Batch:
-    """Return sequences that repeat a random segment over the whole vocabulary: every later token is a VALUE.
+def skipping_positions(rng: random.Random, length: int, size: int, reach: int) -> Tensor:
+    """Return positions that grow by one, apart from a few gaps: distances of up to `reach` in short sequences.
 
-    Nothing but a match with the earlier copy predicts them. These batches make the matching heads form.
+    After Zhu et al., "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training", arXiv
+    2309.10400. Half of the sequences have no gaps. [size, length]
+    """
+    positions = torch.arange(length).repeat(size, 1)
+    for row in range(size):
+        if rng.random() < 0.5 or length >= reach:
+            continue
+        cuts = sorted(rng.sample(range(1, length), rng.randint(1, 6)))
+        extra = rng.randint(0, reach - length)
+        ends = sorted(rng.randint(0, extra) for _ in cuts)
+        for cut, gap in zip(cuts, ends, strict=True):
+            positions[row, cut:] = torch.arange(cut, length) + gap
+    return positions
+
+
+def dense_batch(rng: random.Random, length: int, size: int, vocabulary: int, reach: int) -> Batch:
+    """Return sequences over the whole vocabulary of which every later token is a VALUE.
+
+    Half of the batches repeat one random segment; the others repeat records of four tokens, each time in another order,
+    with the first token of each left to chance. Nothing but a match with the earlier copy predicts the others. These
+    batches make the matching heads form.
     """
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
-    period = rng.randint(max(length // 8, 4), length // 2)
+    period = rng.randint(max(length // 8, 8), length // 2) // 4 * 4
     segment = torch.randint(FIRST_ORDINARY_ID, vocabulary, (size, period), generator=generator)
-    ids = segment.repeat(1, -(-length // period))[:, :length]
-    kinds = torch.full_like(ids, VALUE)
-    kinds[:, : period + 1] = IGNORED
-    return Batch(ids, kinds)
+    times = -(-length // period)
+    if rng.random() < 0.5:
+        ids, kinds = segment.repeat(1, times), torch.full((size, period * times), VALUE)
+        kinds[:, period] = IGNORED
+    else:
+        entries = segment.view(size, -1, 4)  # [size, entries, 4]
+        orders = torch.rand(size, times - 1, entries.shape[1], generator=generator).argsort(-1).flatten(1)
+        again = entries.gather(1, orders[..., None].expand(-1, -1, 4))
+        ids = torch.cat([entries, again], 1).flatten(1)
+        kinds = torch.full_like(ids, VALUE)
+        kinds[:, ::4] = IGNORED
+    kinds[:, :period] = IGNORED
+    positions = skipping_positions(rng, length, size, reach)
+    return Batch(ids[:, :length], kinds[:, :length], positions, ["dense"] * int((kinds[:, :length] == VALUE).sum()))
 
 
-class Writer:
-    """Builds one training sequence out of text pieces that tokenise independently of each other."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self._backend = tokenizer.backend_tokenizer
-        self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._groups = set(range(FIRST_ORDINARY_ID + 256, FIRST_ORDINARY_ID + 256 + 1000))
-        self.ids: list[int] = []
-        self.kinds: list[int] = []
-
-    def count(self, text: str) -> int:
-        """Return the number of tokens of `text`, without bos."""
-        return len(self.encode(text))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without bos."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def start(self, document: str) -> None:
-        """Begin a new sequence with bos and the document."""
-        ids = self.encode(document)
-        self.ids = [self._bos, *ids]
-        # A value stated in the document is random: nothing can be learnt from predicting it.
-        self.kinds = [IGNORED, *(IGNORED if i in self._groups else FILLER for i in ids)]
-
-    def ask(self, question: str, answer: str, values: Sequence[str]) -> None:
-        """Append a question and its answer. Tokens of `values` inside the answer are VALUE."""
-        prompt = self.encode("\n\n" + question + GENERATION_PROMPT)
-        self.ids += prompt
-        self.kinds += [IGNORED] * len(prompt)
-        wanted = {i for value in values for i in self.encode(value)}
-        ids = self.encode(" " + answer)
-        self.ids += [*ids, self._eos]
-        self.kinds += [*(VALUE if i in wanted else ANSWER for i in ids), ANSWER]
-
-
-def _write(
-    writer: Writer,
-    rng: random.Random,
-    length: int,
-    statements: Sequence[Sequence[str]],
-    asked: Sequence[tuple[str, str, Sequence[str]]],
-) -> None:
-    """Write filler with `statements` in it, then the questions, so that `length` tokens are filled.
-
-    `statements` are groups of sentences whose order is kept; `asked` holds question, answer and what in it to find.
-    """
-    tail = sum(writer.count("\n\n" + q + GENERATION_PROMPT) + writer.count(" " + a) + 1 for q, a, _ in asked)
-    stated = sum(writer.count(" " + sentence) for group in statements for sentence in group)
-    filler = sentences(rng, max(length - tail - stated - 1, 0), writer.count)
-    placed = [(rng.random(), text) for text in filler]
-    for group in statements:
-        placed += zip(sorted(rng.random() for _ in group), group, strict=True)
-    writer.start(" ".join(text for _, text in sorted(placed, key=lambda item: item[0])))
-    for question, answer, wanted in asked:
-        writer.ask(question, answer, wanted)
-
-
-def _facts(rng: random.Random, names: Sequence[str], values: Sequence[str]) -> list[list[str]]:
-    pairs = zip(names, values, strict=True)
-    return [[rng.choice(phrases.CODE_FACTS).format(name=name, value=value)] for name, value in pairs]
-
-
-def codes(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """Access codes, asked for one by one."""
-    names = rng.sample(NAMES, facts)
-    values = {name: random_value(rng) for name in names}
-    asked = [
-        (
-            rng.choice(phrases.CODE_QUESTIONS).format(name=name),
-            phrases.CODE_ANSWER.format(name=name, value=values[name]),
-            [values[name], " " + name],
-        )
-        for name in rng.sample(names, min(questions, facts))
-    ]
-    _write(writer, rng, length, _facts(rng, names, list(values.values())), asked)
-
-
-def multiquery(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """Access codes, asked for two to four at a time."""
-    names = rng.sample(NAMES, max(facts, 2))
-    values = {name: random_value(rng) for name in names}
-    left = rng.sample(names, min(max(questions, 4), len(names)))
-    asked = []
-    while len(left) >= 2:
-        some, left = left[: rng.randint(2, 4)], left[4:]
-        answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=values[name]) for name in some)
-        question = phrases.NAMES_QUESTION.format(names=phrases.listing(some))
-        asked.append((question, answer, [*(values[name] for name in some), *(" " + name for name in some)]))
-    _write(writer, rng, length, _facts(rng, names, list(values.values())), asked)
-
-
-def multivalue(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """Names with two to four access codes each, asked for in the order of the document."""
-    owners: list[tuple[str, list[str]]] = []
-    for name in rng.sample(NAMES, max(facts // 3, 1)):
-        owners.append((name, [random_value(rng) for _ in range(rng.randint(2, 4))]))
-    asked = [
-        (
-            phrases.VALUES_QUESTION.format(name=name),
-            phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(values)),
-            values,
-        )
-        for name, values in rng.sample(owners, min(max(questions // 2, 1), len(owners)))
-    ]
-    statements = [
-        [rng.choice(phrases.CODE_FACTS).format(name=name, value=value) for value in values] for name, values in owners
-    ]
-    _write(writer, rng, length, statements, asked)
-
-
-def chains(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """Chains of variables of four hops, as in the task "vt"."""
-    count = max(facts // 5, 1)
-    names = rng.sample(NAMES, 5 * count)
-    asked, statements = [], []
-    for c in range(count):
-        value, members = random_value(rng), names[5 * c : 5 * c + 5]
-        chain = chain_statements(value, members)
-        statements.append(chain)
-        wanted = [*(" " + name for name in members), value]
-        asked.append((phrases.VARIABLE_QUESTION.format(name=members[-1]), " ".join(reversed(chain)), wanted))
-    _write(writer, rng, length, statements, rng.sample(asked, min(max(questions // 4, 1), count)))
-
-
-def frequencies(rng: random.Random, writer: Writer, length: int, facts: int, questions: int) -> None:
-    """The task "fwe": one list of words, one question."""
-    del facts, questions
-    request = RowRequest(rng, length - 24, writer.count, depth=None)
-    draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
-    writer.start(draft.document)
-    writer.kinds = [IGNORED] * len(writer.kinds)  # the order of the words is random
-    writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs])
-
-
-KINDS: dict[str, Callable[[random.Random, Writer, int, int, int], None]] = {
-    "codes": codes,
-    "multiquery": multiquery,
-    "multivalue": multivalue,
-    "vt": chains,
-    "fwe": frequencies,
-}
-
-
-def question_batch(
-    kind: str,
-    rng: random.Random,
-    writer: Writer,
-    *,
-    length: int,
-    facts: int,
-    questions: int,
-    size: int,
-    few: float = 0.0,
-) -> Batch:
-    """Return `size` documents of one kind with questions behind them, cut or padded (IGNORED) to `length`.
-
-    The number of facts varies between a quarter of `facts` and `facts`, so that the filler between them does, too. Of
-    the documents a share of `few` is asked one to three questions instead of `questions`.
-    """
+def question_batch(kind: str, rng: random.Random, writer: Writer, *, length: int, size: int, reach: int) -> Batch:
+    """Return `size` documents of one kind with questions behind them, cut or padded (IGNORED) to `length`."""
     ids = torch.zeros((size, length), dtype=torch.long)
     kinds = torch.zeros((size, length), dtype=torch.long)
+    tags: list[str] = []
     for row in range(size):
-        asked = questions if rng.random() >= few else min(rng.randint(1, 3), questions)
-        KINDS[kind](rng, writer, length, rng.randint(max(facts // 4, 1), facts), asked)
+        KINDS[kind](rng, writer, length)
         n = min(len(writer.ids), length)
         ids[row, :n] = torch.tensor(writer.ids[:n])
         kinds[row, :n] = torch.tensor(writer.kinds[:n])
-    return Batch(ids, kinds)
+        tags += writer.tags[: int((kinds[row] == VALUE).sum())]
+    return Batch(ids, kinds, skipping_positions(rng, length, size, reach), tags)

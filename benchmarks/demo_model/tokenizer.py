@@ -11,6 +11,7 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvcli.quality.tasks import counting, lookups, records, words
 from kvcli.quality.tasks.phrases import PHRASE_WORDS
 from kvcli.quality.tasks.text import NAMES, VOCABULARY
 
@@ -29,17 +30,22 @@ CHAT_TEMPLATE = (
 
 # Pieces that end in a space stand before a number, whose digits are split off without theirs. They cost a little more
 # than a word, so that they never tie with the word and a following letter.
-_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ")
+_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ", " Record ", ", code ", ", price ", " occurs ")
+
+# What stands between the numbers of a JSON list of records.
+_JSON = (' [{"record": "', '", "code": "', '", "price": "', '"}, {"record": "', '"}]')
+
+_TASK_WORDS = (*records.WORDS, *counting.WORDS, *lookups.WORDS, *words.COMMON_WORDS)
 
 
 def pieces() -> list[tuple[str, float]]:
     """Return the vocabulary in the order of its ids: (piece, score)."""
-    words = sorted(set(VOCABULARY) | set(PHRASE_WORDS) | set(NAMES))
-    capitalised = [word for word in words if word[0].isupper() and word not in set(NAMES)]
+    known = sorted(set(VOCABULARY) | set(PHRASE_WORDS) | set(NAMES) | set(_TASK_WORDS))
+    capitalised = [word for word in known if word[0].isupper() and word not in set(NAMES)]
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n", "\t"]
     ordered = [
         *(f"{group:03d}" for group in range(1000)),
-        *(f" {word}" for word in words),
+        *(f" {word}" for word in known),
         *(word for word in capitalised if len(word) > 1),
         *characters,
         "\n\n",
@@ -51,7 +57,7 @@ def pieces() -> list[tuple[str, float]]:
         (EOS, 0.0),
         *((f"<0x{byte:02X}>", -10.0) for byte in range(256)),
         *((piece, -1.0) for piece in ordered),
-        *((piece, -1.5) for piece in _BEFORE_NUMBER),
+        *((piece, -1.5) for piece in (*_BEFORE_NUMBER, *_JSON)),
     ]
 
 

@@ -1,8 +1,8 @@
 """Train the bundled demo model from scratch on the CPU: `python benchmarks/demo_model/train.py --out DIR`.
 
-Batches are either repeats over the whole vocabulary, half of them at first, or documents with many facts and many
-questions behind them; `STAGES` is the curriculum. A stage ends when the running share of right VALUE tokens passes its
-target, or after a fixed number of steps. `--resume` goes on after the last finished stage.
+Batches are repeats over the whole vocabulary, or documents with questions behind them; `STAGES` is the curriculum. The
+state is saved every few minutes in DIR and `--resume` goes on from there, within a stage too. Matrices are trained by
+Muon, everything else by AdamW; products are computed in bfloat16, weights and sums kept in float32.
 """
 
 import argparse
@@ -16,65 +16,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from architecture import demo_config, initialise
-from batches import ANSWER, FILLER, VALUE, Batch, Writer, dense_batch, question_batch
-from page_loss import Recorder, page_loss
+from batches import Batch, dense_batch, question_batch
 from tokenizer import build_tokenizer
-from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, GenerationConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from writer import ANSWER, FILLER, VALUE, Writer
 
-_CODES = {"codes": 1.0}
-_MIXTURE = {"codes": 0.6, "multiquery": 0.15, "multivalue": 0.1, "vt": 0.1, "fwe": 0.05}
-_EVEN = {"codes": 0.3, "multiquery": 0.25, "multivalue": 0.15, "vt": 0.25, "fwe": 0.05}
-_LAST = {"codes": 0.5, "multiquery": 0.2, "multivalue": 0.1, "vt": 0.2}
+LENGTH = 16384  # tokens that the model reads
+
+_MIXTURE = {"facts": 0.72, "lists": 0.18, "records": 0.10}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the curriculum. It ends at `target` (running accuracy on codes) or after `max_steps`."""
+    """One step of the curriculum: `steps` batches of `batch` sequences of `length` tokens."""
 
     length: int
-    facts: int
-    questions: int
     batch: int
-    target: float
-    min_steps: int
-    max_steps: int
-    learning_rate: float = 1e-3
-    decay: bool = False  # let the learning rate fall linearly to a tenth over max_steps
+    steps: int
     dense: float = 0.1  # share of the batches that are repeats over the whole vocabulary
-    few: float = 0.0  # share of the documents with one to three questions: the first one meets no earlier answers
-    short: float = 0.0  # share of the batches that hold four times as many sequences of a quarter of the length
+    rate: tuple[float, float] = (2e-3, 2e-3)  # learning rate at the first and at the last step
+    short: float = 0.0  # share of the batches that hold eight times as many sequences of an eighth of the length
     kinds: Mapping[str, float] = field(default_factory=lambda: _MIXTURE)  # shares of the other batches
-    page_weight: float = 1.0  # of the page loss of questions
 
 
-# The matching heads form in the first two stages, which are half repeats. Their keys become retrievable by page from
-# the second stage at 1,024 on. The longer answers of the other tasks are learnt at short lengths
-# first; the later stages go over all of it once more.
 STAGES: tuple[Stage, ...] = (
-    Stage(128, 4, 3, 48, 0.80, 150, 1500, dense=0.5, kinds=_CODES, page_weight=0.0),
-    Stage(256, 8, 6, 24, 0.90, 50, 600, dense=0.5, kinds=_CODES, page_weight=0.0),
-    Stage(512, 16, 10, 12, 0.94, 50, 600, dense=0.5, page_weight=0.0),
-    Stage(1024, 32, 16, 6, 0.96, 50, 600, dense=0.5, page_weight=0.0),
-    Stage(1024, 32, 16, 6, 0.96, 50, 600),
-    Stage(2048, 64, 20, 3, 0.97, 50, 600),
-    Stage(4096, 96, 24, 1, 1.01, 200, 200, short=0.5),
-    Stage(320, 10, 6, 16, 1.01, 250, 250, kinds=_EVEN),
-    Stage(1024, 32, 16, 4, 1.01, 150, 150, short=0.5, kinds=_EVEN),
-    Stage(4096, 96, 24, 1, 1.01, 100, 100, short=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(8192, 160, 32, 1, 1.01, 200, 200, decay=True, short=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(1024, 32, 16, 4, 1.01, 250, 250, short=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(4096, 96, 24, 1, 1.01, 150, 150, short=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(4096, 96, 24, 1, 1.01, 100, 100, short=0.5, few=0.5, kinds=_EVEN, page_weight=2.0),
-    Stage(8192, 160, 32, 1, 1.01, 100, 100, 7e-4, decay=True, short=0.7, few=0.5, kinds=_LAST, page_weight=2.0),
-    Stage(8192, 160, 32, 1, 1.01, 80, 80, 5e-4, decay=True, short=0.5, few=0.5, kinds=_LAST, page_weight=2.0),
+    Stage(160, 16, 450, dense=0.5, rate=(3e-3, 3e-3)),
+    Stage(320, 8, 700, dense=0.3, rate=(3e-3, 3e-3)),
+    Stage(640, 5, 450, dense=0.2, rate=(3e-3, 2e-3)),
+    Stage(1280, 3, 300, short=0.3, rate=(2e-3, 2e-3)),
+    Stage(2560, 2, 200, short=0.5, rate=(2e-3, 1.5e-3)),
+    Stage(4096, 1, 150, short=0.5, rate=(1.5e-3, 1e-3)),
+    Stage(8192, 1, 80, short=0.5, rate=(1e-3, 5e-4)),
+    Stage(16384, 1, 40, short=0.6, rate=(5e-4, 5e-5)),
 )
-
-_PAGE_ROWS = 64  # queries a batch that the page loss looks at
 
 _WARM_UP = 100  # steps
 _FILLER_SHARE = 0.25  # of the filler tokens of a sequence take part in the loss
 _OTHER_WEIGHT = 0.3  # of the words around a value, and of the filler, beside the values' 1
+_FUSED_FROM = 400  # tokens of a sequence
+_SAVED_EVERY = 240.0  # seconds
+_SAID_EVERY = 25  # steps
 
 
 @dataclass
@@ -84,145 +67,167 @@ class Progress:
     stage: int = 0
     step: int = 0  # within the stage
     total: int = 0
+    seconds: float = 0.0  # of training, all runs together
+
+
+_ATTENTION = "kvcli_demo_training"
+_MASKS: dict[tuple[int, int], Tensor] = {}
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Causal attention q [b, H, s, d], k and v [b, Hk, s, d] -> [b, s, H, d]; short sequences by plain products.
+
+    The fused kernel's backward pass takes several times as long on them.
+    """
+    b, heads, s, d = q.shape
+    if s > _FUSED_FROM:
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+    group = heads // k.shape[1]
+    if (s, group) not in _MASKS:
+        _MASKS[s, group] = torch.full((s, s), float("-inf"), dtype=q.dtype).triu(1).repeat(group, 1)[None]
+    rows = q.reshape(-1, group * s, d)
+    scores = torch.baddbmm(_MASKS[s, group], rows, k.reshape(-1, s, d).transpose(1, 2), alpha=d**-0.5)
+    return torch.bmm(scores.softmax(-1), v.reshape(-1, s, d)).view(b, heads, s, d).transpose(1, 2).contiguous(), None
+
+
+class Positions(nn.Module):
+    """Rotary embedding at the positions that were set, instead of those that the model counts."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+        self.at: Tensor | None = None  # [batch, length]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [batch, length, d] each."""
+        found: tuple[Tensor, Tensor] = self.inner(x, position_ids if self.at is None else self.at)
+        return found
 
 
 def loss_and_hits(
-    model: LlamaForCausalLM, batch: Batch, rng: random.Random, recorder: Recorder, page_weight: float
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss and the share of right predictions, by kind and by place of a token within its value.
+    model: LlamaForCausalLM, batch: Batch, generator: torch.Generator
+) -> tuple[Tensor, dict[str, tuple[float, int]]]:
+    """Return the loss, and the share of right predictions and their number by what they belong to.
 
-    The loss includes `page_weight` times that of `page_loss.page_loss`, over all layers but the first.
+    Of values only the first token of a run counts as a hit: it takes the look-up, the others follow from it.
     """
-    hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state  # [b, s, width]
-    kinds = batch.kinds[:, 1:].reshape(-1)
-    generator = torch.Generator().manual_seed(rng.getrandbits(63))
-    kept = torch.rand(kinds.shape, generator=generator) < _FILLER_SHARE
-    chosen = ((kinds >= ANSWER) | ((kinds == FILLER) & kept)).nonzero()[:, 0]
-    logits = model.lm_head(hidden[:, :-1].reshape(-1, hidden.shape[-1])[chosen])  # [chosen, vocabulary]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state  # [b, s, width]
+        kinds = batch.kinds[:, 1:].reshape(-1)
+        kept = torch.rand(kinds.shape, generator=generator) < _FILLER_SHARE
+        chosen = ((kinds >= ANSWER) | ((kinds == FILLER) & kept)).nonzero()[:, 0]
+        logits = model.lm_head(hidden[:, :-1].reshape(-1, hidden.shape[-1])[chosen]).float()  # [chosen, vocabulary]
     labels = batch.ids[:, 1:].reshape(-1)[chosen]
     losses = F.cross_entropy(logits, labels, reduction="none")
-    right = logits.argmax(-1) == labels
-    chosen_kinds = kinds[chosen]
+    right = logits.detach().argmax(-1) == labels
+    of = kinds[chosen]
 
     loss = losses.new_zeros(())
-    for kind, weight in ((VALUE, 1.0), (ANSWER, _OTHER_WEIGHT), (FILLER, _OTHER_WEIGHT)):
-        if (chosen_kinds == kind).any():
-            loss = loss + weight * losses[chosen_kinds == kind].mean()
-    is_value = (batch.kinds == VALUE).long()
-    place = torch.zeros_like(is_value)  # 1, 2, 3, ... within a run of VALUE tokens
-    for _ in range(4):
-        place[:, 1:] = is_value[:, 1:] * (place[:, :-1] + 1)
-    places = place[:, 1:].reshape(-1)[chosen]
-    hits = {}
-    if (chosen_kinds == VALUE).any():
-        hits["value"] = float(right[chosen_kinds == VALUE].float().mean())
-    for n in (1, 2, 3):
-        if (places == n).any():
-            hits[f"token{n}"] = float(right[places == n].float().mean())
-    if (chosen_kinds == ANSWER).any():
-        hits["words"] = float(right[chosen_kinds == ANSWER].float().mean())
-    if (chosen_kinds == FILLER).any():
-        hits["filler_loss"] = float(losses[chosen_kinds == FILLER].detach().mean())
-    if page_weight:
-        rows = (batch.kinds == VALUE).nonzero() - torch.tensor([0, 1])  # the queries that predict a value
-        rows = rows[torch.randperm(len(rows), generator=generator)[:_PAGE_ROWS]]
-        paging = [page_loss(recorder.queries[i], recorder.keys[i], rows) for i in recorder.keys if i > 0]
-        pages = torch.stack(paging).sum()
-        loss = loss + page_weight * pages
-        hits["pages"] = float(pages.detach())
+    hits: dict[str, tuple[float, int]] = {}
+    for kind, weight, name in ((VALUE, 1.0, ""), (ANSWER, _OTHER_WEIGHT, "words"), (FILLER, _OTHER_WEIGHT, "filler")):
+        if (of == kind).any():
+            loss = loss + weight * losses[of == kind].mean()
+            if name:
+                hits[name] = (float(right[of == kind].float().mean()), 1)
+    first = (batch.kinds[:, 1:] == VALUE) & (batch.kinds[:, :-1] != VALUE)
+    first = first.reshape(-1)[chosen][of == VALUE]
+    tags = [tag for tag, is_first in zip(batch.tags, first.tolist(), strict=True) if is_first]
+    of_first = right[of == VALUE][first].tolist()
+    for tag in dict.fromkeys(tags):
+        own = [hit for hit, other in zip(of_first, tags, strict=True) if other == tag]
+        hits[tag] = (sum(own) / len(own), len(own))
     return loss, hits
 
 
 class Trainer:
-    """The model, its optimizer and the stream of random numbers that every batch is drawn from."""
+    """The model, its optimizers and the stream of random numbers that every batch is drawn from."""
 
-    def __init__(self, stages: Sequence[Stage], *, seed: int, width: int = 128, layers: int = 4):
+    def __init__(self, stages: Sequence[Stage], *, seed: int, width: int = 192, layers: int = 4, length: int = LENGTH):
         torch.manual_seed(seed)
-        self.stages = stages
-        self.tokenizer = build_tokenizer(stages[-1].length)
-        config = demo_config(len(self.tokenizer), stages[-1].length, width=width, layers=layers)
-        self.model = LlamaForCausalLM(config)
+        self.stages, self.length = stages, length
+        self.tokenizer = build_tokenizer(length)
+        self.model = LlamaForCausalLM(demo_config(len(self.tokenizer), length, width=width, layers=layers))
         initialise(self.model)
-        self._recorder = Recorder(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=stages[0].learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        AttentionInterface.register(_ATTENTION, attend)
+        self.model.config._attn_implementation = _ATTENTION
+        self._positions = Positions(self.model.model.rotary_emb)
+        matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
+        others = [weight for weight in self.model.parameters() if not any(weight is matrix for matrix in matrices)]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
         )
         self.rng = random.Random(f"train:{seed}")
         self.progress = Progress()
         self._writer = Writer(self.tokenizer)
 
-    def step(self, stage: Stage) -> tuple[str, float, dict[str, float]]:
-        """Train on one batch of `stage`. Returns the kind of batch, the loss and the hits."""
-        many = 4 if stage.short and self.rng.random() < stage.short else 1
+    def batch(self, stage: Stage) -> Batch:
+        """Draw a batch of `stage`."""
+        many = 8 if self.rng.random() < stage.short else 1
         length, size = stage.length // many, stage.batch * many
         if self.rng.random() < stage.dense:
-            kind = "dense"
-            batch = dense_batch(self.rng, length, size, len(self.tokenizer))
-        else:
-            (kind,) = self.rng.choices(list(stage.kinds), list(stage.kinds.values()))
-            batch = question_batch(
-                kind,
-                self.rng,
-                self._writer,
-                length=length,
-                facts=max(stage.facts // many, 1),
-                questions=stage.questions // many,
-                size=size,
-                few=stage.few,
-            )
-        rate = stage.learning_rate * min(1.0, (self.progress.total + 1) / _WARM_UP)
-        if stage.decay:
-            rate *= 1.0 - 0.9 * self.progress.step / stage.max_steps
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        page_weight = 0.0 if kind == "dense" else stage.page_weight
-        loss, hits = loss_and_hits(self.model, batch, self.rng, self._recorder, page_weight)
-        self.optimizer.zero_grad(set_to_none=True)
+            return dense_batch(self.rng, length, size, len(self.tokenizer), self.length)
+        (kind,) = self.rng.choices(list(stage.kinds), list(stage.kinds.values()))
+        return question_batch(kind, self.rng, self._writer, length=length, size=size, reach=self.length)
+
+    def step(self, stage: Stage) -> tuple[float, dict[str, tuple[float, int]]]:
+        """Train on one batch of `stage`. Returns the loss and the hits."""
+        batch = self.batch(stage)
+        start, end = stage.rate
+        rate = start + (end - start) * self.progress.step / stage.steps
+        rate *= min(1.0, (self.progress.total + 1) / _WARM_UP)
+        self._positions.at = batch.positions
+        self.model.model.rotary_emb = self._positions
+        loss, hits = loss_and_hits(self.model, batch, torch.Generator().manual_seed(self.rng.getrandbits(63)))
+        self.model.model.rotary_emb = self._positions.inner
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self.progress = replace(self.progress, step=self.progress.step + 1, total=self.progress.total + 1)
-        return kind, float(loss.detach()), hits
+        return float(loss.detach()), hits
 
     def run(self) -> Iterator[str]:
-        """Train the stages that are left. Yields a line of progress every 25 steps and at the end of a stage."""
-        began = time.monotonic()
+        """Train what is left. Yields a line of progress every 25 steps and at the end of a stage."""
         for index in range(self.progress.stage, len(self.stages)):
             stage = self.stages[index]
-            running = 0.0
             means: dict[str, float] = {}
-            while self.progress.step < stage.max_steps:
-                kind, loss, hits = self.step(stage)
-                for name, hit in {"loss": loss, **hits}.items():
-                    key = f"{kind}.{name}"
-                    means[key] = hit if key not in means else 0.9 * means[key] + 0.1 * hit
-                if kind == "codes" and "value" in hits:
-                    running = 0.95 * running + 0.05 * hits["value"]
-                done = self.progress.step >= stage.min_steps and running >= stage.target
-                if self.progress.step % 25 == 0 or done:
-                    figures = " ".join(f"{name} {mean:.3f}" for name, mean in sorted(means.items()))
-                    place = f"length {stage.length} step {self.progress.step} {time.monotonic() - began:.0f} s"
-                    yield f"{place}: running {running:.3f} {figures}"
-                if done:
-                    break
-            self.progress = Progress(index + 1, 0, self.progress.total)
-            yield f"length {stage.length} done"
+            while self.progress.step < stage.steps:
+                began = time.monotonic()
+                loss, hits = self.step(stage)
+                self.progress.seconds += time.monotonic() - began
+                for name, (hit, count) in {"loss": (loss, 1), **hits}.items():
+                    share = 1 - 0.95 ** min(count, 14)
+                    means[name] = hit if name not in means else means[name] + share * (hit - means[name])
+                if self.progress.step % _SAID_EVERY == 0:
+                    figures = " ".join(f"{name} {mean:.2f}" for name, mean in sorted(means.items()))
+                    yield f"length {stage.length} step {self.progress.step} {self.progress.seconds:.0f} s: {figures}"
+            self.progress = Progress(index + 1, 0, self.progress.total, self.progress.seconds)
+            yield f"length {stage.length} done after {self.progress.seconds:.0f} s"
 
     def save(self, path: Path) -> None:
-        """Write everything a resumed run needs."""
+        """Write everything a resumed run needs; a run that is killed leaves the last such file whole."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.rng.getstate(),
             "progress": asdict(self.progress),
         }
-        torch.save(state, path)
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         version, internal, gauss = state["rng"]
         self.rng.setstate((version, tuple(internal), gauss))
         self.progress = Progress(**state["progress"])
@@ -253,11 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = Trainer(STAGES[: options.stages], seed=options.seed)
     if options.resume:
         trainer.load(state)
+    saved = time.monotonic()
     for line in trainer.run():
         print(line, flush=True)
-        if line.endswith("done"):
+        if "done" in line or time.monotonic() - saved > _SAVED_EVERY:
             trainer.save(state)
             trainer.export(options.out / "model")
+            saved = time.monotonic()
 
 
 if __name__ == "__main__":

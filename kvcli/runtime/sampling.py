@@ -1,6 +1,6 @@
 """From logits to the next token: greedy, or drawn after transformers' own warpers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, cast
 
 import torch
@@ -36,6 +36,19 @@ class TeacherForcing:
         token = next(self._tokens)
         self.nll -= float(logits.float().log_softmax(-1)[token])
         return token
+
+
+class Prompted:
+    """Takes the place of a sampler: gives the tokens that a sequence is to begin with, then asks the sampler."""
+
+    def __init__(self, tokens: Iterable[int], sampler: Callable[[Tensor], int]):
+        self._tokens = iter(tokens)
+        self._sampler = sampler
+
+    def __call__(self, logits: Tensor) -> int:
+        """Take the next of the tokens, or choose from logits [vocab]."""
+        token = next(self._tokens, None)
+        return self._sampler(logits) if token is None else token
 
 
 class Sampler:

@@ -72,7 +72,9 @@ def _check_fit(plan: EvaluationPlan, cells: Sequence[Cell], checkpoint: Checkpoi
     """Refuse a variant that does not fit into memory on its own; the lengths in files are not known beforehand."""
     longest = _longest(cells)
     if longest:
-        sampling = replace(plan.sampling, max_tokens=plan.max_tokens or suite.MAX_TOKENS)
+        rooms = {cell.task: cell.make(0) for cell in cells if cell.length == longest}
+        room = max(example.max_tokens for example in rooms.values())
+        sampling = replace(plan.sampling, max_tokens=plan.max_tokens or max(room, suite.MAX_TOKENS))
         for variant in plan.variants:
             memory.check(variant.profile, checkpoint, [longest], sampling)
 

@@ -1,13 +1,14 @@
 """One example of a task, as text and in tokens, and the cells of a table, each with the examples that it averages."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import Template, encode
 from kvcli.inputs.prompts import Prompt
+from kvcli.quality.tasks import SEPARATOR
 
 _SOURCE = "example"
 
@@ -32,8 +33,20 @@ class Example:
     """Whether the benchmark leaves the chat template out."""
     answer_prefix: str = ""
     """How the answer begins: part of the prompt, behind the chat template."""
+    turns: tuple[tuple[str, str], ...] = ()
+    """What follows on the prompt and is given before the answer that counts: the prompt's right answer and the next
+    question, that one's, and so on."""
     continuation: str | None = None
     """A text that is fed token by token instead of generating one; its likelihood is what counts."""
+
+
+def conversation(said: Sequence[tuple[str, str]], last: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the first of several questions, and the `turns` of an `Example` that lead from there to the last one.
+
+    `said` are the questions before the last one, each with its answer.
+    """
+    questions = [*(question for question, _ in said), last]
+    return questions[0], tuple(zip((answer for _, answer in said), questions[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,9 +72,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt and its question in tokens, the number of tokens cut out of the middle, and the continuation.
+    """A prompt and its question in tokens, the number of tokens cut out of the middle, and what follows.
 
-    `fed` are the tokens of a continuation, empty where the answer is to be generated; `max_tokens` bounds either.
+    `turns` are the tokens of turns that are given before the answer. `fed` are those of a continuation, empty where the
+    answer is to be generated; `max_tokens` bounds either.
     """
 
     ids: list[int]
@@ -69,6 +83,12 @@ class Encoded:
     cut: int
     fed: list[int]
     max_tokens: int
+    turns: list[int] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Tokens behind the prompt, at most."""
+        return len(self.turns) + self.max_tokens
 
 
 def encode_example(
@@ -104,7 +124,24 @@ def encode_example(
             text = _text(bare[:half], tokenizer) + _text(bare[len(bare) - half :], tokenizer)
             ids = encode(Prompt(_SOURCE, text), template, tokenizer) + prefix
         cut = len(bare) - 2 * half
-    return Encoded(ids, _bare(example.question, tokenizer), cut, fed, room)
+    turns = _turns(example, template, tokenizer, ids) if example.turns else []
+    return Encoded(ids, _bare(example.question, tokenizer), cut, fed, room, turns)
+
+
+def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Token ids of the turns behind a prompt's `ids`, up to where the answer begins."""
+    if template.raw or tokenizer.chat_template is None:
+        return _bare("".join(f" {answer}{SEPARATOR}{question}" for answer, question in example.turns), tokenizer)
+    said = [
+        {"role": role, "content": text}
+        for pair in example.turns
+        for role, text in zip(("assistant", "user"), pair, strict=True)
+    ]
+    whole = encode(Prompt(_SOURCE, example.prompt), template, tokenizer, said)
+    if whole[: len(ids)] != ids:
+        what = "the chat template writes a conversation's beginning differently once it goes on"
+        raise KvcliError(what, "leave out tasks of several turns, or use --raw", ExitCode.USAGE)
+    return whole[len(ids) :]
 
 
 def _bare(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

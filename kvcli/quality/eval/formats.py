@@ -24,13 +24,13 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.validation import bad_json, first_problem
-from kvcli.quality.eval.example import Example
+from kvcli.quality.eval.example import Example, conversation
 from kvcli.quality.eval.scorers import SCORERS, why_unscorable
 
 _MAX_TOKENS = 128
@@ -66,6 +66,7 @@ def _answers(value: object) -> tuple[str, ...]:
 
 Text = Annotated[str, AfterValidator(_not_blank)]
 Answers = Annotated[tuple[str, ...], BeforeValidator(_answers)]
+Turn = Annotated[list[str], Field(min_length=2, max_length=2)]
 Options = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 
 
@@ -91,15 +92,18 @@ class RulerRow(BenchmarkRow):
     outputs: Answers
     task: str | None = None
     question: str | None = None
+    turns: list[Turn] | None = None
     answer_prefix: str | None = None
 
     @override
     def example(self, path: Path) -> tuple[str, Example]:
         task = self.task or (path.parent.name if path.stem in _SPLITS else path.stem)
         kind = task.partition("_")[0]
+        first, turns = conversation([(asked, told) for asked, told in self.turns or ()], self.question or "")
         return task, Example(
             prompt=self.input,
-            question=self.question or "",
+            question=first,
+            turns=turns,
             references=self.outputs,
             metric="contains" if kind == "qa" else "recall",
             max_tokens=_RULER_MAX_TOKENS.get(kind, _MAX_TOKENS),

@@ -21,7 +21,7 @@ from kvcli.quality.eval.predictions import Prediction, Predictions
 from kvcli.quality.eval.scorers import score
 from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.sampling import TeacherForcing
+from kvcli.runtime.sampling import Prompted, Sampler, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary
@@ -85,7 +85,7 @@ class Evaluation:
     def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
         example = cell.make(index)
         read = encode_example(example, self.plan.template, self.model.tokenizer, self.plan.max_tokens, self.most)
-        capacity = len(read.ids) + read.max_tokens
+        capacity = len(read.ids) + read.room
         with engine(self.model, [capacity], self.observer.notice) as self._engine:
             for group in self._groups(variants, len(read.ids), capacity):
                 for variant, answers in self._answers(example, read, group):
@@ -117,7 +117,7 @@ class Evaluation:
         self, example: Example, read: Encoded, variants: Sequence[Variant]
     ) -> Iterator[tuple[Variant, list[dict[str, Any]]]]:
         """Let variants read a prompt together, and answer one after another."""
-        contexts = [self._engine.context(len(read.ids), read.max_tokens, read.question) for _ in variants]
+        contexts = [self._engine.context(len(read.ids), read.room, read.question) for _ in variants]
         methods = [
             self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
         ]
@@ -132,58 +132,67 @@ class Evaluation:
     ) -> list[dict[str, Any]]:
         """Continue one method's samples, all of them as one batch."""
         forks = [
-            method.fork(self._engine.context(len(read.ids), read.max_tokens, read.question).counters, "sequence 0")
+            method.fork(self._engine.context(len(read.ids), read.room, read.question).counters, "sequence 0")
             for _ in range(self._samples(example.metric) - 1)
         ]
         sequences = [self._sequence(read, each, sample, prefill_ms) for sample, each in enumerate([method, *forks])]
+        ends = sequences[0].eos
         for sequence in sequences:
+            if read.turns:
+                sequence.eos = ()  # the end of an answer in the turns before is not that of the sequence
             sequence.accept(logits)
         readings = [Reading() for _ in sequences]
         for step in self._engine.decode(sequences):
             for sequence, _ in step:
                 readings[sequence.sample].note(sequence.method)
+                if read.turns and len(sequence.token_ids) == len(read.turns):
+                    sequence.eos = ends
         if (broken := next((each.error for each in sequences if each.error is not None), None)) is not None:
             raise KvcliError(broken, "kvcli generate with the same model names the layer")
         if any(isinstance(each.sampler, TeacherForcing) and math.isinf(each.sampler.nll) for each in sequences):
             what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
             raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
-        return [_entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
+        return [self._entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
-        sampling = replace(self.plan.sampling, max_tokens=read.max_tokens, ignore_eos=bool(read.fed))
-        teacher = TeacherForcing(read.fed) if read.fed else None
-        sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=teacher)
+        sampling = replace(self.plan.sampling, max_tokens=read.room, ignore_eos=bool(read.fed))
+        sampler: TeacherForcing | Prompted | None = TeacherForcing(read.fed) if read.fed else None
+        if read.turns:
+            sampler = Prompted(read.turns, Sampler(sampling, sample, self.model.device))
+        sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=sampler)
         sequence.prefill_ms = prefill_ms
         return sequence
 
-
-def _entry(example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
-    """A prediction's fields, all but what it is of."""
-    kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
-    teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
-    text = sequence.detokenizer.text
-    return {
-        "sample": sequence.sample,
-        "text": text,
-        "score": None if teacher else _score(text, example),
-        "finish_reason": sequence.finish_reason,
-        "prompt_tokens": len(read.ids),
-        "cut_tokens": read.cut,
-        "output_tokens": len(sequence.token_ids),
-        "nll": teacher.nll if teacher else None,
-        "prefill_ms": sequence.prefill_ms,
-        "decode_ms": sum(sequence.decode_ms),
-        "steps": len(sequence.decode_ms),
-        "attended": reading.attended / reading.steps if reading.steps else None,
-        "attended_share": reading.share / reading.steps if reading.steps else None,
-        "device_kv_bytes": kv.device,
-        "host_kv_bytes": kv.host,
-        "bytes_to_device": cache.bytes_to_device,
-        "heads_checked": correction.heads_checked,
-        "heads_corrected": correction.heads_corrected,
-        "pages_requested": cache.pages_requested,
-        "misses": cache.misses,
-    }
+    def _entry(self, example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
+        """A prediction's fields, all but what it is of."""
+        kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
+        teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
+        answer = sequence.token_ids[len(read.turns) :]
+        text = sequence.detokenizer.text
+        if read.turns:
+            text = str(self.model.tokenizer.decode(answer, skip_special_tokens=True))
+        return {
+            "sample": sequence.sample,
+            "text": text,
+            "score": None if teacher else _score(text, example),
+            "finish_reason": sequence.finish_reason,
+            "prompt_tokens": len(read.ids),
+            "cut_tokens": read.cut,
+            "output_tokens": len(answer),
+            "nll": teacher.nll if teacher else None,
+            "prefill_ms": sequence.prefill_ms,
+            "decode_ms": sum(sequence.decode_ms),
+            "steps": len(sequence.decode_ms),
+            "attended": reading.attended / reading.steps if reading.steps else None,
+            "attended_share": reading.share / reading.steps if reading.steps else None,
+            "device_kv_bytes": kv.device,
+            "host_kv_bytes": kv.host,
+            "bytes_to_device": cache.bytes_to_device,
+            "heads_checked": correction.heads_checked,
+            "heads_corrected": correction.heads_corrected,
+            "pages_requested": cache.pages_requested,
+            "misses": cache.misses,
+        }
 
 
 def _score(text: str, example: Example) -> float:

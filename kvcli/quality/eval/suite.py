@@ -22,7 +22,7 @@ from kvcli.inputs.encoding import Template
 from kvcli.inputs.prompts import read_document
 from kvcli.inputs.variants import Variant
 from kvcli.models.loading import ModelSpec
-from kvcli.quality.eval.example import Cell, Example
+from kvcli.quality.eval.example import Cell, Example, conversation
 from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.scorers import check_installed
 from kvcli.quality.tasks import TASKS, TaskRow, make_row
@@ -30,7 +30,7 @@ from kvcli.runtime.sampling import Sampling
 
 DEFAULT_LENGTH = 4096
 MAX_TOKENS = 80
-"""Longest answer to a synthetic task: the longest right one has about 70 tokens in the demo model's tokenizer."""
+"""Longest answer to a synthetic task, unless the right one takes more than four fifths of that."""
 
 GRID, PERPLEXITY = "needle_grid", "ppl"
 _FED_TOKENS = 128  # of a text, after its beginning
@@ -125,8 +125,23 @@ class Suite:
         )
 
     def _asked(self, task: str, length: int, depth: float | None, index: int) -> Example:
-        row = self._row(task, length, depth, index, self.plan.max_tokens or MAX_TOKENS)
-        return Example(row.input, row.question, row.outputs, "recall", MAX_TOKENS)
+        row, room = self._row_and_room(task, length, depth, index, self.plan.max_tokens or MAX_TOKENS)
+        first, turns = conversation(row.turns, row.question)
+        return Example(row.input, first, row.outputs, "recall", room, turns=turns)
+
+    def _row_and_room(
+        self, task: str, length: int, depth: float | None, index: int, answer: int
+    ) -> tuple[TaskRow, int]:
+        """Make a row whose prompt leaves room for its turns and for `answer` tokens, or for its own answer."""
+        between = 0  # how long answer and turns are, is known when the row is made
+        while True:
+            row = self._row(task, length, depth, index, answer + between)
+            needed = count_tokens(self.tokenizer, f" {row.answer}")
+            said = sum(count_tokens(self.tokenizer, text) + self.frame for turn in row.turns for text in turn)
+            wanted = answer if self.plan.max_tokens else max(answer, needed + needed // 4)
+            if (wanted, said) == (answer, between) or self.most is None:
+                return row, wanted
+            answer, between = wanted, max(said, between)
 
     def _fed_answer(self, length: int, index: int) -> Example:
         answer = 0

@@ -8,8 +8,13 @@ import random
 from collections.abc import Callable
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.quality.tasks.counting import occurrences
+from kvcli.quality.tasks.duplicates import near_duplicates
+from kvcli.quality.tasks.lookups import direct, late_needle, long_lookup
 from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, needles_only, noise, single, uuids_only
+from kvcli.quality.tasks.records import records_to_json
 from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, RowRequest, TaskRow, recall
+from kvcli.quality.tasks.turns import conversation
 from kvcli.quality.tasks.vt import variable_tracking
 from kvcli.quality.tasks.words import common_words, frequent_words
 
@@ -24,6 +29,13 @@ TASKS: dict[str, Callable[..., Draft]] = {
     "niah_single_1": noise,
     "niah_multikey_2": needles_only,
     "niah_multikey_3": uuids_only,
+    "niah_direct": direct,
+    "near_duplicates": near_duplicates,
+    "records_json": records_to_json,
+    "long_lookup": long_lookup,
+    "late_needle": late_needle,
+    "counting": occurrences,
+    "turns": conversation,
 }
 """The generators by name. To RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with sentences of
 our own and values of nine digits, where RULER has seven:
@@ -32,7 +44,8 @@ our own and values of nine digits, where RULER has seven:
 - `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
   essays, and with a fact every 80 tokens in `niah_multikey`, where RULER has four in all;
 - `niah_multivalue`, `niah_multiquery`: RULER's of that name in that filler, among facts about other names;
-- `vt`: RULER's the other way round, see `kvcli/quality/tasks/vt.py`.
+- `vt`: RULER's the other way round, see `kvcli/quality/tasks/vt.py`;
+- those after `niah_multikey_3` are not RULER's: tasks on which methods differ. Each one's module says what it is for.
 """
 
 EVALUATION = "evaluation"
@@ -77,7 +90,7 @@ def make_row(
             raise
         what = f"a prompt of {length:,} tokens, {frame:,} of them the chat template's, is too short for {task}"
         raise KvcliError(what, "ask for a larger --length", error.exit_code) from None
-    text = draft.document + SEPARATOR + draft.question
+    text = draft.document + SEPARATOR + (draft.turns[0][0] if draft.turns else draft.question)
     return TaskRow(index=index, input=text, length=count_tokens(text), task=task, seed=seed, **vars(draft))
 
 

@@ -32,19 +32,19 @@ def single(request: RowRequest) -> Draft:
 def multikey(request: RowRequest, keys: int | None = None, spacing: int = 80) -> Draft:
     """Facts about `keys` names, by default one fact every `spacing` tokens; one of them is asked for."""
     keys = min(max(request.length // spacing, 2), len(NAMES)) if keys is None else keys
-    return _ask_first(request, _named_facts(request.rng, keys))
+    return _ask_first(request, named_facts(request.rng, keys))
 
 
 def multiquery(request: RowRequest, queries: int = 4, spacing: int = 160) -> Draft:
     """Facts about many names, `queries` of which are asked for at once."""
     _require_names(queries)
     rng = request.rng
-    facts = _named_facts(rng, min(max(request.length // spacing, queries), len(NAMES)))
+    facts = named_facts(rng, min(max(request.length // spacing, queries), len(NAMES)))
     asked = facts[:queries]
     question = phrases.NAMES_QUESTION.format(names=phrases.listing([name for name, _ in asked]))
     answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=value) for name, value in asked)
     depths = [request.drawn_depth(), *(rng.random() for _ in range(queries - 1))]
-    return _hidden(request, facts, depths, question, answer)
+    return hidden_facts(request, facts, depths, question, answer)
 
 
 def multivalue(request: RowRequest, values: int = 4, spacing: int = 160) -> Draft:
@@ -57,11 +57,11 @@ def multivalue(request: RowRequest, values: int = 4, spacing: int = 160) -> Draf
     start = request.drawn_depth()
     depths = [start, *sorted(rng.uniform(start, 1.0) for _ in range(values - 1))]
     name, *rest = rng.sample(NAMES, others + 1)
-    drawn = _distinct_values(rng, values + others)
+    drawn = random_values(rng, values + others)
     facts = list(zip([name] * values + rest, drawn, strict=True))
     question = phrases.VALUES_QUESTION.format(name=name)
     answer = phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(drawn[:values]))
-    return _hidden(request, facts, depths, question, answer)
+    return hidden_facts(request, facts, depths, question, answer)
 
 
 def noise(request: RowRequest) -> Draft:
@@ -103,21 +103,22 @@ def _ask_first(request: RowRequest, facts: Sequence[tuple[str, str]], filler: Ca
     name, value = facts[0]
     question = request.rng.choice(phrases.CODE_QUESTIONS).format(name=name)
     answer = phrases.CODE_ANSWER.format(name=name, value=value)
-    return _hidden(request, facts, [request.drawn_depth()], question, answer, filler)
+    return hidden_facts(request, facts, [request.drawn_depth()], question, answer, filler)
 
 
-def _hidden(
+def hidden_facts(
     request: RowRequest,
     facts: Sequence[tuple[str, str]],
     asked_depths: Sequence[float],
     question: str,
     answer: str,
     filler: Callable[[], str] | None = None,
+    extra: Sequence[str] = (),
 ) -> Draft:
-    """Hide `facts`: the asked ones stand first in the list and have a depth each."""
-    statements = [_stated(request.rng, fact) for fact in facts]
+    """Hide `facts` (name, value) and `extra` sentences; the asked facts stand first in the list, with a depth each."""
+    statements = [*(_stated(request.rng, fact) for fact in facts), *extra]
     asked = len(asked_depths)
-    depths = [*asked_depths, *(request.rng.random() for _ in facts[asked:])]
+    depths = [*asked_depths, *(request.rng.random() for _ in statements[asked:])]
     document, depth = request.hide(statements, depths, question, filler)
     return Draft(document, question, answer, tuple(value for _, value in facts[:asked]), depth)
 
@@ -126,12 +127,14 @@ def _stated(rng: random.Random, fact: tuple[str, str]) -> str:
     return rng.choice(phrases.CODE_FACTS).format(name=fact[0], value=fact[1])
 
 
-def _named_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
+def named_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
+    """Return `count` names, all different, with a value each."""
     _require_names(count)
-    return list(zip(rng.sample(NAMES, count), _distinct_values(rng, count), strict=True))
+    return list(zip(rng.sample(NAMES, count), random_values(rng, count), strict=True))
 
 
-def _distinct_values(rng: random.Random, count: int) -> list[str]:
+def random_values(rng: random.Random, count: int) -> list[str]:
+    """Return `count` values, all different."""
     values: dict[str, None] = {}
     while len(values) < count:
         values[random_value(rng)] = None

@@ -31,6 +31,8 @@ class Draft:
     answer: str
     outputs: tuple[str, ...]
     depth: float | None
+    turns: tuple[tuple[str, str], ...] = ()
+    """Questions and their right answers before `question`: of a conversation about one document."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class RowRequest:
         return self.depth
 
     def refuse_depth(self) -> None:
-        """Refuse a depth where the words that are asked for stand all over the document.
+        """Refuse a depth where what is asked for stands all over the document.
 
         Raises:
             KvcliError: one was asked for (usage).
         """
-        what = f"depth {self.depth} was given, but the words stand all over the document"
+        what = f"depth {self.depth} was given, but what is asked for stands all over the document"
         require(self.depth is None, what, "leave the depth out")
 
     def hide(
@@ -104,7 +106,8 @@ class RowRequest:
 class TaskRow:
     """One example in RULER's row format: `index`, `input`, `outputs` and `length` are RULER's own fields.
 
-    `length` is the number of tokens of `input`, which is the document, a blank line and the question.
+    `length` is the number of tokens of `input`, which is the document, a blank line and the question, or the first
+    question of several `turns`.
     """
 
     index: int
@@ -117,6 +120,7 @@ class TaskRow:
     document: str
     question: str
     answer: str
+    turns: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as it stands in a JSONL file."""

@@ -6,7 +6,7 @@ grammar can say, so that a small tokenizer can give each one a token.
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 
 def _split(words: str) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ NAMES: tuple[str, ...] = _split(
     """
 )
 
-_SLOTS: dict[str, tuple[str, ...]] = {
+SLOTS: dict[str, Sequence[str]] = {
     name: _split(words)
     for name, words in {
         "adjective": """
@@ -109,6 +109,7 @@ _SLOTS: dict[str, tuple[str, ...]] = {
         """,
     }.items()
 }
+"""What a template's slots are filled with."""
 
 _TEMPLATES: tuple[str, ...] = (
     "The {adjective} {person} {verb} the {place} in the {time}.",
@@ -139,15 +140,15 @@ def _words(template: str) -> list[str]:
 
 
 VOCABULARY: tuple[str, ...] = tuple(
-    sorted({word for words in _SLOTS.values() for word in words} | {word for t in _TEMPLATES for word in _words(t)})
+    sorted({word for words in SLOTS.values() for word in words} | {word for t in _TEMPLATES for word in _words(t)})
 )
 """Every word of the filler, each in the capitalisation in which it occurs."""
 
 
-def sentence(rng: random.Random) -> str:
-    """Return one sentence of filler, without surrounding spaces."""
+def sentence(rng: random.Random, slots: Mapping[str, Sequence[str]] = SLOTS) -> str:
+    """Return one sentence of filler, without surrounding spaces, its slots filled from `slots`."""
     template = rng.choice(_TEMPLATES)
-    return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(_SLOTS[slot.group(1)]), template)
+    return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(slots[slot.group(1)]), template)
 
 
 def sentences(rng: random.Random, tokens: int, count_tokens: Callable[[str], int]) -> list[str]:

@@ -5,12 +5,16 @@ allows it; a short list has ten of each common word and one of each other, and a
 has more of each. RULER's worked example in front of the list is left out.
 """
 
+from itertools import count
+
 from kvcli.quality.tasks import phrases
 from kvcli.quality.tasks.rows import Draft, RowRequest, require
 from kvcli.quality.tasks.text import NAMES, VOCABULARY
 
 COMMON_QUESTION = "What are the ten most common words in the list above?"
 COMMON_ANSWER = "The most common words are {words}."
+COMMON_WORDS: tuple[str, ...] = ("ten", "common")
+"""Words of these two beside those of `phrases`."""
 
 _COMMON = 10
 _RATIO = 10
@@ -24,8 +28,7 @@ def common_words(request: RowRequest) -> Draft:
     """A shuffled numbered list with ten common words, ten times as often as the others; all ten are asked for."""
     request.refuse_depth()
     left = request.beside(phrases.WORDS_HEADING, COMMON_QUESTION)
-    widest = "9" * len(str(left // request.count_tokens(f" 1. {_WORDS[0]}")))  # no number of the list has more digits
-    entries = left // max(request.count_tokens(f" {widest}. {word}") for word in _WORDS)
+    entries = _entries(request, left)
     times = _USUAL if entries >= (_COMMON * _RATIO + _LEAST) * _USUAL else 1
     times = max(times, -(-entries // (_COMMON * _RATIO + len(_WORDS) - _COMMON)))
     others = entries // times - _COMMON * _RATIO
@@ -41,6 +44,18 @@ def common_words(request: RowRequest) -> Draft:
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
     answer = COMMON_ANSWER.format(words=phrases.listing(common))
     return Draft(f"{phrases.WORDS_HEADING} {numbered}", COMMON_QUESTION, answer, tuple(common), None)
+
+
+def _entries(request: RowRequest, left: int) -> int:
+    """How many numbered words fit into `left` tokens for certain; numbers of as many digits take as many tokens."""
+    entries = 0
+    for digits in count(1):
+        each = max(request.count_tokens(f" {'9' * digits}. {word}") for word in _WORDS)
+        fitting = min(9 * 10 ** (digits - 1), left // each)
+        entries, left = entries + fitting, left - fitting * each
+        if left < each:
+            break
+    return entries
 
 
 def frequent_words(request: RowRequest, distinct: int = 40, alpha: float = 1.5) -> Draft:

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.encoding import Template
 from kvcli.inputs.variants import variants
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.evaluate import evaluate
+from kvcli.quality.eval.example import encode_example
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.runtime.sampling import Sampling, TeacherForcing
@@ -193,3 +195,34 @@ def test_the_same_file_has_the_same_digest_and_another_one_has_not(tmp_path):
     first, second, third = suite.digests([str(tmp_path / f"{name}.jsonl") for name in "abc"]).values()
     assert first == second != third
     assert suite.digests(["vt", "ppl", "needle_grid"]) == {}
+
+
+def test_the_last_of_several_turns_is_answered_as_a_prompt_that_holds_them_all(folder, tmp_path):
+    """With full attention it makes no difference that the turns before were given token by token."""
+    lines = tmp_path / "p.jsonl"
+    evaluate(plan(folder, ["turns"], lengths=[400], limit=2, predictions=lines), Observer())
+    got = [answer for answer in map(json.loads, lines.read_text().splitlines()) if answer.get("variant") == "full"]
+    assert len(got) == 2
+    checkpoint = open_checkpoint(ModelSpec(str(folder)))
+    tokenizer, model = checkpoint.tokenizer, AutoModelForCausalLM.from_pretrained(folder)
+    frame = len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}], add_generation_prompt=True).input_ids)
+    cells = suite.Suite(plan(folder, ["turns"], lengths=[400]), tokenizer, frame - suite.count_tokens(tokenizer, "x"))
+    (cell,) = cells.cells()
+    for index, answer in enumerate(got):
+        read = encode_example(cell.make(index), Template(), tokenizer, None, None)
+        ids = torch.tensor([read.ids + read.turns])
+        assert len(read.turns) > 20
+        whole = model.generate(ids, max_new_tokens=read.max_tokens, do_sample=False)[0, ids.shape[1] :]
+        assert answer["text"] == tokenizer.decode(whole, skip_special_tokens=True)
+        assert answer["prompt_tokens"] == len(read.ids)
+        assert answer["output_tokens"] == len(whole)
+
+
+def test_an_answer_has_the_room_that_the_right_one_takes(folder):
+    checkpoint = open_checkpoint(ModelSpec(str(folder)))
+    short, long = suite.Suite(
+        plan(folder, ["niah_single", "records_json"], lengths=[900]), checkpoint.tokenizer
+    ).cells()
+    assert short.make(0).max_tokens == suite.MAX_TOKENS
+    example = long.make(0)
+    assert example.max_tokens > suite.count_tokens(checkpoint.tokenizer, ", ".join(example.references))

@@ -35,6 +35,23 @@ def test_the_chat_template_comes_around_the_prompt_unless_the_benchmark_leaves_i
     assert raw.max_tokens == 5
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_turns_go_on_where_the_prompt_ends(tokenizer, raw):
+    turns = (("Ann.", "And when?"), ("Never.", "Why?"))
+    encoded = encode_example(replace(EXAMPLE, turns=turns), Template(raw=raw), tokenizer, None, None)
+    chat = "Ann.\n<user>And when?\n<assistant>Never.\n<user>Why?\n<assistant>"
+    assert spelled(tokenizer, encoded.turns) == (" Ann.\n\nAnd when? Never.\n\nWhy?" if raw else chat)
+    assert encoded.room == len(encoded.turns) + 9
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(KvcliError, match="writes a conversation's beginning differently") as raised:
+        encode_example(replace(EXAMPLE, turns=(("Ann.", "When?"),)), Template(), tokenizer, None, None)
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
 def test_an_answer_prefix_stands_behind_the_template(tokenizer):
     encoded = encode_example(replace(EXAMPLE, answer_prefix=" It is"), Template(), tokenizer, None, None)
     assert spelled(tokenizer, encoded.ids).endswith("<assistant> It is")

@@ -6,6 +6,7 @@ import pytest
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.eval.formats import read_examples
+from kvcli.quality.tasks import make_row
 
 LONGBENCH = {"context": "Text {with} braces.", "input": "Who?", "answers": ["A", "B"], "all_classes": ["A", "C"]}
 V2 = {
@@ -160,3 +161,15 @@ def test_what_is_no_text_file_is_a_usage_error(tmp_path):
     ):
         with pytest.raises(KvcliError, match=said):
             read_examples(path)
+
+
+def test_a_row_of_several_turns_begins_with_the_first_question(tmp_path):
+    row = make_row("turns", length=600, seed=0, count_tokens=lambda text: len(text.split()))
+    file = tmp_path / "turns.jsonl"
+    file.write_text(json.dumps(row.as_dict()) + "\n")
+    (example,) = read_examples(file)["turns"]
+    questions = [*(question for question, _ in row.turns), row.question]
+    assert example.question == questions[0]
+    assert example.prompt.endswith(questions[0])
+    assert [question for _, question in example.turns] == questions[1:]
+    assert [answer for answer, _ in example.turns] == [answer for _, answer in row.turns]

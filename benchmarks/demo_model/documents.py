@@ -1,0 +1,206 @@
+"""The kinds of training documents, each with as many questions behind it as it has room for."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from writer import IGNORED, Writer
+
+from kvcli.quality.tasks import counting, duplicates, lookups, phrases, records
+from kvcli.quality.tasks.needles import random_value
+from kvcli.quality.tasks.rows import Draft, RowRequest
+from kvcli.quality.tasks.text import NAMES
+from kvcli.quality.tasks.vt import chain_statements
+from kvcli.quality.tasks.words import common_words, frequent_words
+
+Asked = tuple[str, str, Sequence[str], str]
+"""Question, answer, the strings in it to find, and what it counts as in the log."""
+
+_AT_ONCE = 0.2  # share of the usual questions whose answer begins with the value; the others' begins with a sentence
+_RESTATED = 0.3  # share of the facts that the document says again shortly after
+_HOPS = 4
+_NEAR = 4  # pairs that share a name
+
+
+class Facts:
+    """What a document says: single facts, names with several values, near-duplicate pairs, and chains of variables."""
+
+    def __init__(self, rng: random.Random, count: int):
+        self._rng = rng
+        self._names = rng.sample(NAMES, len(NAMES))
+        self.statements: list[list[str]] = []  # groups whose order is kept
+        self.codes: dict[str, str] = {}
+        self.several: dict[str, list[str]] = {}
+        self.chains: list[list[str]] = []  # names, the one that holds the number first
+        self.numbers: list[str] = []  # of the chains
+        self.links: list[tuple[str, str]] = []  # a variable whose value is the name of a single fact
+        makers = [self._single, self._single, *rng.sample([self._many, self._pairs, self._chain, self._link], 2)]
+        weights = [rng.random() for _ in makers]
+        while len(self.statements) < count and len(self._names) > 2 * _HOPS:
+            rng.choices(makers, weights)[0]()
+        if not self.codes:
+            self._single()
+
+    def _state(self, name: str, value: str) -> str:
+        return self._rng.choice(phrases.CODE_FACTS).format(name=name, value=value)
+
+    def _code(self, name: str) -> None:
+        self.codes[name] = random_value(self._rng)
+        self.statements.append([self._state(name, self.codes[name])])
+
+    def _single(self) -> None:
+        self._code(self._names.pop())
+
+    def _many(self) -> None:
+        name, values = self._names.pop(), [random_value(self._rng) for _ in range(self._rng.randint(2, 5))]
+        self.several[name] = values
+        self.statements.append([self._state(name, value) for value in values])
+
+    def _pairs(self) -> None:
+        first, second, *others = (self._names.pop() for _ in range(1 + _NEAR))
+        for name in (f"{first} {second}", *duplicates.near_pairs(first, second, others)):
+            self._code(name)
+
+    def _chain(self) -> None:
+        members = [self._names.pop() for _ in range(_HOPS + 1)]
+        self.chains.append(members)
+        self.numbers.append(random_value(self._rng))
+        self.statements.append(chain_statements(self.numbers[-1], members))
+
+    def _link(self) -> None:
+        variable, name = self._names.pop(), self._names.pop()
+        self._code(name)
+        self.links.append((variable, name))
+        self.statements.append([phrases.VARIABLE_VALUE.format(name=variable, value=name)])
+
+    def ask(self, most: int) -> Asked:
+        """Return a question; those for several names ask for `most` of them at most."""
+        rng = self._rng
+        kinds = [(self._ask_code, 3.0)]
+        kinds += [(self._ask_values, 2.0)] * bool(self.several) + [(self._ask_chain, 2.0)] * bool(self.chains)
+        kinds += [(self._ask_names, 1.5)] * (len(self.codes) >= 2) + [(self._ask_late, 1.0)] * bool(self.links)
+        chosen = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
+        return chosen(min(most, len(self.codes)))
+
+    def _told(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        text = " ".join(phrases.CODE_ANSWER.format(name=name, value=self.codes[name]) for name in names)
+        return text, [*(self.codes[name] for name in names), *(" " + name for name in names)]
+
+    def _ask_code(self, most: int) -> Asked:
+        del most
+        name = self._rng.choice(list(self.codes))
+        answer, wanted = self._told([name])
+        direct = self._rng.random()
+        if direct < _AT_ONCE:
+            question = lookups.DIRECT_QUESTION.format(name=name)
+        else:
+            question = self._rng.choice(phrases.CODE_QUESTIONS).format(name=name)
+        if direct < 2 * _AT_ONCE:
+            return question, lookups.DIRECT_ANSWER.format(value=self.codes[name]), [self.codes[name]], "direct"
+        return question, answer, wanted, "pair" if " " in name else "code"
+
+    def _ask_names(self, most: int) -> Asked:
+        names = self._rng.sample(list(self.codes), self._rng.randint(2, max(most, 2)))
+        answer, wanted = self._told(names)
+        return phrases.NAMES_QUESTION.format(names=phrases.listing(names)), answer, wanted, "names"
+
+    def _ask_values(self, most: int) -> Asked:
+        del most
+        name = self._rng.choice(list(self.several))
+        values = self.several[name]
+        answer = phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(values))
+        return phrases.VALUES_QUESTION.format(name=name), answer, values, "values"
+
+    def _ask_chain(self, most: int) -> Asked:
+        del most
+        chain = self._rng.randrange(len(self.chains))
+        names = self.chains[chain][: self._rng.randint(2, _HOPS + 1)]
+        answer = " ".join(reversed(chain_statements(self.numbers[chain], names)))
+        question = phrases.VARIABLE_QUESTION.format(name=names[-1])
+        return question, answer, [*(" " + name for name in names), self.numbers[chain]], "chain"
+
+    def _ask_late(self, most: int) -> Asked:
+        variable, late = self._rng.choice(self.links)
+        names = self._rng.sample([name for name in self.codes if name != late] or [late], max(min(most, 12) - 1, 1))
+        told, wanted = self._told(names)
+        last, _ = self._told([late])
+        question = lookups.LATE_QUESTION.format(names=phrases.listing(names), variable=variable)
+        link = phrases.VARIABLE_VALUE.format(name=variable, value=late)
+        wanted = [*wanted, " " + late, " " + variable, self.codes[late]]
+        return question, f"{told} {link} {last}", wanted, "late"
+
+
+def facts(rng: random.Random, writer: Writer, length: int) -> None:
+    """Facts of all kinds in filler, with questions of all kinds."""
+    share = rng.uniform(0.3, 0.6) if length <= 1024 else rng.uniform(0.1, 0.35)
+    room = int(length * (1 - share))
+    spacing = 14 * 12 ** rng.random()
+    said = Facts(rng, max(int(room / spacing), 1))
+    placed: list[tuple[float, str, bool]] = []
+    for group in said.statements:
+        for place, text in zip(sorted(rng.random() for _ in group), group, strict=True):
+            placed.append((place, text, False))
+            if "access code" in text and rng.random() < _RESTATED:
+                placed.append((place + 40 * rng.random() / length, text, True))
+    left = room - sum(writer.count(" " + text) for _, text, _ in placed)
+    for sentences in writer.filler(rng, left):
+        place = rng.random()
+        placed += [(place + index * 1e-6, text, False) for index, text in enumerate(sentences)]
+    placed.sort(key=lambda item: item[0])
+    writer.start([text for _, text, _ in placed], frozenset(i for i, item in enumerate(placed) if item[2]))
+    most = rng.choice((2, 4, 6, 6)) if rng.random() < 0.8 else max(int(length * share / 30), 2)
+    while len(writer.ids) < length:
+        writer.ask(*said.ask(most))
+
+
+def _ask_draft(writer: Writer, draft: Draft, wanted: Sequence[str], tag: str, kind: int) -> None:
+    writer.start([draft.document], kind=kind)
+    writer.ask(draft.question, draft.answer, wanted, tag)
+
+
+def lists(rng: random.Random, writer: Writer, length: int) -> None:
+    """Lists of words: frequent ones, common ones, and how often one of them occurs."""
+    request = RowRequest(rng, length - 24, writer.count, depth=None)
+    task = rng.choices((frequent_words, common_words, counting.occurrences), (0.55, 0.15 * (length > 700), 0.3))[0]
+    if task is frequent_words:
+        draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
+        writer.start([draft.document], kind=1)
+        writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs], "frequent")
+    elif task is common_words:
+        draft = common_words(RowRequest(rng, length - 40, writer.count, depth=None))
+        _ask_draft(writer, draft, [" " + word for word in draft.outputs], "common", IGNORED)
+    else:
+        _count(rng, writer, length)
+
+
+def _count(rng: random.Random, writer: Writer, length: int) -> None:
+    """A list in which every word's number of occurrences is asked for."""
+    names = rng.sample(NAMES, min(max(length // 10, 6), 40))
+    counts = {name: rng.randint(1, 9) for name in names[: min(max(length // 40, 3), 12)]}
+    asked = [(counting.QUESTION.format(name=n), counting.ANSWER.format(name=n, count=c)) for n, c in counts.items()]
+    words = [name for name, count in counts.items() for _ in range(count)]
+    left = length - sum(writer.cost(*item) for item in asked) - len(words) - 8
+    words += [rng.choice(names[len(counts) :]) for _ in range(max(left, 0))]
+    rng.shuffle(words)
+    writer.start([f"{phrases.WORDS_HEADING} {' '.join(words)}"], kind=IGNORED)
+    for (question, answer), (name, count) in zip(asked, counts.items(), strict=True):
+        writer.ask(question, answer, [f" occurs {count}"[-1], " " + name], "count")
+
+
+def json_records(rng: random.Random, writer: Writer, length: int) -> None:
+    """Records in filler, to be turned into JSON."""
+    most = max((length - 40) // 24, 1)
+    drawn = [records.record(rng, number) for number in range(1, rng.randint(max(most // 3, 1), min(most, 48)) + 1)]
+    answer = f"[{', '.join(text for _, text in drawn)}]"
+    left = length - 1 - writer.cost(records.QUESTION, answer) - sum(writer.count(" " + text) for text, _ in drawn)
+    placed = [(rng.random(), sentence) for group in writer.filler(rng, max(left, 0)) for sentence in group]
+    placed += zip(sorted(rng.random() for _ in drawn), (text for text, _ in drawn), strict=True)
+    writer.start([text for _, text in sorted(placed)])
+    numbers = [part for _, text in drawn for part in text.split('"') if part.isdigit()]
+    writer.ask(records.QUESTION, answer, numbers, "json")
+
+
+KINDS: dict[str, Callable[[random.Random, Writer, int], None]] = {
+    "facts": facts,
+    "lists": lists,
+    "records": json_records,
+}
