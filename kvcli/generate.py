@@ -142,7 +142,7 @@ class Generation:
         """Read what has not been read in a run that is gone on with."""
         kept, request = self.kept, self.request
         if kept is not None and (restored := kept.restore(ready, self.timeline)):
-            self.sequences = restored
+            self.sequences, runner.kept = restored, Footprint(host=kept.lent_bytes)
             yield [(sequence, sequence.detokenizer.text) for sequence in restored]
         read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
         stop = 0
@@ -156,6 +156,7 @@ class Generation:
                     self.audits.append(Audit(ready, sequence, request.audit))
                 yield [(sequence, piece)]
             if kept is not None and self.sequences:
+                kept.lent_bytes = runner.kept.host
                 kept.save(self.sequences, self.observer.notice)
         prepare(self.audits)
 

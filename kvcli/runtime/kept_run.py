@@ -121,6 +121,7 @@ class KeptRun:
     def __init__(self, journal: Journal, asked: Asked, prompts: Sequence[EncodedPrompt], every: int):
         self.journal, self.asked, self.prompts, self.every = journal, asked, prompts, every
         self._steps = 0
+        self.lent_bytes = 0  # of host memory, that no sequence counts as its own
 
     @classmethod
     def begin(cls, keep: Keep, asked: Asked, prompts: Sequence[EncodedPrompt]) -> KeptRun:
@@ -209,6 +210,7 @@ class KeptRun:
         kept = self.journal.tree()
         if kept is None:
             return []
+        self.lent_bytes = kept.get("lent_bytes", 0)
         profile, sampling = self.profile, self.sampling
         sequences = [
             self._fresh(engine, profile, sampling, number, capacity, timeline) for number, capacity in kept["sequences"]
@@ -233,7 +235,7 @@ class KeptRun:
         """Keep the state of all sequences that were read; where the disk does not take it, the run goes on without."""
         state = capture(list(sequences), self.journal.written)
         made = [(sequence.index, sequence.method.context.capacity) for sequence in sequences]
-        state.tree = {"sequences": made, "state": state.tree}
+        state.tree = {"sequences": made, "lent_bytes": self.lent_bytes, "state": state.tree}
         try:
             self.journal.write(state)
         except OSError as error:

@@ -121,6 +121,7 @@ def test_pages_that_came_from_the_disk_are_kept_once(checkpoint, tmp_path):
     options = {"prompts": PROMPTS[:1], "overrides": {**SMALL, "page_size": 32, "budget": 192}}
     save = replace(asked(**options), kv=KVOptions(save=tmp_path / "kv"))
     expected = generate(ModelSpec(checkpoint), save, Watcher())
+    loaded = generate(ModelSpec(checkpoint), replace(asked(**options), kv=KVOptions(use=tmp_path / "kv")), Watcher())
     use = replace(asked(Keep(tmp_path / "run", EVERY), **options), kv=KVOptions(use=tmp_path / "kv"))
     with pytest.raises(CutOff):
         generate(ModelSpec(checkpoint), use, Watcher(at_step=10))
@@ -130,6 +131,7 @@ def test_pages_that_came_from_the_disk_are_kept_once(checkpoint, tmp_path):
     again = resume(Keep(tmp_path / "run"), Watcher())
     assert [each.token_ids for each in again.sequences] == [each.token_ids for each in expected.sequences]
     assert again.sequences[0].kv.disk_tokens > 0
+    assert again.memory.host_kv_bytes == loaded.memory.host_kv_bytes > 0
 
 
 def test_loses_no_more_than_the_steps_since_the_last_writing(checkpoint, tmp_path):
