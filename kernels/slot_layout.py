@@ -88,6 +88,11 @@ class PagedKV(NamedTuple):
     in_place: bool = False
     arrived: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values, or only one of them where both are the same memory."""
+        return distinct(self.k, self.v)
+
     def check(self) -> None:
         """Raise ValueError where shapes, dtypes or strides are not what kernels read."""
         b, num_kv_heads, num_rows, d = self.k.shape
@@ -107,6 +112,11 @@ class PagedKV(NamedTuple):
         if self.arrived is not None:
             return self.arrived
         return torch.zeros(self.k.shape[:2], dtype=torch.int32, device=self.k.device)
+
+
+def distinct(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values, or only one of them where both are the same memory."""
+    return (k,) if k.data_ptr() == v.data_ptr() else (k, v)
 
 
 def page_count(lengths: Tensor, layout: SlotLayout) -> Tensor:

@@ -40,24 +40,6 @@ _TEXT = (
 
 # What kvcli refuses, and a word its message has to contain.
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "deepseek_v3": (
-        lambda: config_of(
-            "DeepseekV3Config",
-            num_key_value_heads=HEADS,
-            kv_lora_rank=16,
-            q_lora_rank=24,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=32,
-            first_k_dense_replace=1,
-        ),
-        "latent",
-    ),
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, state_size=4, num_hidden_layers=2),
         "state-space",

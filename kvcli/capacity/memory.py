@@ -134,7 +134,7 @@ def need(
     longest = max(counted).tokens
     window = planned(longest).prefill_window
     workspace = _workspace(geometry, longest, window, prefill_buffers(device), max(longest, together))
-    widest = max(2 * layer.num_kv_heads * layer.head_dim for layer in geometry.layers)
+    widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace)
 
@@ -236,14 +236,14 @@ def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers
     read `together`, the hidden states in and out and what is looked up in the tables; as long as a chunk, the
     intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as long as it.
     """
-    layer = max(geometry.layers, key=lambda layer: layer.num_kv_heads * layer.head_dim)
-    kv = 2 * layer.num_kv_heads * layer.head_dim
-    per_token = 2 * geometry.hidden_size + 2 * layer.head_dim
+    layer = max(geometry.layers, key=lambda layer: layer.token_size)
+    kv, rotary = layer.token_size, layer.head_dim - (layer.latent or 0)
+    per_token = 2 * geometry.hidden_size + 2 * rotary
     per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
     if window is not None:
         length_kv = together = min(length, window)
     else:
         length_kv = length
     chunk = min(length, CHUNK if window is None else window)
-    tables = length * 2 * layer.head_dim
+    tables = length * 2 * rotary
     return tables + length_kv * buffers * kv + together * per_token + chunk * per_chunk_token

@@ -142,11 +142,12 @@ def step_work(
     work["mlp"] = Work(read=mlp, operations=2 * batch * active // itemsize)
     for method, length in sequences:
         for layer in geometry.layers:
-            traffic, group = method.traffic(layer.index, length), layer.num_heads // layer.num_kv_heads
-            for phase, part in layer_work(traffic, group, itemsize, miss_rate).items():
+            # A latent is read once for both, key and value.
+            uses = 2 // layer.parts * layer.num_heads // layer.num_kv_heads
+            for phase, part in layer_work(method.traffic(layer.index, length), uses, itemsize, miss_rate).items():
                 work[phase] += part
             if method.caches[layer.index].footprint().host:
-                work["offload"] += Work(to_host=2 * layer.num_kv_heads * layer.head_dim * itemsize)
+                work["offload"] += Work(to_host=layer.token_size * itemsize)
     work["sampling"] = Work(read=4 * batch * geometry.vocab_size)
     return work
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods._latents import tiers_for
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
-from kvcli.store.chunks import ChunkCache
+from kvcli.store.chunks import windowed_cache
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -42,7 +43,6 @@ class SequenceContext:
     """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE."""
 
     stateless: ClassVar[bool] = True
-
     capacity: int
     tiers: Tiers
     counters: Counters
@@ -114,23 +114,24 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
     budget_is_bound: ClassVar[bool] = False
     """Whether a step may attend to fewer tokens than the budget holds, because their scores decide how many."""
+    no_latents: ClassVar[str | None] = None
+    """Why latents, which are key and value both, cannot be kept; None: they can."""
     wants_next_query: ClassVar[bool] = False
     """Whether `take_next_query` is to be called, one layer ahead of `attend`."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
-        self.config = config
-        self.context = context
+        tiers = context.tiers = tiers_for(layers, context.tiers, type(self).__name__, self.no_latents)
+        self.config, self.context = config, context
         self.retrieval: dict[int, CacheT] = {}
         self.plain: dict[int, DenseCache | SlidingCache] = {}
         self.caches: list[LayerCache] = []
         for layer in layers:
-            heads, d = layer.num_kv_heads, layer.head_dim
             cache: LayerCache
             if layer.window is not None:
-                windowed = ChunkCache if layer.chunked else SlidingCache
-                cache = self.plain[layer.index] = windowed(heads, d, layer.window, context.tiers)
+                cache = self.plain[layer.index] = windowed_cache(layer, tiers)
             elif layer.index < config.leading_dense_layers:
-                cache = self.plain[layer.index] = DenseCache(heads, d, context.capacity, context.tiers)
+                cache = DenseCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers)
+                self.plain[layer.index] = cache
             else:
                 cache = self.retrieval[layer.index] = self.new_cache(layer)
             self.caches.append(cache)
@@ -297,4 +298,3 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
 
 AnyMethod: TypeAlias = Method[Any, Any]
-"""A method of any configuration and cache."""

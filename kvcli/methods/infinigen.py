@@ -59,6 +59,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
     offloads = True
     group_consistent = False
     device_memory = "O(B + 0.15·L)"
+    no_latents = "the next layer's query is not made ahead of time for it"
     budget_is_bound = True
     wants_next_query = True
 

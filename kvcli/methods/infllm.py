@@ -65,6 +65,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     offloads = True
     group_consistent = True
     device_memory = "O(B + L/p)"
+    no_latents = "it keeps keys without their rotation apart from values, and a latent is both"
     exact: ClassVar[dict[str, Any]] = {"positions": "original"}
     true_kv: ClassVar[dict[str, Any] | None] = exact
 

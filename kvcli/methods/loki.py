@@ -48,6 +48,7 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
     offloads = False
     group_consistent = False
     device_memory = "O(L)"
+    no_latents = "it keeps keys in axes of their own, apart from values, and a latent is both"
 
     def __init__(self, config: LokiConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

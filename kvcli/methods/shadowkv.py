@@ -98,6 +98,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     offloads = True
     group_consistent = True
     device_memory = "O(B + L·r/w + L/p + g)"
+    no_latents = "it keeps low-rank keys apart from values, and a latent is both"
     true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20}
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:

@@ -34,3 +34,10 @@ def rotate_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)) for x in (q, k))
     q, k = (torch.view_as_real(x * turn).flatten(-2) for x in pairs)
     return q, k
+
+
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [b, H, n, d] and k [b, Hk, n, d], whose pairs are a channel of the first half and one of the second."""
+    cos, sin = cos[:, None], sin[:, None]  # [b, 1, n, d]
+    q, k = (x * cos + torch.cat((-second, first), -1) * sin for x in (q, k) for first, second in [x.chunk(2, -1)])
+    return q, k

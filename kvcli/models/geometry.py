@@ -135,9 +135,6 @@ def _refuse(config: PreTrainedConfig) -> None:
     """Refuse what its config alone shows to be none of ours."""
     if config.is_encoder_decoder:
         raise refusal(config, "it is an encoder-decoder model")
-    text = config.get_text_config(decoder=True)
-    if _sets(text, "kv_lora_rank"):
-        raise refusal(config, "multi-head latent attention keeps a compressed latent instead of keys and values")
 
 
 def _sets(config: PreTrainedConfig, name: str) -> bool:

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import angles_at
+from kvcli.models.latent import Latent, compressed
 from kvcli.models.state_cache import StateCache
 
 _PROBE = "kvcli_probe"
@@ -53,7 +54,9 @@ class LayerGeometry:
     """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
 
     `index` counts the layers that attend. `rope` is False where the layer uses no rotary positions (NoPE). `chunked`:
-    the window is no sliding one but the chunk of so many tokens that the query stands in (Llama 4).
+    the window is no sliding one but the chunk of so many tokens that the query stands in (Llama 4). In multi-head
+    latent attention all query heads share one head, whose keys, values too, end in a `latent` of so many channels; the
+    others are rotary.
     """
 
     index: int
@@ -63,6 +66,17 @@ class LayerGeometry:
     window: int | None
     rope: bool
     chunked: bool = False
+    latent: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Tensors that a token has in each KV head: its key and its value, or one latent that is both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def token_size(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.parts * self.num_kv_heads * self.head_dim
 
 
 class StateTensor(NamedTuple):
@@ -141,7 +155,7 @@ class LayerFinder:
         AttentionInterface.register(_PROBE, self._attention)
         model.set_attn_implementation(_PROBE)
         names = {module: name for name, module in model.named_modules()}
-        with exporting():  # kernels of other packages know no meta device
+        with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
             for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
                 found = [self._examine(place, module) for module in _with_cache(layer)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
@@ -180,15 +194,16 @@ class LayerFinder:
             raise refusal(self.model.config, "its attention is bidirectional")
         query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
         if key[-1] != value[-1]:
-            raise refusal(
-                self.model.config, f"keys of {key[-1]} dimensions and values of {value[-1]} (latent attention)"
-            )
+            what = f"keys of {key[-1]} dimensions and values of {value[-1]} (latent attention of an unknown form)"
+            raise refusal(self.model.config, what)
+        latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES:
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
         chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
-        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked)
+        width = None if latent is None else latent.rank
+        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked, width)
 
     def _keeps(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> StateGeometry:
         recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
@@ -227,14 +242,16 @@ class LayerFinder:
         return bool(use.found)
 
     def _attention(
-        self, _: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Note the shapes that a module hands to attention."""
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
         self._seen.append((query.shape, key.shape, value.shape))
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        latent = Latent.of(module)
+        return out if latent is None else latent.value(out), None
 
 
 class _UseOf(TorchFunctionMode):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.models.auto import Angles, angles_at, rotate_neighbours
+from kvcli.models.auto import Angles, angles_at, rotate_halves, rotate_neighbours
 from kvcli.models.geometry import attention_modules, geometry_of_model
 from kvcli.models.layers import decoder_of, layer_type_of, refusal
 
@@ -283,7 +283,8 @@ def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary 
             continue
         layer_type = layer_type_of(frequencies.rotary, text, place)
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-        apply = rotate_neighbours if frequencies.complex else apply
+        if frequencies.complex or layer.latent is not None:  # latents have their own layout
+            apply = rotate_neighbours if frequencies.complex else rotate_halves
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
         key = (layer_type, layer.head_dim)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
+from kvcli.models.latent import Latent, compressed
 from kvcli.models.temperature import Temperature, taken_out
 
 NAME = "kvcli"
@@ -38,6 +39,7 @@ class Hook:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]):
         self.model, self.modules = model, modules
+        self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
         self.positions = torch.empty(0)  # [b, n] of the tokens that go through a layer
         self._handler: Handler | None = None
@@ -88,7 +90,7 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
     try:
-        with taken_out(modules):
+        with taken_out(modules), compressed(modules):
             yield hook
     finally:
         model.set_attn_implementation(before)
@@ -111,7 +113,10 @@ def _attention(
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.kvcli_layer)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    return hook.attend(layer, hook.tempered(layer, query), key, value, softmax), None
+    query, latent = hook.tempered(layer, query), hook.latents[layer]
+    if latent is None:
+        return hook.attend(layer, query, key, value, softmax), None
+    return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -28,7 +28,7 @@ from kvcli.runtime.saved.reader import SavedKV
 from kvcli.runtime.saved.writer import KVWriter
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import windowed_prefill
-from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.cache import Footprint, Tiers, both
 from kvcli.store.raw_kv import PAGE, RawKV
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
@@ -102,10 +102,10 @@ class Conversation:
         with self._engine(self._capacity) as ready:
             chosen = writers(self.ids[:tokens], ready.rope.fingerprint(self._capacity))
             for layer in ready.layers:
-                k, v = both = self._tiers.on_device(2, layer.num_kv_heads, tokens, layer.head_dim)
-                kv.fill(layer.index, both)
+                rows = self._tiers.on_device(layer.parts, layer.num_kv_heads, tokens, layer.head_dim)
+                kv.fill(layer.index, rows)
                 for writer in chosen:
-                    writer.prefill(layer.index, k, v, both[:0], Softmax(1.0))
+                    writer.prefill(layer.index, *both(rows), rows[:0], Softmax(1.0))
         for writer in chosen:
             writer.finish()
         return tokens

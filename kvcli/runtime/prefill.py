@@ -26,6 +26,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.known_kv import KnownKV
+from kvcli.store.cache import both
 from kvcli.store.prefill_offloader import PrefillOffloader
 
 # Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
@@ -125,7 +126,7 @@ class PrefillAttention:
         self.offloader = PrefillOffloader(device)
         self.branch: int | None = None  # the prompt being read; None at a layer's beginning
         self.done = 0  # its tokens of the current layer
-        self.kv = torch.empty(0)  # [2, Hk, longest, d] of the current layer
+        self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
         self.q = self.common_q = torch.empty(0)  # [H, rows, d], its last queries
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -134,8 +135,8 @@ class PrefillAttention:
             self._begin(layer, q, k)
         stop = self.done + k.shape[2]
         self.kv[0, :, self.done : stop] = k[0]
-        self.kv[1, :, self.done : stop] = v[0]
-        seen_k, seen_v = self.kv[:, :, :stop]
+        self.kv[-1, :, self.done : stop] = v[0]
+        seen_k, seen_v = both(self.kv[:, :, :stop])
         geometry = self.layers[layer]
         out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
         for consumer in self.consumers if stop <= self.start else self.consumers[self.branch :][:1]:
@@ -150,7 +151,7 @@ class PrefillAttention:
 
     def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
         """Make room for a layer, q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and get what is known."""
-        self.kv = self.offloader.buffer((2, k.shape[1], max(self.lengths), k.shape[3]), k.dtype)
+        self.kv = self.offloader.buffer((self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]), k.dtype)
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
@@ -159,7 +160,7 @@ class PrefillAttention:
     def _hand_over(self, layer: int, softmax: Softmax) -> None:
         """Give the prompt that was read to its consumer, and go on with the next one, or to the next layer."""
         assert self.branch is not None
-        k, v = self.kv[:, :, : self.done]
+        k, v = both(self.kv[:, :, : self.done])
         work = partial(self.consumers[self.branch].prefill, layer, k, v, self.q, softmax)
         if self.branch + 1 < len(self.consumers):
             work()  # before the next prompt's own tokens take the place of this one's

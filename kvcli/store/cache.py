@@ -39,7 +39,7 @@ class Tiers:
 
     On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
     `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
-    goes through `staging`.
+    goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both.
     """
 
     device: torch.device
@@ -47,6 +47,7 @@ class Tiers:
     dtype: torch.dtype
     pinned: PinnedAllocator | None = None
     staging: PinnedStaging | None = None
+    parts: int = 2
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
@@ -89,6 +90,11 @@ class Tiers:
         else:
             self.staging.upload(target, gather)
         return target
+
+
+def both(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of kv [t, ..]: one and the same tensor where tokens have one part."""
+    return kv[0], kv[-1]
 
 
 def token_mask(k: Tensor, length: int, *tokens: range) -> Tensor:
@@ -155,17 +161,17 @@ class LayerCache(ABC):
 
 
 class ResidentCache(LayerCache):
-    """Rows of KV on the device, contiguous per head: k, v [Hk, rows, d], which are views of kv [2, Hk, rows, d]."""
+    """Rows of KV on the device, contiguous per head: k, v [Hk, rows, d], which are views of kv [t, Hk, rows, d]."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, tiers: Tiers):
         self.length = 0
-        self.kv = tiers.on_device(2, num_kv_heads, rows, head_dim)
-        self.k, self.v = self.kv
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, rows, head_dim)
+        self.k, self.v = both(self.kv)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
         self.kv = slots.kv
-        self.k, self.v = self.kv
+        self.k, self.v = both(self.kv)
 
     @override
     def footprint(self) -> Footprint:
@@ -211,7 +217,7 @@ class DenseCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        return Traffic(attended=length * nbytes(self.k[:, :1], self.v[:, :1]))
+        return Traffic(attended=length * nbytes(self.kv[:, :, :1]))
 
 
 class SlidingCache(ResidentCache):
@@ -282,7 +288,7 @@ class SlidingCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.k[:, :1], self.v[:, :1]))
+        return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.kv[:, :, :1]))
 
     def _row(self, positions: Tensor) -> Tensor:
         ring = self.sink + (positions - self.sink) % self.window

@@ -7,8 +7,16 @@ from typing_extensions import override
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import SlidingCache, Traffic
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.cache import SlidingCache, Tiers, Traffic
 from kvcli.store.layer_slots import LayerSlots
+
+
+def windowed_cache(layer: LayerGeometry, tiers: Tiers) -> SlidingCache:
+    """Make the cache of a layer whose window slides, or is a chunk."""
+    assert layer.window is not None
+    kind = ChunkCache if layer.chunked else SlidingCache
+    return kind(layer.num_kv_heads, layer.head_dim, layer.window, tiers)
 
 
 class ChunkCache(SlidingCache):

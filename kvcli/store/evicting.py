@@ -94,7 +94,7 @@ class EvictingCache(ResidentCache):
         """Count the keys twice: they are read for the scores, too."""
         held = min(length, self.rows)
         keys = held * nbytes(self.k[:, :1])
-        return Traffic(attended=keys + held * nbytes(self.v[:, :1]), scored=keys, scores=nbytes(self.scores[:, :held]))
+        return Traffic(attended=keys * len(self.kv), scored=keys, scores=nbytes(self.scores[:, :held]))
 
     def _lowest(self) -> Tensor:
         """Rows [Hk] of the tokens to evict for the next one, which counts among the recent tokens."""

@@ -4,7 +4,7 @@ hnd   [pages, Hk, t, p, d]   one page of one KV head is a contiguous block of t*
                              that a recall moves it in one piece (16 KiB at p = 32, d = 128 in bf16)
 nhd   [pages, t, p, Hk, d]   the paper's ablation: it lies in t*p pieces
 
-t is 2 for keys and values; 1 where a method keeps its keys elsewhere.
+t is 2 for keys and values; 1 where a method keeps its keys elsewhere, or keys are the values, too.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class HostPagePool:
         tensors: int = 2,
     ):
         self.layout, self.tiers, self.num_pages = layout, tiers, num_pages
+        tensors = min(tensors, tiers.parts)
         if layout == "hnd":
             self.page_shape = (num_kv_heads, tensors, page_size, head_dim)
         else:
@@ -93,7 +94,7 @@ class HostPagePool:
         return alike and pages > 0
 
     def write(self, first: int, *tensors: Tensor) -> int:
-        """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d]. Returns the bytes moved.
+        """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d] or more. Returns the bytes moved.
 
         From a GPU to pinned memory this only queues the copies on the current stream.
         """
@@ -180,7 +181,7 @@ class HostPagePool:
         # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
         for part in slices(len(target), max(1, OFFLOAD_BYTES // self.page_bytes if on_gpu else len(target))):
             pages = torch.empty_like(target[part], device=tensors[0].device) if on_gpu else target[part]
-            for blocks, tensor in zip(self._blocks(pages).unbind(2), tensors, strict=True):
+            for blocks, tensor in zip(self._blocks(pages).unbind(2), tensors, strict=False):
                 blocks.copy_(tensor[:, part].transpose(0, 1))
             if on_gpu:
                 target[part].copy_(pages, non_blocking=True)

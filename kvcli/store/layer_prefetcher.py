@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcli.store.cache import Footprint, Tiers, nbytes
+from kvcli.store.cache import Footprint, Tiers, both, nbytes
 from kvcli.store.token_major import TokenMajorCache
 
 
 class LayerPrefetcher:
-    """Two buffers [2, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
+    """Two buffers [t, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
 
     On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
     overlap with, and it is copied at once.
@@ -24,7 +24,7 @@ class LayerPrefetcher:
 
     def __init__(self, capacity: int, width: int, tiers: Tiers):
         self.capacity, self.width, self.tiers = capacity, width, tiers
-        self.buffers = [tiers.on_device(2, capacity * width) for _ in range(2)]
+        self.buffers = [tiers.on_device(tiers.parts, capacity * width) for _ in range(2)]
         self.stream: torch.cuda.Stream | None = None
         if tiers.device.type == "cuda":
             self.stream = torch.cuda.Stream(tiers.device)  # type: ignore[no-untyped-call]
@@ -58,8 +58,8 @@ class LayerPrefetcher:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
         self._copy(cache, slice(early, cache.held))
         self.prefetched = self.done = None
-        k, v = (rows[: cache.held].transpose(0, 1) for rows in self._views(cache))
-        return k, v, nbytes(k[:, early:], v[:, early:])
+        kv = self._views(cache)[:, : cache.held].transpose(1, 2)
+        return *both(kv), nbytes(kv[:, :, early:])
 
     def restored(self) -> None:
         """Copy again what was in the buffer whose turn it is."""
@@ -75,10 +75,9 @@ class LayerPrefetcher:
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
     def _copy(self, cache: TokenMajorCache, tokens: slice) -> None:
-        for staged, rows in zip(self._views(cache), (cache.k, cache.v), strict=True):
+        for staged, rows in zip(self._views(cache), cache.kv, strict=True):
             staged[tokens].copy_(rows[tokens], non_blocking=True)
 
-    def _views(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor]:
-        """View the buffer whose turn it is in the shape of the layer: k, v [capacity, Hk, d] each."""
-        k, v = (part[: cache.k.numel()].view_as(cache.k) for part in self.buffers[0])
-        return k, v
+    def _views(self, cache: TokenMajorCache) -> Tensor:
+        """View the buffer whose turn it is in the shape of the layer: [t, capacity, Hk, d]."""
+        return self.buffers[0][:, : cache.k.numel()].unflatten(1, cache.k.shape)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,6 +1,6 @@
 """A layer whose full KV lies in host memory while the device holds a budget of pages (FreeKV, section 4; ArkVale).
 
-The slots on the device are HND like the host's blocks: kv [2, Hk, slots, p, d]. The page table differs by head, so
+The slots on the device are HND like the host's blocks: kv [t, Hk, slots, p, d]. The page table differs by head, so
 attention reads a head's slots in one piece and a recalled block lands in one piece; appending a token writes Hk short
 rows instead of one long one, once a step. (The paper keeps NHD on the device and converts; section 4.2.) The slots are
 in this order, and the rows of a head that hold tokens are always a prefix of them:
@@ -24,7 +24,7 @@ from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, PagedCache, paged
@@ -52,7 +52,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         num_pages = budget.count(capacity)
         self.pool = HostPagePool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
-        self.kv = tiers.on_device(2, num_kv_heads, budget.total, budget.size, head_dim)
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
 
     @override
@@ -90,11 +90,11 @@ class OffloadedPageCache(PagedCache, LayerCache):
             self._advance_window()
         slot = min(page, self.budget.total - 1)
         self.kv[0, :, slot, row] = k
-        self.kv[1, :, slot, row] = v
+        self.kv[-1, :, slot, row] = v
         self.length += 1
         if row < self.budget.size - 1:
             return 0
-        full_k, full_v = self.kv[:, :, slot : slot + 1]  # [Hk, 1, p, d]
+        full_k, full_v = both(self.kv[:, :, slot : slot + 1])  # [Hk, 1, p, d]
         self.summaries.fill(page, full_k)
         return self.pool.write(page, full_k, full_v)
 
@@ -107,7 +107,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
         misses = resolve_pages(self.resident, selected)
-        blocks = self.pool.fetch(misses.pages, misses.heads)  # [m, 2, p, d]
+        blocks = self.pool.fetch(misses.pages, misses.heads)  # [m, t, p, d]
         slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
         for part, kv in enumerate(self.kv):
             kv.flatten(0, 1).index_copy_(0, slots, blocks[:, part])
@@ -116,7 +116,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        k, v = self.kv.flatten(2, 3)[:, :, : self.budget.tokens(self.length)]  # [Hk, rows, d]
+        k, v = both(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(self.length)])  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
 
     @override
@@ -138,7 +138,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
-        self.kv = slots.kv.view(2, *self.resident.shape[:1], self.budget.total, self.budget.size, -1)
+        self.kv = slots.kv.view(len(slots.kv), *self.resident.shape[:1], self.budget.total, self.budget.size, -1)
         self.resident, self.summaries.bounds = slots.tensors["resident"], slots.tensors["bounds"]
 
     @override
@@ -154,8 +154,8 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
         """Put `tokens` of k, v [Hk, s, d] into the rows from `slot` on."""
-        rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [2, Hk, rows, d]
-        for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=True):
+        rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [t, Hk, rows, d]
+        for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=False):
             target[:, : source.shape[1]] = source
 
     def _advance_window(self) -> None:

@@ -7,7 +7,7 @@ from typing_extensions import override
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, both, nbytes
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.tokens import IndexT, TokenBudget, TokenCache
@@ -30,8 +30,8 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.recent = max(budget.window, budget.group)
         self.pool = HostPagePool(num_kv_heads, head_dim, 1, capacity, tiers)
         self.first_rows = budget.sink + budget.max_selected
-        self.kv = tiers.on_device(2, num_kv_heads, self.first_rows + self.recent, head_dim)
-        self.k, self.v = self.kv
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, self.first_rows + self.recent, head_dim)
+        self.k, self.v = both(self.kv)
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
 
@@ -72,10 +72,10 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     @override
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
         misses, leaving = resolve_tokens(self.resident, selected, self.length)
-        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, 2, 1, d]
+        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, t, 1, d]
         rows = misses.slots + self.budget.sink
         self.k[misses.heads, rows] = tokens[:, 0, 0]
-        self.v[misses.heads, rows] = tokens[:, 1, 0]
+        self.v[misses.heads, rows] = tokens[:, -1, 0]
         self.resident[leaving] = EMPTY
         self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), nbytes(tokens)
@@ -95,7 +95,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     @override
     def footprint(self) -> Footprint:
-        device = nbytes(self.k, self.v, self.resident) + self.index.nbytes()
+        device = nbytes(self.kv, self.resident) + self.index.nbytes()
         return Footprint(device) + self.pool.footprint()
 
     @override
@@ -112,7 +112,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
         self.kv, self.resident = slots.kv, slots.tensors["resident"]
-        self.k, self.v = self.kv
+        self.k, self.v = both(self.kv)
         self.index.adopt(slots.tensors)
 
     def _recent_rows(self) -> Tensor:

@@ -1,5 +1,7 @@
 """A layer that keeps a part of its prompt and every token after it (SnapKV and its like)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -19,7 +21,7 @@ class PrunedCache(TokenMajorCache):
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
-        planned = Tiers.for_device(torch.device("meta"), tiers.dtype)
+        planned = replace(Tiers.for_device(torch.device("meta"), tiers.dtype), parts=tiers.parts)
         super().__init__(num_kv_heads, head_dim, rows, planned, offload)
         self.capacity, self.tiers = capacity, tiers
         self.positions = planned.on_device(num_kv_heads, rows, dtype=torch.int32)
@@ -58,7 +60,7 @@ class PrunedCache(TokenMajorCache):
     def as_slots(self) -> LayerSlots | None:
         if self.offload:
             return None
-        kv = self.kv.transpose(1, 2)  # [2, Hk, rows, d]
+        kv = self.kv.transpose(1, 2)  # [t, Hk, rows, d]
         return LayerSlots(kv, SlotLayout.everything(kv.shape[2]), dropped=self.length - self.held)
 
     @override
@@ -79,7 +81,7 @@ class PrunedCache(TokenMajorCache):
         num_kv_heads, self.held = rows.shape
         room = self.held + self.capacity - self.length
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
-            self._hold_in(self._rows(2, room, num_kv_heads, k.shape[2]))
+            self._hold_in(self._rows(self.tiers.parts, room, num_kv_heads, k.shape[2]))
             self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
         self._fill(self.k, k.take_along_dim(rows[..., None], 1))
         self._fill(self.v, v.take_along_dim(rows[..., None], 1))

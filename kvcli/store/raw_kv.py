@@ -35,7 +35,10 @@ class RawKV:
     ):
         self._filled = 0  # the layer that was filled last
         self.known = pages if before is not None else 0  # pages
-        self.pools = [HostPagePool(each.num_kv_heads, each.head_dim, PAGE, tokens // PAGE, tiers) for each in layers]
+        self.pools = [
+            HostPagePool(each.num_kv_heads, each.head_dim, PAGE, tokens // PAGE, tiers, tensors=each.parts)
+            for each in layers
+        ]
         for pool, other in zip(self.pools, before.pools if before is not None else (), strict=False):
             if self.known:
                 pool.share(other, self.known)
@@ -60,11 +63,11 @@ class RawKV:
         self.pools[layer].write(start // PAGE, *(paged(each[:, start:stop], PAGE) for each in (k, v)))
 
     def fill(self, layer: int, kv: Tensor) -> None:
-        """Put keys and values of the first n tokens, n a multiple of `PAGE`, into kv [2, Hk, n, d]."""
+        """Put keys and values of the first n tokens, n a multiple of `PAGE`, into kv [t, Hk, n, d]."""
         self._filled = layer
         at, pages = 0, kv.shape[2] // PAGE
         for piece in self.pools[layer].pieces:
-            here = piece[: max(0, pages - at)].to(kv.device)  # [n, Hk, 2, p, d]
+            here = piece[: max(0, pages - at)].to(kv.device)  # [n, Hk, t, p, d]
             for part, rows in enumerate(kv):
                 paged(rows, PAGE)[:, at : at + len(here)].copy_(here[:, :, part].transpose(0, 1))
             at += len(here)

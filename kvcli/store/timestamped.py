@@ -17,7 +17,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, paged
 from kvcli.store.state import Settled
@@ -43,8 +43,8 @@ class TimestampedPageCache(LayerCache):
         self.budget = budget
         self.protected, self.num_slots = self._split(capacity if prompt is None else prompt)
         slots = min(self.num_slots, budget.count(capacity))
-        self.kv = tiers.on_device(2, num_kv_heads, slots, budget.size, head_dim)
-        self.k, self.v = self.kv
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, slots, budget.size, head_dim)
+        self.k, self.v = both(self.kv)
         self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
         self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
         self.prompt_pages = 0  # full ones
@@ -122,12 +122,12 @@ class TimestampedPageCache(LayerCache):
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
         self.kv = slots.kv.unflatten(2, (-1, self.budget.size))  # type: ignore[no-untyped-call]
-        self.k, self.v = self.kv
+        self.k, self.v = both(self.kv)
         self.bounds, self.stamps, self.pages = (slots.tensors[name] for name in ("bounds", "stamps", "pages"))
 
     @override
     def footprint(self) -> Footprint:
-        return Footprint(device=nbytes(self.k, self.v, self.bounds, self.stamps, self.pages))
+        return Footprint(device=nbytes(self.kv, self.bounds, self.stamps, self.pages))
 
     @override
     def traffic(self, length: int) -> Traffic:
@@ -135,7 +135,7 @@ class TimestampedPageCache(LayerCache):
         size = self.budget.size
         held = length - max(0, self.budget.count(length) - self.num_slots) * size
         return Traffic(
-            attended=sum(nbytes(slots.flatten(1, 2)[:, :held]) for slots in (self.k, self.v)),
+            attended=nbytes(self.kv.flatten(2, 3)[:, :, :held]),
             scored=nbytes(self.bounds[:, : held // size]),
             scores=4 * self.k.shape[0] * (held // size),
         )
@@ -157,6 +157,6 @@ class TimestampedPageCache(LayerCache):
         age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]
         victim = self.protected + age.argmin(1)  # [Hk]
         heads = torch.arange(len(victim), device=victim.device)
-        for slots in (self.k, self.v, self.bounds, self.stamps, self.pages):
+        for slots in (*self.kv, self.bounds, self.stamps, self.pages):
             slots[heads, victim] = slots[:, leaving].clone()  # with one head it is the memory that is written to
             slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()

@@ -5,7 +5,7 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled
@@ -20,7 +20,7 @@ class TokenMajorCache(LayerCache):
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
         self.tiers, self.offload = tiers, offload
-        self._hold_in(self._rows(2, capacity, num_kv_heads, head_dim))
+        self._hold_in(self._rows(tiers.parts, capacity, num_kv_heads, head_dim))
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -39,8 +39,9 @@ class TokenMajorCache(LayerCache):
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
-        k, v = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in (self.k, self.v))
-        return k, v, self._moved(self.held)
+        held = (rows[: self.held].to(self.tiers.device, non_blocking=True).transpose(0, 1) for rows in self.kv)
+        k, *others = held
+        return k, others[0] if others else k, self._moved(self.held)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -57,12 +58,12 @@ class TokenMajorCache(LayerCache):
 
     @override
     def footprint(self) -> Footprint:
-        held = nbytes(self.k, self.v)
+        held = nbytes(self.kv)
         return Footprint(host=held) if self.offload else Footprint(device=held)
 
     @override
     def traffic(self, length: int) -> Traffic:
-        attended = length * nbytes(self.k[:1], self.v[:1])
+        attended = length * nbytes(self.kv[:, :1])
         return Traffic(attended, recalled=attended if self.offload else 0)
 
     def _fill(self, rows: Tensor, tokens: Tensor) -> None:
@@ -76,11 +77,11 @@ class TokenMajorCache(LayerCache):
 
     def _hold_in(self, kv: Tensor) -> None:
         self.kv = kv
-        self.k, self.v = kv
+        self.k, self.v = both(kv)
 
     def _rows(self, *shape: int) -> Tensor:
         return self.tiers.on_host(*shape) if self.offload else self.tiers.on_device(*shape)
 
     def _moved(self, tokens: int) -> int:
         """Bytes of so many tokens that cross to or from the host: none where the cache is on the device."""
-        return nbytes(self.k[:tokens], self.v[:tokens]) if self.offload else 0
+        return nbytes(self.kv[:, :tokens]) if self.offload else 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.slot_layout import SlotLayout
+from kvcli.kernels.slot_layout import SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.layer_slots import LayerSlots
@@ -114,7 +114,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        token = nbytes(self.k[:, :1], self.v[:, :1])
+        token = nbytes(*(rows[:, :1] for rows in distinct(self.k, self.v)))
         if length <= self.budget.total:
             return Traffic(attended=length * token)
         recalled = self.budget.selected(length) * token if self.footprint().host else 0

@@ -100,6 +100,10 @@ def _with_vision(name: str, text: PreTrainedConfig, vision: dict[str, object], *
     return getattr(transformers, name)(**extra)
 
 
+_LATENT = {"num_key_value_heads": HEADS, "head_dim": 8, "kv_lora_rank": 16, "v_head_dim": 12}
+_LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+_YARN |= {"mscale": 1.0, "mscale_all_dim": 0.7}
 # Temperatures differ within a test's prompt.
 _LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
 _LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
@@ -134,6 +138,9 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         config_of("Llama4TextConfig", **_LLAMA4),
         {**_VISION, **_PATCHES, "intermediate_size": 128, "vision_output_dim": 32, "projector_output_dim": 32},
     ),
+    "deepseek_v2": lambda: config_of("DeepseekV2Config", **_EXPERTS, **_LATENT),
+    "deepseek_v3": lambda: config_of("DeepseekV3Config", **_EXPERTS, **_LATENT, q_lora_rank=24, rope_parameters=_YARN),
+    "minicpm3": lambda: config_of("MiniCPM3Config", **_LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **_EXPERTS),
 }
 """Models of other kinds than `FAMILIES`: every method in one run each."""

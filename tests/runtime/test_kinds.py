@@ -7,6 +7,7 @@ from kvcli.conformance.models import KINDS, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
 from kvcli.methods import get_method, method_names
+from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 
@@ -19,14 +20,18 @@ def kind(request):
     return tiny_model(request.param)
 
 
+def serves(method, layers):
+    return layers[0].latent is None or method.no_latents is None
+
+
 def test_every_method_continues_as_transformers_does(kind):
     ids = prompt(1, TEXT)
     reference = kind.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
     reference = reference[0, TEXT:].tolist()
     assert len(set(reference)) > STEPS / 3, "a reference that repeats itself tests little"
     with engine(in_memory(kind), [TEXT + STEPS]) as ready:
-        methods = []
-        for name in method_names():
+        methods, names = [], [name for name in method_names() if serves(get_method(name), ready.layers)]
+        for name in names:
             method = get_method(name)
             config = method.Config(**settings(name, {**AMPLE, **method.exact}))
             methods.append(method(config, ready.layers, ready.context(TEXT, STEPS)))
@@ -36,8 +41,23 @@ def test_every_method_continues_as_transformers_does(kind):
             sequence.accept(row)
         for _ in ready.decode(sequences):
             pass
-    found = {name: sequence.token_ids for name, sequence in zip(method_names(), sequences, strict=True)}
+    found = {name: sequence.token_ids for name, sequence in zip(names, sequences, strict=True)}
     assert found == dict.fromkeys(found, reference)
+
+
+@pytest.mark.parametrize("name", [name for name in method_names() if get_method(name).no_latents is None])
+def test_a_latent_is_kept_once(name, monkeypatch):
+    """A small budget chooses, evicts and moves the same whether keys and values are one tensor or two alike."""
+    model, prompts = tiny_model("deepseek_v3"), [prompt(2, TEXT), prompt(3, 40)]
+    once = run(model, name, settings(name, SMALL), prompts, STEPS, chunk=TEXT)
+    monkeypatch.setattr(LayerGeometry, "parts", 2)
+    twice = run(model, name, settings(name, SMALL), prompts, STEPS, chunk=TEXT)
+    assert [sequence.token_ids for sequence in once] == [sequence.token_ids for sequence in twice]
+    for one, two in zip(once, twice, strict=True):
+        held, both = one.method.footprint(), two.method.footprint()
+        assert (
+            0.5 <= (held.device + held.host) / (both.device + both.host) < 0.8
+        )  # page tables, indices and bounds stay
 
 
 def test_company_changes_nothing(kind):

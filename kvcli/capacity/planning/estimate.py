@@ -130,8 +130,8 @@ def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, 
     """Run as many layers, at as long a context, as takes a few seconds; None where memory does not hold them."""
     geometry, parts, dense = subject.geometry, subject.geometry.parts, profile.settings.leading_dense_layers
     layer_bytes = (parts.projections + parts.mlp + parts.experts) // len(geometry.layers)
-    widest = max(layer.num_kv_heads * layer.head_dim for layer in geometry.layers)
-    token_bytes = 2 * widest * subject.dtype.itemsize * batch
+    widest = max(layer.token_size for layer in geometry.layers)
+    token_bytes = widest * subject.dtype.itemsize * batch
     kinds = [_kind(layer, dense) for layer in geometry.layers]
     fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
     ample = (

@@ -148,7 +148,7 @@ def _plan(
 def _token_bytes(subject: PlannedRun) -> int:
     """Bytes of a token's keys and values in all layers, as they are saved."""
     layers = subject.geometry.layers
-    return subject.dtype.itemsize * sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+    return subject.dtype.itemsize * sum(layer.token_size for layer in layers)
 
 
 def _times(times: Times) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import nbytes
+from kvcli.store.cache import both, nbytes
 
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
@@ -161,8 +161,8 @@ class RandomKV:
         self._kept = torch.empty(0)
 
     def kv(self, layer: LayerGeometry, context: int) -> Tensor:
-        """Keys and values [2, Hk, context, d] of a layer, not to be changed."""
-        shape = (2, layer.num_kv_heads, context, layer.head_dim)
+        """Keys and values [t, Hk, context, d] of a layer, not to be changed."""
+        shape = (layer.parts, layer.num_kv_heads, context, layer.head_dim)
         if self._kept.shape != shape:
             self._kept = torch.empty(0)  # the old one is freed before the new one is made
             self._kept = self.normal(*shape)
@@ -172,7 +172,7 @@ class RandomKV:
     def fill(self, methods: Sequence[AnyMethod], layers: Sequence[LayerGeometry], context: int) -> None:
         """Hand noise to methods, layer by layer, as the prefill of `context` tokens would."""
         for layer in layers:
-            k, v = self.kv(layer, context)
+            k, v = both(self.kv(layer, context))
             softmax = Softmax(layer.head_dim**-0.5)
             for method in methods:
                 rows = min(context, max(_QUERIES, method.query_rows))
@@ -188,10 +188,10 @@ class RandomKV:
 
 def _attention_rate(noise: RandomKV, layer: LayerGeometry, context: int, device: torch.device) -> float:
     """Bytes a second that attention reads all of a layer with."""
-    k, v = noise.kv(layer, context)
+    k, v = both(kv := noise.kv(layer, context))
     q = noise.normal(layer.num_heads, layer.head_dim)
     softmax = Softmax(layer.head_dim**-0.5)
-    return nbytes(k, v) / statistics.median(timed(lambda: decode_attention(q, k, v, softmax), device))
+    return nbytes(kv) / statistics.median(timed(lambda: decode_attention(q, k, v, softmax), device))
 
 
 class WordlessTokenizer:

@@ -70,14 +70,14 @@ class BatchSlots:
         `seen` and, where it is less, `held` [b] int32 are what kernels will read; their values do not matter yet. A
         single sequence is not copied; of several, each cache is copied to its place and then freed.
         """
-        kv = _side_by_side([part.kv for part in parts])  # [b, 2, Hk, rows, d]
+        kv = _side_by_side([part.kv for part in parts])  # [b, t, Hk, rows, d]
         tensors = {name: _side_by_side([part.tensors[name] for part in parts]) for name in parts[0].tensors}
         for row, (cache, part) in enumerate(zip(caches, parts, strict=True)):
             own = {name: tensors[name][row][_corner(x)] for name, x in part.tensors.items()}
             cache.adopt_slots(part._replace(kv=kv[row][_corner(part.kv)], tensors=own))
         longest = max((part.layout for part in parts), key=lambda layout: layout.total)
         resident = tensors.get("resident") if longest.selected else None
-        k, v = kv[:, 0], kv[:, 1]
+        k, v = kv[:, 0], kv[:, -1]
         arrived = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
         rows = PagedKV(k, v, seen if held is None else held, longest, resident, parts[0].in_place, arrived)
         outgrown = longest.budget * longest.size + 1

@@ -79,7 +79,7 @@ class StalestPage(Eviction):
 
     def __init__(self, slots: BatchSlots, window: int, size: int, threshold: float, pooling: Pooling):
         self.seen, self.size, self.threshold, self.pooling = slots.seen, size, threshold, pooling
-        self.k, self.v = (x.unflatten(2, (-1, size)) for x in (slots.rows.k, slots.rows.v))  # type: ignore[no-untyped-call]
+        self.kv = [x.unflatten(2, (-1, size)) for x in slots.rows.tensors]  # type: ignore[no-untyped-call]
         self.bounds, self.stamps, self.pages = (slots.tensors[name] for name in ("bounds", "stamps", "pages"))
         self.protected, self.num_slots = slots.tensors["protected"], slots.tensors["slots"]  # [b]
         self.held, self.full = torch.zeros_like(self.seen), torch.zeros_like(self.seen)
@@ -103,7 +103,7 @@ class StalestPage(Eviction):
         targets[:, :, 0] = last.where(stays, victim)
         sources[:, :, 0] = last.where(stays, leaving)
         sources, targets = (x.where(evicts[:, None, None], 0) for x in (sources, targets))  # else nothing moves
-        for slots in (self.k, self.v, self.bounds, self.stamps, self.pages):
+        for slots in (*self.kv, self.bounds, self.stamps, self.pages):
             shape = (*targets.shape, *[1] * (slots.dim() - 3))
             from_, to = (x.long().view(shape).expand(-1, -1, -1, *slots.shape[3:]) for x in (sources, targets))
             slots.scatter_(2, to, slots.gather(2, from_))

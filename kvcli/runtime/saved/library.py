@@ -110,7 +110,7 @@ class KVLibrary:
     @property
     def _page_bytes(self) -> int:
         layers, itemsize = self.checkpoint.geometry.layers, self.checkpoint.dtype.itemsize
-        return sum(2 * PAGE * layer.num_kv_heads * layer.head_dim * itemsize for layer in layers)
+        return sum(PAGE * layer.token_size * itemsize for layer in layers)
 
     @cached_property
     def _fingerprints(self) -> tuple[str, str, str]:

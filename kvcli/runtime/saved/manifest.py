@@ -57,6 +57,7 @@ class LayerEntry(_Part):
     file: str = Field(pattern=r"^[a-z0-9-]+\.safetensors$")
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
+    parts: int = Field(default=2, ge=1, le=2)
     checksums: list[str]
 
 
@@ -95,9 +96,9 @@ class Manifest(_Part):
         return self.model_copy(update={"checksum": self._checksum()}).model_dump_json()
 
     def shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """The shape of a layer's pages: [n, Hk, 2, p, d]."""
+        """The shape of a layer's pages: [n, Hk, t, p, d]."""
         entry = self.layers[layer]
-        return len(self.pages), entry.num_kv_heads, 2, PAGE, entry.head_dim
+        return len(self.pages), entry.num_kv_heads, entry.parts, PAGE, entry.head_dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,8 +117,8 @@ class Manifest(_Part):
 
     def fits(self, geometry: ModelGeometry) -> bool:
         """Tell whether these are layers of that model."""
-        shapes = [(entry.num_kv_heads, entry.head_dim) for entry in self.layers]
-        return shapes == [(layer.num_kv_heads, layer.head_dim) for layer in geometry.layers]
+        shapes = [(entry.parts, entry.num_kv_heads, entry.head_dim) for entry in self.layers]
+        return shapes == [(layer.parts, layer.num_kv_heads, layer.head_dim) for layer in geometry.layers]
 
     def problem(self) -> str | None:
         """Say what does not add up, if anything."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import KvcliError, usage_error
+from kvcli.kernels.slot_layout import distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.saved.folders import NewFolder
 from kvcli.runtime.saved.layer_file import write_layer
@@ -86,13 +87,14 @@ class KVWriter:
         """Take the pages of a layer's k, v [Hk, s, d]."""
         if self.failure is not None:
             return
-        shape = (self.saving.pages, k.shape[0], 2, PAGE, k.shape[2])
+        parts = distinct(k, v)
+        shape = (self.saving.pages, k.shape[0], len(parts), PAGE, k.shape[2])
         buffer = self._free.get()
         if buffer is None or buffer.shape != shape:
             buffer = host_memory(shape, k.dtype)
         tokens = slice(self.saving.first * PAGE, (self.saving.first + self.saving.pages) * PAGE)
         target = torch.empty_like(buffer, device=k.device) if k.is_cuda else buffer
-        for part, rows in enumerate((k, v)):
+        for part, rows in enumerate(parts):
             target[:, :, part].copy_(paged(rows[:, tokens], PAGE).transpose(0, 1))
         if k.is_cuda:
             buffer.copy_(target)
@@ -144,7 +146,13 @@ class KVWriter:
         name = f"layer-{len(self.entries):04}.safetensors"
         checksums = write_layer(self.folder.path / name, pages)
         self.entries.append(
-            LayerEntry(file=name, num_kv_heads=pages.shape[1], head_dim=pages.shape[4], checksums=checksums)
+            LayerEntry(
+                file=name,
+                num_kv_heads=pages.shape[1],
+                head_dim=pages.shape[4],
+                parts=pages.shape[2],
+                checksums=checksums,
+            )
         )
         self.bytes_written += pages.nbytes
 

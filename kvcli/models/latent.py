@@ -1,0 +1,82 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), attended to as it is kept.
+
+Of a token's keys and values there is one latent c of r channels that all heads share, and a rotary part k_R of every
+key. A head h makes of them its key (U_h c, k_R) and its value V_h c. Its score is
+
+    q_h . (U_h c, k_R) = (U_h^T q_C, q_R) . (c, k_R)       and its output       sum_j a_j V_h c_j = V_h sum_j a_j c_j
+
+So with U absorbed into the query and V applied to the output, attention reads (k_R, c) alone: one KV head that is key
+and value both, of which the first channels, the rotary ones, are cut off the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Latent(NamedTuple):
+    """What an attention module makes keys and values of latents by: up [H * (n + v), r], as transformers keeps it.
+
+    Of every head's rows the first n make the key's part that is not rotary, the other v the value.
+    """
+
+    up: Tensor
+    heads: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, module: Any) -> Latent | None:
+        """Find it in a module by what it does: `expand_kv` makes keys and values of latents, by one projection."""
+        up = getattr(module, "kv_b_proj", None)
+        if not hasattr(module, "expand_kv") or type(up) is not nn.Linear or up.bias is not None:
+            return None
+        return cls(up.weight, module.num_heads, module.v_head_dim)
+
+    @property
+    def rank(self) -> int:
+        """Channels of a latent."""
+        return self.up.shape[1]
+
+    def query(self, q: Tensor) -> Tensor:
+        """Absorb the keys' projection: q [b, H, m, n + rotary] -> [b, H, m, rotary + r]."""
+        keys = self._by_head[:, : -self.value_dim]  # [H, n, r]
+        content, rotary = q[..., : keys.shape[1]], q[..., keys.shape[1] :]
+        return torch.cat((rotary, _by_heads(content.transpose(0, 1), keys).transpose(0, 1)), -1)
+
+    def value(self, out: Tensor) -> Tensor:
+        """Apply the values' projection to what attention gives: [b, m, H, rotary + r] -> [b, m, H, v]."""
+        values = self._by_head[:, -self.value_dim :].transpose(1, 2)  # [H, r, v]
+        return _by_heads(out[..., -self.rank :].permute(2, 0, 1, 3), values).permute(1, 2, 0, 3)
+
+    @property
+    def _by_head(self) -> Tensor:
+        return self.up.view(self.heads, -1, self.rank)
+
+
+def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """Multiply x [H, ..., i] by weights [H, i, o] -> [H, ..., o]."""
+    return torch.bmm(x.flatten(1, -2), weights).view(*x.shape[:-1], weights.shape[-1])
+
+
+@contextmanager
+def compressed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, modules with latents hand these to attention, as key and as value, instead of what they make of them."""
+    latent: list[Any] = [module for module in modules if Latent.of(module) is not None]
+    for module in latent:
+        module.expand_kv = _together
+    try:
+        yield
+    finally:
+        for module in latent:
+            del module.expand_kv  # back to the method of the class
+
+
+def _together(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Put latents [b, 1, n, r] behind the rotary parts [b, 1, n, rotary] of their keys: key and value in one."""
+    kept = torch.cat((rotary, latents), -1)
+    return kept, kept
