@@ -24,6 +24,9 @@ from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import rebuild_keys as rebuild
 from kvcli.kernels import resolve_pages as resolve
+from kvcli.kernels import rms_norm as norm
+from kvcli.kernels import rotate as rotating
+from kvcli.kernels import silu_mul as silu
 from kvcli.kernels import slot_attention as slot
 from kvcli.kernels import token_scores as tokens
 from kvcli.kernels import topk
@@ -507,3 +510,28 @@ def _quantised(draw: Draw, s: Sizes, *shape: int) -> tuple[Tensor, Tensor]:
     bits = torch.randint(0, 256, (*shape, -(-s.d // 8)), generator=draw.generator)
     bits[..., -1] &= (1 << ((s.d - 1) % 8 + 1)) - 1
     return draw.ints(bits, torch.uint8), draw(*shape[:-1], 2, s.d)
+
+
+@case(norm.rms_norm, norm.rms_norm_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    n = s.hk * s.g * s.d + (3 if s is ODD else 0)
+    return Call((draw(2, s.b, n + 8)[..., :n], draw(n), 1e-6, 1.0))
+
+
+@case(silu.silu_mul, silu.silu_mul_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    return Call((draw(s.b, 1, 2 * (1030 if s is ODD else 14336)),))
+
+
+@case(rotating.rotate, rotating.rotate_ref, ["part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Queries, keys and values side by side, as one product makes them; several tokens."""
+    n, rotated = 3, s.d // 4 * 2 if variant == "part" else s.d
+    angles = torch.randn(s.b, n, rotated // 2, generator=draw.generator)
+    turn = _turn_pairs if variant == "pairs" else _turn_halves
+    tables = [draw.like(table(angles)) for table in (torch.cos, torch.sin)]
+    named = rebuild.Rotation.of(*(table[0].float() for table in tables), turn, rotated, s.d)
+    heads = draw(s.b, n, s.hk * s.g + 2 * s.hk, s.d).transpose(1, 2)
+    q, k = heads[:, : s.hk * s.g], heads[:, s.hk * s.g : s.hk * s.g + s.hk]
+    sign = draw.fp32(named.sign)
+    return Call((q, k, rebuild.Rotation(*tables, named.partner, named.column, sign)), [q, k, heads])

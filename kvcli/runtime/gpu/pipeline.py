@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcli.kernels._triton import same_strides
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
@@ -83,7 +84,9 @@ class SlotPipeline:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
-        new = NewToken(*(x[:, :, 0].contiguous() for x in (k, v)))  # parts of a fused projection have gaps
+        new = NewToken(k[:, :, 0], v[:, :, 0])
+        if not same_strides(new.k, new.v) or self.layers[layer].turn is not None:
+            new = NewToken(new.k.contiguous(), new.v.contiguous())
         return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
     @property

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from kvcli.compat import end_broken_capture
+from kvcli.runtime.gpu.streams import PRIORITIES
 
 WARM_UP = 3
 """Times that work is tried out before it is captured: libraries choose their kernels then, and Triton compiles."""
@@ -39,7 +40,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=PRIORITIES["main"])  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
 

@@ -15,6 +15,7 @@ from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
+from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
 from kvcli.runtime.gpu.streams import Streams, streams_for
@@ -54,6 +55,8 @@ class SlotStepper(Stepper):
         self.left = ExitStack()  # what is to be undone at the end
         if compiled:
             self.left.enter_context(compiled_layers(model))
+        elif model.device.type == "cuda":
+            self.left.enter_context(fused_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)

@@ -16,8 +16,8 @@ Point = Any
 
 Work = Callable[[], None]
 
-PRIORITIES = {"correction": -1}
-"""Streams that the main one waits for go before those that it does not; a lower number is more urgent."""
+PRIORITIES = {"main": -1, "correction": -2}
+"""What a step waits for goes before what it does not: the recall streams; a lower number is more urgent."""
 
 
 class Streams(ABC):
