@@ -22,6 +22,7 @@ from claims import (
     orders,
     parts,
     prompt_end,
+    query_heads,
     refreekv,
     second_turn,
     shadowkv,
@@ -38,6 +39,7 @@ STUDIES: dict[str, Any] = {
     "second-turn": second_turn,
     "prompt-end": prompt_end,
     "parts": parts,
+    "query-heads": query_heads,
 }
 COMPARISONS: dict[str, Any] = {"orders": orders}  # of what studies and `kvcli eval` found: no part of `all`
 

@@ -71,12 +71,11 @@ def _filled(text: str, name: str, part: str) -> str:
 
 
 def short_table(cards: dict[str, Card]) -> str:
-    """The methods as the README lists them: what a step attends to, where KV lies, what runs it on a GPU, the paper."""
-    lines = ["| method | what a step attends to | KV | GPU step | paper |", "| --- | --- | --- | --- | --- |"]
+    """The methods as the README lists them: what a step attends to, where KV lies, and what runs it on a GPU."""
+    lines = ["| method | what a step attends to | KV | GPU step |", "| --- | --- | --- | --- |"]
     for name, card in cards.items():
         place = "host" if card.offloads else "device"
-        paper = card.paper.removeprefix("arXiv ")
-        lines.append(f"| `{name}` | {card.title} | {place} | {card.gpu_step} | {paper} |")
+        lines.append(f"| `{name}` | {card.title} | {place} | {card.gpu_step} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
 """What the query heads that share a KV head make of their scores together.
 
 `pooling` names what is pooled over the group and how (FreeKV, appendix B.2): the softmax over candidates of each head
-(mean_s, max_s), the scores themselves (mean_qk, max_qk) or the queries (mean_q, max_q).
+(mean_s, max_s), the scores themselves (mean_qk, max_qk) or the queries (mean_q, max_q). With none,
+every query head keeps its own scores and chooses for itself.
 
 On the device scores and queries are pooled by the kernel that scores. For a softmax each of its programs leaves the
 scores of its block of candidates, with their maximum and the sum of their exponentials: who pools needs both.
@@ -20,16 +21,19 @@ from kvcli.kernels.slot_layout import SlotLayout, candidate_range
 POOL_BLOCK = 1024  # scores that a program pools at once
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
+HeadPooling = Literal[Pooling, "none"]
 
 
-def pool_queries(q: Tensor, pooling: Pooling) -> Tensor:
+def pool_queries(q: Tensor, pooling: HeadPooling) -> Tensor:
     """Make of a group's queries [Hk, G, d] those to score with: themselves, or one [Hk, 1, d]."""
-    how, what = pooling.split("_")
+    how, _, what = pooling.partition("_")
     return _pool(q, how)[:, None] if what == "q" else q
 
 
-def pool_scores(scores: Tensor, pooling: Pooling) -> Tensor:
-    """Make one row of the scores [Hk, G or 1, n] of the queries from `pool_queries` -> [Hk, n]."""
+def pool_scores(scores: Tensor, pooling: HeadPooling) -> Tensor:
+    """Make one row of the scores [Hk, G or 1, n] of the queries from `pool_queries` -> [Hk, n]; with none [H, n]."""
+    if pooling == "none":
+        return scores.flatten(0, 1)
     how, what = pooling.split("_")
     return _pool(scores.softmax(-1) if what == "s" else scores, how)
 

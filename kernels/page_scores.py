@@ -25,7 +25,7 @@ from kvcli.kernels._triton import (
     takes,
     tl,
 )
-from kvcli.kernels.group_pooling import GroupScores, Pooling, pool_queries, pool_scores, pool_weights
+from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_queries, pool_scores, pool_weights
 from kvcli.kernels.pick import pick
 from kvcli.kernels.resolve_pages import nothing_missing, resolve_head
 from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
@@ -36,7 +36,7 @@ ALONE = 8192  # pages of a KV head that a program can look at in about the time 
 PICK_PAGES = 1024  # of them together
 
 
-def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: Pooling) -> Tensor:
+def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
     """Plain torch, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = pool_queries(q.to(dtype).view(summary.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
@@ -190,9 +190,9 @@ def _bound(query: tl.tensor, maxima: tl.tensor, minima: tl.tensor) -> tl.tensor:
     return tl.sum(query[None, :] * tl.where(query[None, :] > 0, maxima, minima), axis=1)
 
 
-def page_scores(q: Tensor, summary: Tensor, scale: float, pooling: Pooling) -> Tensor:
-    """Score every page of `summary` in fp32 for every KV head."""
-    if not takes(q):
+def page_scores(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
+    """Score every page of `summary` in fp32 for every KV head; with pooling none for every query head [H, n]."""
+    if pooling == "none" or not takes(q):
         return page_scores_ref(q, summary, scale, pooling)
     out = torch.empty(1, *summary.shape[:2], dtype=torch.float32, device=q.device)
     everything = SlotLayout.everything(summary.shape[1])

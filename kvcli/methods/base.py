@@ -24,6 +24,7 @@ from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.chunks import windowed_cache
+from kvcli.store.pages import distinct
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -278,10 +279,9 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """Count in the current step, head by head: `amounts` [Hk]."""
         self.context.counters.add_heads(layer, count, amounts)
 
-    def count_selected(self, layer: int, selected: Tensor) -> None:
-        """Count what a layer asks for at this step: `selected` [Hk, k], a page or token of a KV head counts one."""
-        num_kv_heads, k = selected.shape
-        self.count_heads(layer, Count.PAGES_REQUESTED, [k] * num_kv_heads)
+    def count_selected(self, layer: int, selected: Tensor, readers: int = 1) -> None:
+        """Count what a layer asks for at this step: of `selected` [Hk * readers, k], each page of a KV head once."""
+        self.count_heads(layer, Count.PAGES_REQUESTED, distinct(selected, len(selected) // readers))
 
     def count_recalled(self, layer: int, misses: Sequence[int], moved: int, hidden: bool = False) -> None:
         """Count a recall: the misses of each KV head, [Hk], and the bytes moved to the device.

@@ -19,6 +19,7 @@ from pydantic import (
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import Share
 from kvcli.store.pages import PageBudget
 from kvcli.store.tokens import TokenBudget
@@ -87,8 +88,20 @@ class MethodConfig(BaseModel):
 
     @property
     def stays_in_place(self) -> bool:
-        """Whether tensors keep their places from the first step on, so that a step can be one CUDA graph."""
-        return True
+        """Whether tensors keep their places from the first step on, so that a step can be one CUDA graph.
+
+        False also with settings that the method's `step_plan` does not state: query heads that choose for themselves.
+        """
+        return self.pooled
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the query heads of a KV head choose together; else the setting `pooling` is none."""
+        return getattr(self, "pooling", None) != "none"
+
+    def readers(self, layer: LayerGeometry) -> int:
+        """Query heads of a KV head that choose for themselves; 1 where they choose together."""
+        return 1 if self.pooled else layer.num_heads // layer.num_kv_heads
 
     def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
         """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""

@@ -6,19 +6,23 @@ scattered, so that a page would bring many others along; a bit a channel with tw
 more to read than the bounds of pages of 16: an eighth of the keys.
 
 Decided where the paper is silent: with grouped queries the scores are scaled as in attention, turned to weights over
-the candidates, and pooled over the group. The tokens of a group that is not full stay in full precision, are always
-attended and count in the budget; so does the current token. `offload` keeps the KV in host memory and recalls the
-tokens that are missing on the device; what is attended to is the same. In the counters one token of one KV head is a
-page of size 1.
+the candidates, and pooled over the group; with pooling none each query head attends to its own tokens, the budget
+being that of a query head, and a KV head is read for their union. The tokens of a group that is not full stay in full
+precision, are always attended and count in the budget; so does the current token. `offload` keeps the KV in host
+memory and recalls the tokens that are missing on the device; what is attended to is the same. In the counters one token
+of one KV head is a page of size 1.
 """
+
+from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
@@ -36,13 +40,21 @@ class FIERConfig(TokenConfig):
 
     group: int = setting(32, "consecutive tokens quantised together", "tokens", ge=1)
     dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
-    pooling: Pooling = setting("max_s", "how token scores are pooled over the query heads of a KV head")
+    pooling: HeadPooling = setting(
+        "max_s", "how token scores are pooled over a KV head's query heads; none: each alone"
+    )
     offload: bool = setting(False, "keep the KV in host memory and recall the selected tokens")
 
     @property
     @override
     def indexed_together(self) -> int:
         return self.group
+
+    @model_validator(mode="after")
+    def _union_is_on_the_device(self) -> FIERConfig:
+        if self.offload and self.pooling == "none":
+            raise ValueError("offload has room for one selection a KV head: pooling = none needs offload = false")
+        return self
 
 
 class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
@@ -61,12 +73,15 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
         budget, group = self.config.tokens, self.config.group
         index = OneBitIndex(heads, d, group, capacity // group, tiers)
-        cache = OffloadedTokenCache if self.config.offload else ResidentTokenCache
-        return cache(heads, d, capacity, budget, index, tiers)
+        if self.config.offload:
+            return OffloadedTokenCache(heads, d, capacity, budget, index, tiers)
+        return ResidentTokenCache(heads, d, capacity, budget, index, tiers, self.config.readers(layer))
 
     @property
     @override
-    def step_plan(self) -> StepPlan:
+    def step_plan(self) -> StepPlan | None:
+        if self.config.pooling == "none":
+            return None
         index = partial(OneBitScores, pooling=self.config.pooling)
         return StepPlan(index, fetch=FromHost() if self.config.offload else RESIDENT)
 
@@ -78,7 +93,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
             scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
         with self.span("select", layer):
             selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
-        self.count_selected(layer, selected)
+        self.count_selected(layer, selected, cache.readers)
         with self.span("recall", layer):
             misses, moved = cache.recall(selected)
         self.count_recalled(layer, misses, moved)

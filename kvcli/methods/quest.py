@@ -2,7 +2,10 @@
 
 Each step scores every page by the upper bound of q.k that the page's per-channel minima and maxima allow, and attends
 to the best pages beside sink and window. Per query head as published, the selection is made group-consistent by
-pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A).
+pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A). With pooling none
+each query head attends to its own pages, the budget being that of a query head; a KV head is read for their union,
+which is what the counters count. The paper has neither sink nor window: here the first page and the last, which is
+seldom full, are always read.
 """
 
 from functools import partial
@@ -10,7 +13,7 @@ from functools import partial
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
@@ -22,14 +25,19 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.store.resident_pages import ResidentPageCache
 
 
-class QuestConfig(PagedConfig):
-    """Settings of Quest."""
+class PageBoundsConfig(PagedConfig):
+    """Pages that are chosen by bounds on their keys."""
 
     page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
     sink: int = setting(16, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(16, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
-    pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")
+
+
+class QuestConfig(PageBoundsConfig):
+    """Settings of Quest."""
+
+    pooling: HeadPooling = setting("max_s", "how page scores are pooled over a KV head's query heads; none: each alone")
 
 
 class Quest(Method[QuestConfig, ResidentPageCache]):
@@ -45,13 +53,14 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
 
     def new_cache(self, layer: LayerGeometry) -> ResidentPageCache:
         """Keep everything on the device, with page summaries."""
-        return ResidentPageCache(
-            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
-        )
+        shape, readers = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.readers(layer)
+        return ResidentPageCache(*shape, self.config.pages, self.context.tiers, readers)
 
     @property
     @override
-    def step_plan(self) -> StepPlan:
+    def step_plan(self) -> StepPlan | None:
+        if self.config.pooling == "none":
+            return None
         return StepPlan(partial(PageBoundsIndex, pooling=self.config.pooling))
 
     def retrieve(self, layer: int, cache: ResidentPageCache, q: Tensor, softmax: Softmax) -> Tensor:
@@ -61,7 +70,7 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
         with self.span("score", layer):
             scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
         with self.span("select", layer):
-            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
-        self.count_selected(layer, pages)
+            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk or H, k]
+        self.count_selected(layer, pages, cache.readers)
         with self.span("attention", layer):
             return cache.attend_pages(q, pages, softmax)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
+from kvcli.kernels.group_pooling import HeadPooling, pool_queries, pool_scores
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores
 from kvcli.store.cache import Tiers, Traffic, nbytes
@@ -42,8 +42,8 @@ class OneBitIndex(TokenIndex):
         """Hold these in their place."""
         self.codes, self.ranges = tensors["codes"], tensors["ranges"]
 
-    def scores(self, q: Tensor, tokens: range, scale: float, pooling: Pooling) -> Tensor:
-        """Score consecutive tokens of full groups with q [H, d] for every KV head: [Hk, len(tokens)] in fp32."""
+    def scores(self, q: Tensor, tokens: range, scale: float, pooling: HeadPooling) -> Tensor:
+        """Score consecutive tokens of full groups with q [H, d] -> [Hk, len(tokens)] fp32; pooling none: [H, ..]."""
         heads = pool_queries(q.float().view(self.codes.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
         first = tokens.start // self.group
         part = slice(first, -(-tokens.stop // self.group))

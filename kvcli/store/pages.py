@@ -73,12 +73,11 @@ class PagedCache:
         """Pages that can be selected."""
         return self.budget.candidates(self.length)
 
-    def attended_pages(self, pages: Tensor) -> Tensor:
-        """Mark the tokens of sink, window and `pages` [Hk, k] of each KV head: bool [Hk, length]."""
-        size, num_kv_heads = self.budget.size, pages.shape[0]
-        mask = pages.new_zeros(num_kv_heads, self.budget.count(self.length), size, dtype=torch.bool)
-        heads = torch.arange(num_kv_heads, device=pages.device)[:, None]
-        mask[heads, pages] = True
+    def attended_pages(self, pages: Tensor, readers: int = 1) -> Tensor:
+        """Mark the tokens of sink, window and `pages` [Hk * readers, k], by KV head: bool [Hk, length]."""
+        num_kv_heads = len(pages) // readers
+        mask = pages.new_zeros(num_kv_heads, self.budget.count(self.length), self.budget.size, dtype=torch.bool)
+        mask[kv_heads(pages, num_kv_heads)[:, None], pages] = True
         mask[:, : self.candidates.start] = True
         mask[:, self.candidates.stop :] = True
         return mask.flatten(1)[:, : self.length]
@@ -89,9 +88,29 @@ def slices(stop: int, at_most: int) -> Iterator[slice]:
     return (slice(start, min(start + at_most, stop)) for start in range(0, stop, at_most))
 
 
+def kv_heads(rows: Tensor, num_kv_heads: int) -> Tensor:
+    """Number the KV heads of `rows` [Hk, ..], or of rows [H, ..] of the query heads: [len(rows)]."""
+    return torch.arange(len(rows), device=rows.device) // (len(rows) // num_kv_heads)
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Take entries `index` [Hk, k] of the second dimension of x [Hk, n, ..], each head its own: [Hk, k, ..]."""
-    return x[torch.arange(len(index), device=index.device)[:, None], index]
+    """Take entries `index` [Hk, k] of the second dimension of x [Hk, n, ..], each head its own: [Hk, k, ..].
+
+    An index [H, k] has a row for each query head, which takes from its KV head: [H, k, ..].
+    """
+    return x[kv_heads(index, len(x))[:, None], index]
+
+
+def beside(x: Tensor, taken: Tensor) -> Tensor:
+    """Give tokens x [Hk, n, d] to every row of what was taken, [Hk, ..] or [H, ..]."""
+    return x if len(taken) == len(x) else x[kv_heads(taken, len(x))]
+
+
+def distinct(index: Tensor, num_kv_heads: int) -> list[int]:
+    """Count what each KV head is read for: its own row of `index` [Hk, k], or the union of its query heads' [H, k]."""
+    if len(index) == num_kv_heads:
+        return [index.shape[1]] * num_kv_heads
+    return [len(torch.unique(rows)) for rows in index.view(num_kv_heads, -1)]
 
 
 def paged(kv: Tensor, size: int) -> Tensor:

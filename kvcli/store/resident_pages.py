@@ -10,19 +10,23 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
 from kvcli.store.layer_slots import LayerSlots
-from kvcli.store.pages import PageBudget, PagedCache, paged, take
+from kvcli.store.pages import PageBudget, PagedCache, beside, paged, take
 from kvcli.store.summaries import PageSummaries
 
 
 class ResidentPageCache(PagedCache, DenseCache):
     """On the device: k, v [Hk, pages * p, d] of every token, and the summaries of all full pages."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers, readers: int = 1
+    ):
+        """Make room; each of `readers` query heads of a KV head chooses for itself, or all together where it is 1."""
         num_pages = budget.count(capacity)
         super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
         self.budget = budget
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers)
-        self.chosen: Tensor | None = None  # [Hk, k] pages last attended to, None for all
+        self.readers = readers
+        self.chosen: Tensor | None = None  # [Hk, k] or [H, k] pages last attended to, None for all
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -48,19 +52,22 @@ class ResidentPageCache(PagedCache, DenseCache):
         self.summaries.bounds = slots.tensors["bounds"]
 
     def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sink, window and `pages` [Hk, k] of each KV head -> [H, d]."""
+        """Attend with q [H, d] to sink, window and `pages` [Hk, k], or [H, k] of each query head -> [H, d]."""
         self.chosen = pages
         size = self.budget.size
         sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
         k, v = (
-            torch.cat((kv[:, sink], take(paged(kv, size), pages).flatten(1, 2), kv[:, window]), 1)
+            torch.cat(
+                (beside(kv[:, sink], pages), take(paged(kv, size), pages).flatten(1, 2), beside(kv[:, window], pages)),
+                1,
+            )
             for kv in (self.k, self.v)
         )
         return decode_attention(q, k, v, softmax)
 
     @override
     def attended(self) -> Tensor:
-        return super().attended() if self.chosen is None else self.attended_pages(self.chosen)
+        return super().attended() if self.chosen is None else self.attended_pages(self.chosen, self.readers)
 
     @override
     def footprint(self) -> Footprint:
@@ -68,8 +75,9 @@ class ResidentPageCache(PagedCache, DenseCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        attended = super().traffic(self.budget.tokens(length)).attended
-        return replace(self.summaries.traffic(self.budget, length), attended=attended)
+        attended = super().traffic(min(length, self.readers * self.budget.tokens(length))).attended  # the most
+        moved = self.summaries.traffic(self.budget, length)
+        return replace(moved, attended=attended, scores=self.readers * moved.scores)
 
     def _summarise(self, first: int, last: int) -> None:
         if last > first:

@@ -19,7 +19,7 @@ from kvcli.kernels.slot_layout import SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.layer_slots import LayerSlots
-from kvcli.store.pages import take
+from kvcli.store.pages import beside, kv_heads, take
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class TokenCache(LayerCache, Generic[IndexT]):
     k: Tensor
     v: Tensor
     chosen: Tensor | None = None
-    """[Hk, k] tokens last attended to beside sink and recent ones, None for all."""
+    """[Hk, k] tokens last attended to beside sink and recent ones, [H, k] where query heads choose, None for all."""
+    readers: int = 1
+    """Query heads of a KV head that choose for themselves."""
 
     @property
     def active(self) -> bool:
@@ -118,7 +120,9 @@ class TokenCache(LayerCache, Generic[IndexT]):
         if length <= self.budget.total:
             return Traffic(attended=length * token)
         recalled = self.budget.selected(length) * token if self.footprint().host else 0
-        return replace(self.index.traffic(self.budget, length), attended=self.budget.total * token, recalled=recalled)
+        moved = self.index.traffic(self.budget, length)
+        attended = min(length, self.readers * self.budget.total) * token  # the most
+        return replace(moved, attended=attended, recalled=recalled, scores=self.readers * moved.scores)
 
     @abstractmethod
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
@@ -128,9 +132,12 @@ class TokenCache(LayerCache, Generic[IndexT]):
         """
 
     def _attend_rows(self, q: Tensor, chosen: Tensor, recent: Tensor | slice, softmax: Softmax) -> Tensor:
-        """Attend to the rows of the sinks, to rows `chosen` [Hk, k] of each head, and to rows `recent`."""
+        """Attend to the rows of the sinks, to rows `chosen` of each KV head or query head, and to rows `recent`."""
         sink = slice(self.candidates.start)
-        k, v = (torch.cat((rows[:, sink], take(rows, chosen), rows[:, recent]), 1) for rows in (self.k, self.v))
+        k, v = (
+            torch.cat((beside(rows[:, sink], chosen), take(rows, chosen), beside(rows[:, recent], chosen)), 1)
+            for rows in (self.k, self.v)
+        )
         return decode_attention(q, k, v, softmax)
 
     @abstractmethod
@@ -143,18 +150,27 @@ class TokenCache(LayerCache, Generic[IndexT]):
         if self.chosen is None:
             return token_mask(self.k, self.length, range(self.length))
         always = token_mask(self.k, self.length, range(candidates.start), range(candidates.stop, self.length))
-        return always.scatter(1, self.chosen, True)
+        always[kv_heads(self.chosen, len(always))[:, None], self.chosen] = True
+        return always
 
 
 class ResidentTokenCache(TokenCache[IndexT], DenseCache):
     """On the device: k, v [Hk, capacity, d] of every token, and the index."""
 
     def __init__(
-        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        budget: TokenBudget,
+        index: IndexT,
+        tiers: Tiers,
+        readers: int = 1,
     ):
         super().__init__(num_kv_heads, head_dim, capacity, tiers)
         self.budget = budget
         self.index = index
+        self.readers = readers
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -173,7 +189,7 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
     @override
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """Return no misses."""
-        return [0] * len(selected), 0
+        return [0] * len(self.k), 0
 
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:

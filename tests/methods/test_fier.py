@@ -62,6 +62,9 @@ class Oracle:
         candidates = [token for token in range(length) if token not in always]
         out = []
         for head in range(HK):
+            if self.pooling == "none":
+                out.append(self.alone(step, head, candidates, always))
+                continue
             rows = []
             for query in self.q[step][head * G : head * G + G].double().tolist():
                 scores = [dot(query, self.key(head, token)) / math.sqrt(D) for token in candidates]
@@ -76,13 +79,24 @@ class Oracle:
             out.append(sorted(always | chosen))
         return out
 
+    def alone(self, step, head, candidates, always):
+        """Tokens of every query head of a KV head, each by its own scores; the KV head is asked for their union."""
+        found = []
+        for query in self.q[step][head * G : head * G + G].double().tolist():
+            scores = [dot(query, self.key(head, token)) for token in candidates]
+            order = sorted(range(len(candidates)), key=lambda i: (-scores[i], i))
+            found.append(always | {candidates[i] for i in order[: BUDGET - len(always)]})
+        self.requested += len(set.union(*found) - always)
+        return [sorted(each) for each in found]
+
     def step(self, step):
         out = []
         for head, tokens in enumerate(self.attended(step)):
-            assert len(tokens) == min(BUDGET, self.prompt + step + 1)
-            for query in self.q[step][head * G : head * G + G].double().tolist():
-                weights = softmax([dot(query, self.k[head][token]) / math.sqrt(D) for token in tokens])
-                values = zip(*(self.v[head][token] for token in tokens), strict=True)
+            own = tokens if isinstance(tokens[0], list) else [tokens] * G
+            assert all(len(each) == min(BUDGET, self.prompt + step + 1) for each in own)
+            for query, mine in zip(self.q[step][head * G : head * G + G].double().tolist(), own, strict=True):
+                weights = softmax([dot(query, self.k[head][token]) / math.sqrt(D) for token in mine])
+                values = zip(*(self.v[head][token] for token in mine), strict=True)
                 out.append([dot(weights, channel) for channel in values])
         return torch.tensor(out, dtype=torch.float64)
 
@@ -109,6 +123,21 @@ def test_every_step_matches_the_oracle(prompt, variant, offload):
         assert cache.bytes_to_host == (prompt + STEPS) // settings["group"] * group_bytes
     else:
         assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+@pytest.mark.parametrize("variant", [{}, {"sink": 3, "window": 5}], ids=str)
+@pytest.mark.parametrize("prompt", [75, 21])
+def test_each_query_head_may_choose_for_itself(prompt, variant):
+    settings = {**SETTINGS, **variant, "pooling": "none"}
+    stream = Stream(prompt, steps=60, seed=prompt)
+    oracle = Oracle(stream, settings)
+    for step, method, out in stream.run("fier", settings):  # noqa: B007 - read afterwards
+        assert torch.allclose(out.double(), oracle.step(step), rtol=1e-4, atol=1e-5), f"output of step {step}"
+    cache = method.context.counters.cache()
+    assert cache.pages_requested == oracle.requested
+    assert cache.bytes_to_device == 0
+    with pytest.raises(ValidationError, match="offload has room for one selection"):
+        FIERConfig(pooling="none", offload=True)
 
 
 def test_two_sequences_side_by_side():

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from driver import HK, D, H, Stream
 
@@ -16,9 +17,14 @@ def softmax(values):
 
 
 def selection(stream, head, step, length):
+    return selection_of(stream, head, stream.q[step][head * G : head * G + G], length)
+
+
+def selection_of(stream, head, queries, length):
+    """Pages that these queries of a KV head choose together."""
     candidates = range(SINK, -(-length // P) - WINDOW)
     best = [0.0] * len(candidates)
-    for query in stream.q[step][head * G : head * G + G].double().tolist():
+    for query in (query.double().tolist() for query in queries):
         bounds = []
         for page in candidates:
             keys = stream.k[head, page * P : page * P + P].double().tolist()
@@ -49,3 +55,32 @@ def test_every_step_matches_the_oracle():
     active = sum(stream.prompt + step + 1 > SETTINGS["budget"] for step in range(110))
     assert cache.pages_requested == cache.hits == active * HK * SELECTED
     assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+@pytest.mark.parametrize("prompt", [21, 60])
+def test_each_query_head_may_choose_for_itself(prompt):
+    """At an equal budget for each head; a KV head is read for the union of what its query heads chose."""
+    stream = Stream(prompt, steps=60, seed=4)
+    requested = 0
+    for step, method, out in stream.run("quest", {**SETTINGS, "dense_layers": 0, "pooling": "none"}):
+        length = stream.prompt + step + 1
+        for head in range(HK):
+            union = set()
+            for query in range(head * G, head * G + G):
+                tokens = list(range(length))
+                if length > SETTINGS["budget"]:
+                    alone = [stream.q[step][query]]
+                    pages = selection_of(stream, head, alone, length)
+                    union |= set(pages)
+                    recent = range((-(-length // P) - WINDOW) * P, length)
+                    tokens = [*range(SINK * P), *(page * P + row for page in pages for row in range(P)), *recent]
+                    assert len(tokens) <= SETTINGS["budget"]
+                k, v = stream.k[head, tokens].double(), stream.v[head, tokens].double()
+                expected = (stream.q[step][query].double() @ k.T / math.sqrt(D)).softmax(-1) @ v
+                assert torch.allclose(out[query].double(), expected, rtol=1e-4, atol=1e-5), f"step {step}"
+            requested += len(union)
+            if union:
+                always = length - len(range(SINK, -(-length // P) - WINDOW)) * P
+                assert method.attended(1)[head].sum() == always + len(union) * P
+    assert method.context.counters.cache().pages_requested == requested
+    assert requested > HK * SELECTED * sum(prompt + step + 1 > SETTINGS["budget"] for step in range(60))

@@ -1,0 +1,71 @@
+"""FreeKV's comparison: pages chosen by the query vector of the last layer (arXiv 2505.13109, appendix B.1, table 4).
+
+Speculation across layers instead of steps: the pages of a layer are selected with the query that the layer before it
+had at this very step, scored as FreeKV scores them, and recalled while that layer is still at work. Nothing is
+corrected. InfiniGen projects the hidden states anew for this; here, as in the paper's comparison, the query vector is
+taken as it is. The first layer that the model has selects with its own.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.page_scores import page_scores
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import topk_pages
+from kvcli.methods.base import Method, SequenceContext
+from kvcli.methods.config import PagedConfig, setting
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.offloaded_pages import OffloadedPageCache
+
+
+class FreeKVLayerConfig(PagedConfig):
+    """Settings of selection by the last layer's query."""
+
+    pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
+
+
+class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
+    """Selects a layer's pages with the query of the layer before."""
+
+    Config = FreeKVLayerConfig
+    title = "pages that the query of the layer before chose"
+    paper = "arXiv 2505.13109"
+    long_generation = True
+    offloads = True
+    group_consistent = True
+    device_memory = "O(B + L/p)"
+
+    def __init__(self, config: FreeKVLayerConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
+        super().__init__(config, layers, context)
+        self.newest: Tensor | None = None  # [H, d], the query of the layer before
+
+    def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
+        """Keep everything in host memory and a budget of pages on the device."""
+        shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
+        return OffloadedPageCache(*shape, pages, self.context.tiers)
+
+    @override
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        self.newest = self.newest if layer else None
+        out = super().attend(layer, q, k, v, softmax)
+        self.newest = q.clone()
+        return out
+
+    def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
+        """Select and recall with the query of the layer before, then attend."""
+        if not cache.active:
+            return super().retrieve(layer, cache, q, softmax)
+        asked = q if self.newest is None or self.newest.shape != q.shape else self.newest
+        with self.span("score", layer):
+            scores = page_scores(asked, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
+        with self.span("select", layer):
+            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
+        self.count_selected(layer, pages)
+        with self.span("recall", layer):
+            misses, moved = cache.recall(pages)
+        self.count_recalled(layer, misses, moved, hidden=asked is not q)
+        with self.span("attention", layer):
+            return cache.attend(q, softmax)
