@@ -1,6 +1,6 @@
 """Kill runs at random moments, let them go on, and hold what they say in the end against a run that nobody killed.
 
-    python benchmarks/kill_resume.py                          all methods, greedy and sampled, 5 kills each
+    python benchmarks/kill_resume.py                    all methods, greedy and sampled, 5 kills each: five minutes
     python benchmarks/kill_resume.py --method freekv --kills 20
 
 Every run is a process of its own that ends by SIGKILL, at a moment drawn evenly over the time that it takes. It fails

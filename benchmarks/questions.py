@@ -1,6 +1,6 @@
 """Questions on one document, asked in one run, of its saved KV, and one by one: the tokens have to be the same.
 
-    python benchmarks/questions.py                      every method, three budgets, ten questions
+    python benchmarks/questions.py                      every method, three budgets, ten questions: about five minutes
     python benchmarks/questions.py --method freekv,quest --questions 3
 
 The document is saved once under `full` and opened under every method that reads prompts exactly. Methods that read by

@@ -133,7 +133,7 @@ class Generation:
             finally:  # what was read is kept, also where the run is interrupted
                 self.loaded, self.saved = runner.kept, runner.finish()
                 for each in self.saved:
-                    if each.error is not None:
+                    if each.error is not None and each.cached:  # what was asked for by name is an error of the run
                         self.observer.notice(each.error)
             if kept is not None:
                 kept.finish(self.report(), self.observer.notice)

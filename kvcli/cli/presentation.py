@@ -120,6 +120,9 @@ class Presentation:
             print_statistics(report, titles, self.verbose)
         for sequence in failed:
             print_error(KvcliError(f"{sequence.source}: {sequence.error}"))
+        for entry in report.saved:
+            if entry.error is not None and not entry.cached:
+                print_error(KvcliError(entry.error))
 
     def _exit_code(self, report: Report) -> ExitCode:
         from kvcli.ui.console import print_note

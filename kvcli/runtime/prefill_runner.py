@@ -97,7 +97,7 @@ class PrefillRunner:
             try:
                 writer.finish()
             except KvcliError as failure:
-                error = failure.what
+                error = f"{failure.what}; {failure.hint}"
             saving = writer.saving
             tokens, path = saving.pages * PAGE, None if writer.path is None else str(writer.path)
             written = writer.bytes_written, writer.write_ms, writer.cached

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 
 import pytest
-from command import assert_refused
+from command import MODULE, assert_refused, kvcli
 from families import tiny_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
@@ -93,6 +93,19 @@ def test_what_generate_reads_it_can_save(generate, document, tmp_path):
     (entry,) = json.loads(result.stdout)["saved"]
     assert entry["path"] == str(tmp_path / "new" / "kv")
     assert_refused(generate(document, "-p", "why?", "--save-kv", tmp_path / "new" / "kv"), 2, "saved KV already")
+
+
+def test_a_disk_that_runs_full_costs_no_text_and_is_told_once(generate, model, document, tmp_path):
+    """Also where nothing but the text is wanted."""
+    full = ["bash", "-c", 'ulimit -f 8 && exec "$0" "$@"', *MODULE]
+    target, told = tmp_path / "new" / "kv", "was not saved: File too large; free some space"
+    saved = kvcli("generate", "-m", model, document, "-p", "why?", "--save-kv", target, *SHORT, "-q", command=full)
+    assert (saved.returncode, saved.stdout) == (1, generate(document, "-p", "why?").stdout)
+    assert saved.stderr.count(told) == 1
+    prefilled = kvcli("prefill", "-m", model, document, "--save-kv", target, command=full)
+    assert (prefilled.returncode, prefilled.stdout) == (1, "")
+    assert prefilled.stderr.count(told) == 1
+    assert list(target.parent.iterdir()) == []
 
 
 def test_several_documents_get_a_directory_each(model, warm, document, tmp_path):
