@@ -7,6 +7,7 @@ from families import VOCAB, tiny_model
 from stated import STATED, settings, variants
 
 from kvcli.kernels import _triton
+from kvcli.methods import get_method
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -82,6 +83,12 @@ def test_sequences_that_have_room_for_less_than_the_budget(name):
 @pytest.mark.parametrize("name", STATED)
 def test_steps_with_sliding_layers_chunks_softcaps_and_attention_sinks(name, family):
     case = (tiny_model(family), name, settings(name), prompts(75, 45), 9)
+    assert_same(decoded(*case, over_slots=True), decoded(*case))
+
+
+@pytest.mark.parametrize("name", [name for name in STATED if get_method(name).no_latents is None])
+def test_steps_over_latents(name):
+    case = (tiny_model("deepseek_v3"), name, settings(name), prompts(75, 45), 9)
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
 
