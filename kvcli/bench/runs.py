@@ -18,9 +18,8 @@ from kvcli.bench.phases import StepParts
 from kvcli.bench.timelines import module_spans
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
-from kvcli.inputs.profiles import Profile, resolve_profile
-from kvcli.inputs.variants import Variant
-from kvcli.methods import get_method
+from kvcli.inputs.profiles import Profile
+from kvcli.inputs.variants import Variant, ablated
 from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
@@ -46,12 +45,9 @@ def entries(compared: Sequence[Variant], ablate: bool) -> tuple[Entry, ...]:
     """List what is compared; with `ablate` each method comes after the ablations that it declares."""
     found = []
     for variant in compared:
-        profile = variant.profile
-        steps = get_method(profile.method).ablation if ablate else {}
-        for name, settings in steps.items():
-            reduced = resolve_profile(profile.method, None, {**profile.settings.model_dump(), **settings})
-            found.append(Entry(f"{variant.name}, {name}", "ablation", reduced))
-        found.append(Entry(variant.name, "method", profile))
+        parts = ablated(variant) if ablate else []
+        found += [Entry(each.name, "ablation", each.profile) for each in parts]
+        found.append(Entry(variant.name, "method", variant.profile))
     return tuple(found)
 
 

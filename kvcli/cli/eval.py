@@ -43,6 +43,7 @@ def evaluate(
     profile: options.Profiles = None,
     budget: options.Budgets = None,
     settings: options.Settings = None,
+    ablate: options.Ablate = False,
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -94,6 +95,10 @@ def evaluate(
         settings=settings,
     )
     variants = compared(method, profile, settings, budget)
+    if ablate:
+        from kvcli.inputs.variants import ablated
+
+        variants = [each for variant in variants for each in (*ablated(variant), variant)]
 
     from kvcli.models.loading import ModelSpec
     from kvcli.quality.eval.evaluate import evaluate as run

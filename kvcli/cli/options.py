@@ -176,6 +176,7 @@ Profiles = Annotated[str | None, METHODS.option("--profile", "A,B", "Profiles be
 Budgets = Annotated[
     str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt.")
 ]
+Ablate = Annotated[bool, METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")]
 Settings = Annotated[
     list[str] | None, METHODS.option("--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
 ]

@@ -39,9 +39,7 @@ def profile(
     method: options.Methods = None,
     profile: options.Profiles = None,
     settings: options.Settings = None,
-    ablate: Annotated[
-        bool, METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
-    ] = False,
+    ablate: options.Ablate = False,
     peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
     repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
     warmup: Annotated[

@@ -43,17 +43,19 @@ class Profile:
         return hashlib.sha256(body.encode()).hexdigest()[:12]
 
     def for_prompt(self, tokens: int) -> Profile:
-        """Resolve a budget that is a share, for a prompt of so many tokens.
+        """Resolve settings that are a share of the prompt, such as a budget, for one of so many tokens.
 
         Raises:
             KvcliError: the method refuses what it comes to (usage).
         """
-        share = getattr(self.settings, "budget", None)
-        if not isinstance(share, Share):
+        settings = self.settings.model_dump()
+        shares = {key: value for key, value in settings.items() if isinstance(value, Share)}
+        if not shares:
             return self
-        settings = self.settings.model_dump() | {"budget": share.of(tokens)}
-        source = f"{self.method}: budget {share} of a prompt of {tokens:,} tokens"
-        return replace(self, settings=_validate(type(self.settings), self.method, settings, source))
+        asked = ", ".join(f"{key} {share}" for key, share in shares.items())
+        found = settings | {key: share.of(tokens) for key, share in shares.items()}
+        source = f"{self.method}: {asked} of a prompt of {tokens:,} tokens"
+        return replace(self, settings=_validate(type(self.settings), self.method, found, source))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the JSON report, every setting and the hash included."""

@@ -1,7 +1,7 @@
 """What is compared: methods and profiles, each with every budget that is asked for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,6 +26,18 @@ class Variant:
         """Plain data for the JSON report; a budget that is a share is text, such as "20%"."""
         profile = self.profile.as_dict()
         return {"label": self.label, "name": self.name, "budget": profile["settings"].get("budget"), **profile}
+
+
+def ablated(variant: Variant) -> list[Variant]:
+    """What `variant` is built of, as its method declares (`Method.ablation`): with parts switched off or changed."""
+    from kvcli.methods import get_method
+
+    settings, found = variant.profile.settings.model_dump(), []
+    for part, changed in get_method(variant.profile.method).ablation.items():
+        name = f"{variant.name}, {part}"
+        profile = replace(resolve_profile(variant.profile.method, None, {**settings, **changed}), name=name)
+        found.append(Variant(name, variant.budget, profile))
+    return found
 
 
 def variants(

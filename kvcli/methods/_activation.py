@@ -44,13 +44,16 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     return Moments(seen, mean, a.m2 + b.m2 + delta.square() * (a.seen * b.seen / seen))
 
 
-def activation_probe(queries: Tensor, moments: Moments) -> Tensor:
+def activation_probe(queries: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
     """Weigh queries [n, c], heads concatenated in c, by their activation bias -> [c] in at least fp32.
 
-    Where no query differs from the mean, as for the first of all, each weighs the same.
+    Where no query differs from the mean, as for the first of all, each weighs the same. In `reverse` the usual ones
+    weigh more, by the reciprocal of their bias (appendix D.3).
     """
     queries = queries.to(moments.mean.dtype)
     bias = ((queries - moments.mean).square() / (moments.variance + EPS)).sum(1)  # [n]
+    if reverse:
+        bias = 1 / (bias + EPS)
     total = bias.sum()
     weights = torch.where(total > 0, bias / total, torch.full_like(bias, 1 / len(bias)))
     return weights @ queries

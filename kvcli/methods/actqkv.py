@@ -18,12 +18,13 @@ heads they serve. A question longer than a window counts by its last tokens.
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_scores import cosine_scores, density
-from kvcli.methods._activation import Moments, activation_probe, merge_moments, moments_of
+from kvcli.kernels.block_scores import cosine_scores, density, dot_scores
+from kvcli.methods._activation import EPS, Moments, activation_probe, merge_moments, moments_of
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
@@ -37,6 +38,13 @@ class ActQKVConfig(InfLLMConfig):
     """Settings of ActQKV; the cut-off's bounds are 32 and 92 blocks at the paper's budget of 46."""
 
     question_weight: float = setting(4.0, "weight of the question's probe beside the window's; 0 leaves it out", ge=0)
+    probe: Literal["activation", "mean", "reverse"] = setting(
+        "activation", "what weighs a window's queries: activation, mean (without APQ), reverse (table 9)"
+    )
+    similarity: Literal["cosine", "dot"] = setting("cosine", "how a probe and a block's key are compared")
+    cutoff: Literal["density", "even", "reverse"] = setting(
+        "density", "how layers share the budget in decode: density, even (without DCM), reverse (table 9)"
+    )
     cutoff_least: float = setting(0.7, "fewest pages of a layer in decode, of those the budget selects", ge=0, le=1)
     cutoff_most: float = setting(2.0, "most pages of a layer in decode, of those the budget selects", ge=1)
 
@@ -89,6 +97,13 @@ class ActQKV(InfLLM):
     budget_is_mean = True
 
     config: ActQKVConfig
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {
+        "mean probe": {"probe": "mean"},  # table 3, without APQ
+        "even cut-off": {"cutoff": "even"},  # without DCM
+        "mean probe, even cut-off": {"probe": "mean", "cutoff": "even"},
+        "reversed": {"probe": "reverse", "cutoff": "reverse"},  # table 9
+        "inner product": {"similarity": "dot"},
+    }
 
     def __init__(self, config: ActQKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
@@ -107,7 +122,7 @@ class ActQKV(InfLLM):
         """Make the question's probe."""
         if layer in self.retrieval:
             queries = self.retrieval[layer].unrotate(q, 1)
-            self.question[layer] = _probe(queries, moments_of(_by_token(queries)))
+            self.question[layer] = self._probe(queries, moments_of(_by_token(queries)))
 
     @override
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
@@ -116,25 +131,32 @@ class ActQKV(InfLLM):
         if layer in self.moments:
             moments = merge_moments(self.moments[layer], moments)
         self.moments[layer] = moments
-        scores = cosine_scores(_probe(queries, moments), cache.block_keys)
+        scores = self.step_scores(layer, cache, self._probe(queries, moments))
         if layer in self.question:
-            scores = scores + self.config.question_weight * cosine_scores(self.question[layer], cache.block_keys)
+            scores = scores + self.config.question_weight * self.step_scores(layer, cache, self.question[layer])
         return scores
 
     @override
     def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:
-        return cosine_scores(query, cache.block_keys)
+        compare = cosine_scores if self.config.similarity == "cosine" else dot_scores
+        return compare(query, cache.block_keys)
 
     @override
     def allot(self, layer: int, scores: Tensor) -> int:
         entropy = float(density(scores))
         self.usage[layer].decode.add_entropy(entropy)
-        return self.cutoff.allot(layer, entropy, len(scores))
+        if self.config.cutoff == "even":
+            return self.config.pages.selected
+        share = entropy if self.config.cutoff == "density" else 1 / max(entropy, EPS)
+        return self.cutoff.allot(layer, share, len(scores))
+
+    def _probe(self, queries: Tensor, moments: Moments) -> Tensor:
+        """Make one query [H, d] of a window's queries [H, n, d]."""
+        if self.config.probe == "mean":
+            return queries.mean(1)
+        probe = activation_probe(_by_token(queries), moments, self.config.probe == "reverse")
+        return probe.view(queries.shape[0], -1)
 
 
 def _by_token(queries: Tensor) -> Tensor:
     return queries.transpose(0, 1).flatten(1)  # [H, n, d] -> [n, H * d]
-
-
-def _probe(queries: Tensor, moments: Moments) -> Tensor:
-    return activation_probe(_by_token(queries), moments).view(queries.shape[0], -1)  # [H, d]

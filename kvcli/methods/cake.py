@@ -26,7 +26,7 @@ from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import SequenceContext
-from kvcli.methods.config import Budget, setting
+from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pruned import PrunedCache
@@ -35,7 +35,7 @@ from kvcli.store.pruned import PrunedCache
 class CAKEConfig(SnapKVConfig):
     """Settings of CAKE."""
 
-    budget: Budget = setting(
+    budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1
     )
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries are looked at", "tokens", ge=2)

@@ -41,7 +41,7 @@ def _count_or_share(value: object, count: ValidatorFunctionWrapHandler) -> int:
     return tokens
 
 
-Budget = Annotated[
+CountOrShare = Annotated[
     int,
     WrapValidator(_count_or_share),
     PlainSerializer(lambda value: str(value) if isinstance(value, Share) else value, when_used="json"),
@@ -111,7 +111,9 @@ class MethodConfig(BaseModel):
 class PagedConfig(MethodConfig):
     """Settings shared by the methods that select pages."""
 
-    budget: Budget = setting(2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1)
+    budget: CountOrShare = setting(
+        2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1
+    )
     sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
@@ -142,7 +144,7 @@ class PagedConfig(MethodConfig):
 class TokenConfig(MethodConfig):
     """Settings shared by the methods that select single tokens."""
 
-    budget: Budget = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(0, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
     dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)

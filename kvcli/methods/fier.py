@@ -16,8 +16,9 @@ of one KV head is a page of size 1.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
@@ -32,6 +33,7 @@ from kvcli.methods.steps.token_scores import OneBitScores
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
+from kvcli.store.pages import paged
 from kvcli.store.tokens import ResidentTokenCache, TokenCache
 
 
@@ -43,12 +45,26 @@ class FIERConfig(TokenConfig):
     pooling: HeadPooling = setting(
         "max_s", "how token scores are pooled over a KV head's query heads; none: each alone"
     )
+    page: int = setting(
+        1, "tokens selected together, by their mean score; 16 is Quest-p16-w/quant (table 3)", "tokens", ge=1
+    )
     offload: bool = setting(False, "keep the KV in host memory and recall the selected tokens")
 
     @property
     @override
     def indexed_together(self) -> int:
         return self.group
+
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return super().stays_in_place and self.page == 1
+
+    @model_validator(mode="after")
+    def _pages_fit(self) -> FIERConfig:
+        if self.group % self.page or self.sink % self.page or self.window % self.page:
+            raise ValueError(f"group, sink and window must be multiples of page {self.page}")
+        return self
 
     @model_validator(mode="after")
     def _union_is_on_the_device(self) -> FIERConfig:
@@ -67,6 +83,12 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     offloads = False
     group_consistent = False
     device_memory = "O(L)"
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {
+        "each query head alone": {"pooling": "none"},
+        "pages of 16": {"page": 16},  # table 3
+        "groups of 128": {"group": 128},
+        "groups of 256": {"group": 256},
+    }
 
     def new_cache(self, layer: LayerGeometry) -> TokenCache[OneBitIndex]:
         """Keep one-bit keys on the device, and the KV there or in host memory."""
@@ -80,7 +102,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     @property
     @override
     def step_plan(self) -> StepPlan | None:
-        if self.config.pooling == "none":
+        if self.config.pooling == "none" or self.config.page > 1:
             return None
         index = partial(OneBitScores, pooling=self.config.pooling)
         return StepPlan(index, fetch=FromHost() if self.config.offload else RESIDENT)
@@ -92,13 +114,23 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         with self.span("score", layer):
             scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
         with self.span("select", layer):
-            selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
+            selected = self._best(scores, cache.selected) + cache.candidates.start  # [Hk, k]
         self.count_selected(layer, selected, cache.readers)
         with self.span("recall", layer):
             misses, moved = cache.recall(selected)
         self.count_recalled(layer, misses, moved)
         with self.span("attention", layer):
             return cache.attend_selected(q, selected, softmax)
+
+    def _best(self, scores: Tensor, count: int) -> Tensor:
+        """Select tokens by scores [Hk, n], or whole pages, as many as fit into `count` beside a last one that is not."""
+        page, tokens = self.config.page, scores.shape[1]
+        if page == 1:
+            return topk_pages(scores, count)
+        whole = tokens // page * page
+        pages = topk_pages(paged(scores[:, :whole], page).mean(-1), (count - tokens + whole) // page)  # [Hk, k / page]
+        rows = (page * pages[..., None] + torch.arange(page, device=pages.device)).flatten(1)
+        return torch.cat((rows, torch.arange(whole, tokens, device=rows.device).expand(len(rows), -1)), 1)
 
     def statistics(self) -> dict[str, Any]:
         """Say what part of the keys' bytes a selection reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvcli.kernels.last_rows import last_rows, last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.eviction import LowestScore
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -34,7 +34,7 @@ LEAST_ROWS = 32
 class H2OConfig(MethodConfig):
     """Settings of H2O."""
 
-    budget: Budget = setting(2048, "tokens held per layer and KV head, recent ones included", "tokens", ge=1)
+    budget: CountOrShare = setting(2048, "tokens held per layer and KV head, recent ones included", "tokens", ge=1)
     recent: float = setting(0.5, "part of the budget that the most recent tokens take", ge=0, le=1)
 
 

@@ -27,7 +27,7 @@ from kvcli.kernels.skew import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, TokenConfig, setting
+from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.choices import NearBest
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.methods.steps.token_scores import PartialKeyScores
@@ -42,7 +42,7 @@ Cache = OffloadedTokenCache[PartialKeyIndex]
 class InfiniGenConfig(TokenConfig):
     """Settings of InfiniGen."""
 
-    budget: Budget = setting(2048, "tokens attended per layer and KV head, at most", "tokens", ge=1)
+    budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     alpha: float = setting(4.0, "choose tokens whose scaled q.k is within this of the best", ge=0)
     columns: float = setting(0.3, "part of the skewed columns that tokens are scored by", gt=0, le=1)
     rows: int = setting(2048, "last queries of the prompt that choose the columns", "tokens", ge=1)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from kvcli.methods.base import SequenceContext
-from kvcli.methods.config import Budget, setting
+from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.snapkv import SnapKV, SnapKVConfig
 from kvcli.models.geometry import LayerGeometry
 
@@ -22,7 +22,7 @@ from kvcli.models.geometry import LayerGeometry
 class PyramidKVConfig(SnapKVConfig):
     """Settings of PyramidKV."""
 
-    budget: Budget = setting(
+    budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1
     )
     window: int = setting(8, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)

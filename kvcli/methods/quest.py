@@ -5,10 +5,11 @@ to the best pages beside sink and window. Per query head as published, the selec
 pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A). With pooling none
 each query head attends to its own pages, the budget being that of a query head; a KV head is read for their union,
 which is what the counters count. The paper has neither sink nor window: here the first page and the last, which is
-seldom full, are always read.
+seldom full, are always read. Its budgets of 32 and 64 tokens take `sink = 0`: a page of 16 is then the newest one.
 """
 
 from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -50,6 +51,11 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
     offloads = False
     group_consistent = False
     device_memory = "O(L)"
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {
+        "each query head alone": {"pooling": "none"},
+        "pages of 8": {"page_size": 8},  # arXiv 2508.08256, table 3
+        "pages of 32": {"page_size": 32},
+    }
 
     def new_cache(self, layer: LayerGeometry) -> ResidentPageCache:
         """Keep everything on the device, with page summaries."""

@@ -14,7 +14,7 @@ after prefill is that of the tokens kept, and of room for those to come.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store.pages import slices
 from kvcli.store.pruned import PrunedCache
 from kvcli.telemetry.counters import Count
+
+ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
 
 
 class ReFreeKVConfig(MethodConfig):
@@ -36,7 +39,12 @@ class ReFreeKVConfig(MethodConfig):
 
     threshold: float = setting(0.01, "part of the attention norm that may be lost; 0 keeps everything", ge=0, le=1)
     sink: int = setting(4, "first tokens, always kept and left out of the norm", "tokens", ge=0)
-    rows: int = setting(1, "last attention rows that are averaged", "rows", ge=1)
+    rows: CountOrShare = setting(
+        1, 'last attention rows that are averaged; or a share of the prompt: "1%"', "rows", ge=1
+    )
+    ranking: Literal["position", "attention"] = setting(
+        "position", "order in which tokens are kept: newest first, or most attended first (table 5)"
+    )
     dense_layers: int = setting(2, "leading layers that keep everything", "layers", ge=0)
     offload: bool = setting(False, "keep the KV in host memory and bring it layer by layer at each step")
 
@@ -56,6 +64,12 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     offloads = False
     group_consistent = True
     device_memory = "O(k + g)"
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {  # table 5
+        "k 1%": {"rows": "1%"},
+        "k 5%": {"rows": "5%"},
+        "k 10%": {"rows": "10%"},
+        "by attention": {"ranking": "attention"},
+    }
     exact: ClassVar[dict[str, Any]] = {"threshold": 0.0}
     planned_is_bound = True
 
@@ -78,15 +92,19 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Keep the sinks and as many of the newest tokens as the last rows ask for."""
         self.prompt_tokens = length = k.shape[1]
-        sink, last = min(self.config.sink, length), 0
-        if layer < self.config.dense_layers:
-            last = length - sink
-        elif length > sink:
+        sink = min(self.config.sink, length)
+        chosen = torch.arange(sink, length, device=k.device)
+        if layer >= self.config.dense_layers and length > sink:
             with self.span("prune", layer):
-                last = norm_cut(self._mean_row(q, k, softmax)[:, sink:], self.config.threshold)
-        self.kept[layer] = sink + last
-        tokens = torch.arange(length, device=k.device)
-        kept = torch.cat((tokens[:sink], tokens[length - last :])).expand(k.shape[0], -1)  # [Hk, sink + last]
+                weights = self._mean_row(q, k, softmax)[:, sink:]  # [H, s - sink]
+                if self.config.ranking == "attention":  # the most attended take the place of the newest
+                    chosen = chosen[weights.mean(0).argsort(stable=True)]
+                    weights = weights[:, chosen - sink]
+                last = norm_cut(weights, self.config.threshold)
+                chosen = chosen[len(chosen) - last :].sort().values
+        self.kept[layer] = sink + len(chosen)
+        tokens = torch.cat((torch.arange(sink, device=k.device), chosen))
+        kept = tokens.expand(k.shape[0], -1)  # [Hk, sink + last]
         self.count(layer, Count.BYTES_TO_HOST, cache.load_subset(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
@@ -115,10 +133,13 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
 
     def _mean_row(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """A' [H, s]: mean weight of each token over the last rows, q [H, r, d], that see it."""
-        weights = last_rows(q, k, softmax)  # [H, r, s]
-        rows, length = weights.shape[1:]
+        rows, length = q.shape[1], k.shape[1]
+        total = torch.zeros(q.shape[0], length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        for part in slices(rows, ROWS_AT_ONCE):
+            seen = length - rows + part.stop
+            total[:, :seen] += last_rows(q[:, part], k[:, :seen], softmax).sum(1)  # of [H, r, s]
         seen_by = (length - torch.arange(length, device=q.device)).clamp(max=rows)
-        return weights.sum(1) / seen_by
+        return total / seen_by
 
 
 def norm_cut(weights: Tensor, threshold: float) -> int:

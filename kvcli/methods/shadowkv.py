@@ -36,7 +36,7 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
-from kvcli.methods.config import Budget, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -46,7 +46,7 @@ from kvcli.store.shadow import ShadowCache, ShadowLayout
 class ShadowKVConfig(MethodConfig):
     """Settings of ShadowKV."""
 
-    budget: Budget = setting(
+    budget: CountOrShare = setting(
         2048, "tokens selected per layer and KV head, outliers and local ones aside", "tokens", ge=1
     )
     chunk: int = setting(8, "consecutive tokens selected together", "tokens", ge=1)
@@ -55,6 +55,7 @@ class ShadowKVConfig(MethodConfig):
     local: int = setting(4, "last chunks that are kept exact on the device", "chunks", ge=1)
     dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
     plus: bool = setting(False, "store generated tokens like the prompt's (ShadowKV+)")
+    fp8: bool = setting(False, "round keys and values to float8_e5m2 as they come (tables 12 and 13)")
     svd_refresh: int = setting(0, "factorise anew after so many generated tokens, with plus; 0: never", "tokens", ge=0)
 
     @property
@@ -65,7 +66,9 @@ class ShadowKVConfig(MethodConfig):
     @property
     @override
     def stays_in_place(self) -> bool:
-        return not self.plus  # a context that outgrows its room is divided on the way, and factorised anew
+        return not (
+            self.plus or self.fp8
+        )  # a context that outgrows its room is divided on the way, and factorised anew
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
@@ -77,7 +80,7 @@ class ShadowKVConfig(MethodConfig):
         """The sizes in chunks."""
         refresh = self.svd_refresh or None
         selected = self.budget // self.chunk
-        return ShadowLayout(self.chunk, self.outliers, selected, self.local, self.rank, self.plus, refresh)
+        return ShadowLayout(self.chunk, self.outliers, selected, self.local, self.rank, self.plus, refresh, self.fp8)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> ShadowKVConfig:
@@ -99,6 +102,12 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     group_consistent = True
     device_memory = "O(B + L·r/w + L/p + g)"
     no_latents = "it keeps low-rank keys apart from values, and a latent is both"
+    ablation: ClassVar[dict[str, dict[str, Any]]] = {
+        "without outliers": {"outliers": 0},
+        "half the rank": {"rank": 80},
+        "twice the rank": {"rank": 320},  # figure 9
+        "fp8": {"fp8": True},
+    }
     true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20}
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:

@@ -23,7 +23,7 @@ from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pruned import PrunedCache
@@ -41,7 +41,9 @@ Odd = Annotated[int, AfterValidator(_odd)]
 class SnapKVConfig(MethodConfig):
     """Settings of SnapKV."""
 
-    budget: Budget = setting(2048, "tokens kept of the prompt per layer and KV head, window included", "tokens", ge=1)
+    budget: CountOrShare = setting(
+        2048, "tokens kept of the prompt per layer and KV head, window included", "tokens", ge=1
+    )
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
     kernel: Odd = setting(7, "neighbours that share the highest vote, odd", "tokens")
 

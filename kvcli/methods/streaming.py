@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -27,7 +27,7 @@ from kvcli.store.cache import SlidingCache
 class StreamingConfig(MethodConfig):
     """Settings of StreamingLLM."""
 
-    budget: Budget = setting(2048, "tokens attended per layer and KV head, sink included", "tokens", ge=1)
+    budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, sink included", "tokens", ge=1)
     sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)
     positions: Literal["original", "cache"] = setting("original", "where kept tokens stand: original or cache")
 

@@ -24,7 +24,7 @@ from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, TokenConfig, setting
+from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import Choice, Chosen, StepIndex, StepPlan
 from kvcli.methods.steps.token_scores import KeyChannelScores
@@ -35,7 +35,7 @@ from kvcli.store.channel_scored import ChannelScoredCache
 class TokenSelectConfig(TokenConfig):
     """Settings of TokenSelect."""
 
-    budget: Budget = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
+    budget: CountOrShare = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended", "tokens", ge=0)
     theta: float = setting(0.9, "choose anew below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)

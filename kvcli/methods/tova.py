@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
-from kvcli.methods.config import Budget, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.eviction import LowestScore
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -26,7 +26,7 @@ from kvcli.store.evicting import EvictingCache
 class TOVAConfig(MethodConfig):
     """Settings of TOVA."""
 
-    budget: Budget = setting(2048, "tokens held per layer", "tokens", ge=1)
+    budget: CountOrShare = setting(2048, "tokens held per layer", "tokens", ge=1)
 
 
 class TOVA(Method[TOVAConfig, EvictingCache]):

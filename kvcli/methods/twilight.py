@@ -22,7 +22,7 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import Budget, setting
+from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.quest import PageBoundsConfig
 from kvcli.methods.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
 from kvcli.methods.steps.plan import StepPlan
@@ -33,7 +33,7 @@ from kvcli.store.int4_estimate import Int4EstimateCache
 class TwilightConfig(PageBoundsConfig):
     """Settings of Twilight: those of its page selector, and how much of the attention is kept."""
 
-    budget: Budget = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
+    budget: CountOrShare = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")
     p: float = setting(0.85, "part of each query head's attention that the tokens kept must hold", gt=0, le=1)
 

@@ -48,6 +48,7 @@ class ShadowLayout:
     rank: int
     rolling: bool = False
     refresh: int | None = None
+    fp8: bool = False
 
     @property
     def total(self) -> int:
@@ -58,6 +59,10 @@ class ShadowLayout:
     def local_row(self) -> int:
         """First row of the local chunks."""
         return (self.outliers + self.selected) * self.size
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round keys or values to what fp8 can hold, where that is asked for; they keep their dtype."""
+        return x.to(torch.float8_e5m2).to(x.dtype) if self.fp8 else x
 
     def active(self, length: int) -> bool:
         """Tell whether a context of `length` tokens has to be divided."""
@@ -122,6 +127,7 @@ class ShadowCache(ResidentCache):
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
+        k, v = self.layout.rounded(k), self.layout.rounded(v)
         self.length = k.shape[1]
         if self.layout.active(self.length):
             return self._divide(k, v)
@@ -131,7 +137,7 @@ class ShadowCache(ResidentCache):
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token; with a rolling window, the chunk that leaves it goes to the host."""
-        self._fill(self._held, k[:, None], v[:, None])
+        self._fill(self._held, self.layout.rounded(k)[:, None], self.layout.rounded(v)[:, None])
         self.length += 1
         if not self.layout.rolling:
             return 0

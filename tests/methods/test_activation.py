@@ -42,3 +42,20 @@ def test_probe_follows_the_outlier():
     queries[17] = -torch.arange(12.0)
     assert torch.allclose(activation_probe(queries, moments_of(queries)), queries[17], rtol=0.05, atol=0.1)
     assert torch.allclose(queries.mean(0), torch.ones(12), atol=0.3)  # while a plain mean hardly notices it
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_in_reverse_what_is_usual_weighs_more(n):
+    queries = noise(n, 12, seed=3)
+    mean, variance = moments(queries.double().tolist())
+    bias = [
+        sum((x - m) ** 2 / (s + 1e-6) for x, m, s in zip(row, mean, variance, strict=True))
+        for row in queries.double().tolist()
+    ]
+    weights = [1 / (each + 1e-6) for each in bias]
+    expected = [
+        sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights)
+        for column in zip(*queries.double().tolist(), strict=True)
+    ]
+    probe = activation_probe(queries, moments_of(queries), reverse=True)
+    assert torch.allclose(probe.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-5)

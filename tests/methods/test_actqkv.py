@@ -2,6 +2,7 @@
 
 import json
 from math import log
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,3 +290,33 @@ def test_half_precision_and_exact_footprint():
     more = 400 // P  # blocks: on the device a longer prompt takes one key of each
     assert planned[1].device - planned[0].device == LAYERS * more * 2 * 16 * 2
     assert planned[1].host - planned[0].host == LAYERS * more * 2 * 2 * P * 16 * 2
+
+
+@pytest.mark.parametrize("how", ["density", "even", "reverse"])
+def test_layers_share_the_budget_by_density_evenly_or_in_reverse(how):
+    method = new_method("actqkv", {"cutoff": how, "budget": 2048, "window": 512}, layers(2), 4096)
+    flat, peaked = torch.zeros(200), torch.cat((torch.tensor([9.0]), torch.zeros(199)))
+    for _ in range(3):
+        given = [method.allot(0, flat), method.allot(1, peaked)]
+    even = method.config.pages.selected
+    if how == "even":
+        assert given == [even, even]
+    else:
+        assert (given[0] > given[1]) == (how == "density")
+
+
+@pytest.mark.parametrize("changed", [{"probe": "mean"}, {"probe": "reverse"}, {"similarity": "dot"}], ids=str)
+def test_windows_are_scored_as_the_ablation_says(changed):
+    method = new_method("actqkv", changed, layers(2), 512)
+    queries = torch.randn(H, 9, D, generator=torch.Generator().manual_seed(2))
+    block_keys = torch.randn(6, HK, D, generator=torch.Generator().manual_seed(4))
+    cache, keys = SimpleNamespace(block_keys=block_keys), block_keys.repeat_interleave(H // HK, 1).flatten(1)
+    flat = queries.double().transpose(0, 1).flatten(1)  # [n, H * D]
+    bias = ((flat - flat.mean(0)) ** 2 / (flat.var(0) + 1e-6)).sum(1)
+    weights = {"mean": torch.ones_like(bias), "reverse": 1 / (bias + 1e-6)}.get(changed.get("probe"), bias)
+    probe = (weights / weights.sum()) @ flat
+    expected = keys.double() @ probe
+    if "similarity" not in changed:
+        expected = expected / (keys.double().norm(dim=1) * probe.norm())
+    found = method.window_scores(1, cache, queries)
+    assert torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-5)

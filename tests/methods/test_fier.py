@@ -36,6 +36,7 @@ class Oracle:
         self.prompt = stream.prompt
         self.sink, self.window = settings.get("sink", 0), max(1, settings.get("window", 0))
         self.group, self.pooling = settings["group"], settings.get("pooling", "max_s")
+        self.page = settings.get("page", 1)
         self.misses = self.requested = 0
         first = set(range(self.sink, BUDGET - self.window)) if self.prompt <= BUDGET else set()
         self.held = [first for _ in range(HK)]
@@ -71,6 +72,16 @@ class Oracle:
                 rows.append(softmax(scores) if self.pooling == "max_s" else scores)
             pool = max if self.pooling == "max_s" else lambda values: sum(values) / G
             pooled = [pool([row[i] for row in rows]) for i in range(len(candidates))]
+            if self.page > 1:  # whole pages by their mean
+                size = self.page
+                rest = len(candidates) % size  # the last page, which the current token completes
+                means = [sum(pooled[i : i + size]) / size for i in range(0, len(candidates) - rest, size)]
+                best = sorted(range(len(means)), key=lambda j: (-means[j], j))[: (BUDGET - len(always) - rest) // size]
+                chosen = {candidates[size * j + row] for j in best for row in range(size)}
+                chosen |= set(candidates[len(candidates) - rest :])
+                self.requested += len(chosen)
+                out.append(sorted(always | chosen))
+                continue
             order = sorted(range(len(candidates)), key=lambda i: (-pooled[i], i))
             chosen = {candidates[i] for i in order[: BUDGET - len(always)]}
             self.requested += len(chosen)
@@ -93,7 +104,8 @@ class Oracle:
         out = []
         for head, tokens in enumerate(self.attended(step)):
             own = tokens if isinstance(tokens[0], list) else [tokens] * G
-            assert all(len(each) == min(BUDGET, self.prompt + step + 1) for each in own)
+            least = min(BUDGET, self.prompt + step + 1)
+            assert all(least - self.page < len(each) <= least for each in own)
             for query, mine in zip(self.q[step][head * G : head * G + G].double().tolist(), own, strict=True):
                 weights = softmax([dot(query, self.k[head][token]) / math.sqrt(D) for token in mine])
                 values = zip(*(self.v[head][token] for token in mine), strict=True)
@@ -138,6 +150,18 @@ def test_each_query_head_may_choose_for_itself(prompt, variant):
     assert cache.bytes_to_device == 0
     with pytest.raises(ValidationError, match="offload has room for one selection"):
         FIERConfig(pooling="none", offload=True)
+
+
+@pytest.mark.parametrize("page", [2, 8])
+def test_pages_may_be_chosen_by_quantised_scores(page):
+    settings = {**SETTINGS, "page": page}
+    stream = Stream(75, steps=40, seed=page)
+    oracle = Oracle(stream, settings)
+    for step, method, out in stream.run("fier", settings):  # noqa: B007 - read afterwards
+        assert torch.allclose(out.double(), oracle.step(step), rtol=1e-4, atol=1e-5), f"output of step {step}"
+    assert method.context.counters.cache().pages_requested == oracle.requested
+    with pytest.raises(ValidationError, match="multiples of page 16"):
+        FIERConfig(page=16, group=8)
 
 
 def test_two_sequences_side_by_side():

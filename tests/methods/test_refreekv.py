@@ -9,6 +9,7 @@ from engine import new_method, run
 from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.capacity import memory
+from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods.refreekv import norm_cut
 from kvcli.models.geometry import geometry_of
@@ -33,7 +34,7 @@ def attention(q, keys):
     return softmax([dot(q, key) / math.sqrt(D) for key in keys])
 
 
-def kept(stream, threshold=0.1, sink=4, rows=1):
+def kept(stream, threshold=0.1, sink=4, rows=1, ranking="position"):
     """Positions of the prompt that stay, one position after another as the paper ranks them."""
     length = stream.prompt
     k, q = stream.k.double().tolist(), stream.prompt_q.double().tolist()
@@ -51,6 +52,8 @@ def kept(stream, threshold=0.1, sink=4, rows=1):
 
     sinks = list(range(min(sink, length)))
     ranked = list(range(length - 1, len(sinks) - 1, -1))
+    if ranking == "attention":
+        ranked.sort(key=lambda t: -sum(row[t] for row in mean))
     for count in range(1, len(ranked) + 1):
         if 1 - norm(ranked[:count]) / norm(ranked) < threshold:
             return sinks + sorted(ranked[:count])
@@ -197,3 +200,20 @@ def test_zero_keeps_everything_even_what_weighs_nothing():
 
 def test_long_rows_end_at_the_whole_norm():
     assert norm_cut(torch.full((2, 200_001), 1 / 200_001), 1e-9) == 200_001
+
+
+@pytest.mark.parametrize("rows", [1, 9, 130])
+def test_tokens_may_be_ranked_by_attention(rows):
+    stream = Stream(150, 1, seed=rows)
+    settings = {**SETTINGS, "threshold": 0.05, "rows": rows, "ranking": "attention"}
+    ((_, method, _),) = stream.run("refreekv", settings)
+    positions = kept(stream, 0.05, rows=rows, ranking="attention")
+    assert method.attended(1)[0].nonzero()[:, 0].tolist() == [*positions, 150]
+    assert positions != kept(stream, 0.05, rows=rows)
+
+
+def test_rows_may_be_a_share_of_the_prompt():
+    profile = resolve_profile("refreekv", overrides={"rows": "10%"})
+    assert profile.for_prompt(150).settings.rows == 15
+    with pytest.raises(KvcliError, match="refreekv: rows 10% of a prompt of 5 tokens: rows = 0"):
+        profile.for_prompt(5)

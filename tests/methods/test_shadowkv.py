@@ -395,3 +395,12 @@ def test_counts_nothing_while_everything_is_exact():
     counts = method.context.counters
     assert sum(row[1][Count.PAGES_REQUESTED] for row in counts.counts) == 0
     assert counts.cache().bytes_to_host == 0
+
+
+def test_fp8_rounds_keys_and_values_as_they_come():
+    settings = {"budget": 16, "chunk": 4, "outliers": 1, "local": 1, "rank": 12}
+    given, rounded = Stream(75, 20, seed=3), Stream(75, 20, seed=3)
+    rounded.k, rounded.v = (x.to(torch.float8_e5m2).float() for x in (rounded.k, rounded.v))
+    pairs = zip(given.run("shadowkv", {**settings, "fp8": True}), rounded.run("shadowkv", settings), strict=True)
+    for (_, _, found), (_, _, expected) in pairs:
+        assert torch.equal(found, expected)
