@@ -16,6 +16,7 @@ from kvcli.conformance.models import (  # noqa: F401 - what tests take from here
     HEAD_DIM,
     HEADS,
     HIDDEN,
+    HYBRIDS,
     KV_HEADS,
     LAYERS,
     MAX_POSITIONS,
@@ -43,33 +44,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, state_size=4, num_hidden_layers=2),
         "state-space",
-    ),
-    "jamba": (
-        lambda: config_of(
-            "JambaConfig", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4, num_experts=2
-        ),
-        "state-space",
-    ),
-    "lfm2": (
-        lambda: config_of(
-            "Lfm2Config", layer_types=["conv", "full_attention", "conv", "full_attention"], block_multiple_of=16
-        ),
-        "conv",
-    ),
-    "qwen3_next": (
-        lambda: config_of(
-            "Qwen3NextConfig",
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        ),
-        "linear",
     ),
     "t5": (
         lambda: transformers.T5Config(vocab_size=VOCAB, d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_heads=4),

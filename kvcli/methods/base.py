@@ -21,10 +21,11 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods._latents import tiers_for
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
-from kvcli.models.geometry import LayerGeometry
+from kvcli.models.geometry import LayerGeometry, StateGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.chunks import windowed_cache
 from kvcli.store.pages import distinct
+from kvcli.store.recurrent import RecurrentState
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -50,14 +51,12 @@ class SequenceContext:
     timeline: Timeline
     rotary: Sequence[Rotary | None]
     track: str = "sequence 0"
-    question: Sequence[int] = ()
-    """Token ids of the question after the document, where the prompt has one."""
-    prompt_tokens: int | None = None
-    """How many of `capacity` the prompt takes, where that is known: the others are generated."""
+    question: Sequence[int] = ()  # token ids of the one after the document, where the prompt has one
+    prompt_tokens: int | None = None  # of `capacity`, where that is known: the others are generated
     prepared: Mapping[str, Any] | None = None
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
-    attention_observer: AttentionObserver | None = None
-    """Called after every `Method.attend`."""
+    states: Sequence[StateGeometry] = ()  # the layers that keep one
+    attention_observer: AttentionObserver | None = None  # called after every `Method.attend`
 
     @classmethod
     def of(
@@ -126,6 +125,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         self.retrieval: dict[int, CacheT] = {}
         self.plain: dict[int, DenseCache | SlidingCache] = {}
         self.caches: list[LayerCache] = []
+        self.states = RecurrentState(context.states, context.tiers)
         for layer in layers:
             cache: LayerCache
             if layer.window is not None:
@@ -244,7 +244,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
 
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""
-        return sum((cache.footprint() for cache in self.caches), Footprint())
+        return sum((cache.footprint() for cache in self.caches), self.states.footprint())
 
     def traffic(self, layer: int, length: int) -> Traffic:
         """Say what a step has to move in a layer once `length` tokens were seen; works on the meta device."""

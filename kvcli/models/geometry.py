@@ -6,6 +6,7 @@ Nothing is allocated: the model is built on the meta device, where `kvcli.models
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +57,17 @@ class ModelGeometry:
     weight_bytes: int
     parts: WeightParts
 
+    @property
+    def depth(self) -> int:
+        """Decoder layers, whatever they hold."""
+        return len(self.decoder)
+
+    @property
+    def strides(self) -> list[int]:
+        """Decoder layers that each layer that attends stands for: those after the one before it, the last the rest."""
+        places = [place for place, layer in enumerate(self.decoder) if layer.attention]
+        return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
+
     def beyond_positions(self, tokens: int, name: str) -> str | None:
         """Say that so many tokens are more than the model, called `name`, was made for; None where they are not."""
         limit = self.max_positions
@@ -76,8 +88,6 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     model = _build_on_meta(config, dtype)
     text = config.get_text_config(decoder=True)
     found = LayerFinder(model, text)
-    if found.states:
-        raise refusal(config, "some layers keep a state (state-space, linear attention, convolution)")
     return ModelGeometry(
         layers=tuple(found.layers),
         states=tuple(found.states),
@@ -91,10 +101,10 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     )
 
 
-def geometry_of_model(model: PreTrainedModel) -> ModelGeometry:
-    """Describe a model that is loaded; found out once."""
+def geometry_of_model(model: PreTrainedModel, known: ModelGeometry | None = None) -> ModelGeometry:
+    """Describe a model that is loaded; found out once, where it is not `known`."""
     if model not in _KNOWN:
-        _KNOWN[model] = geometry_of(model.config, model.dtype)
+        _KNOWN[model] = known or geometry_of(model.config, model.dtype)
     return _KNOWN[model]
 
 

@@ -91,11 +91,12 @@ class StateTensor(NamedTuple):
 class StateGeometry:
     """What one layer keeps of all tokens before, in a fixed size: the state of a convolution, of a recurrence, or both.
 
-    `index` counts the layers that do. `resumes` tells whether its module takes several tokens at once on from a state;
-    if not, it reads a prompt's beginning at once and the rest token by token.
+    `index` counts the layers that do, `number` is what the module calls itself. `resumes` tells whether the module
+    takes several tokens at once on from a state; if not, it reads a prompt's beginning at once, the rest one by one.
     """
 
     index: int
+    number: int
     tensors: tuple[StateTensor, ...]
     resumes: bool
 
@@ -145,6 +146,7 @@ class LayerFinder:
         self.states: list[StateGeometry] = []
         self.decoder: list[DecoderLayer] = []
         self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
+        self._alike: dict[Any, tuple[dict[str, Tensor], bool]] = {}  # states of modules of one form
         rotary = getattr(decoder_of(model), "rotary_emb", None)
         # On the CPU: some choose their frequencies by the values of positions.
         self._rotary: nn.Module | None = None if rotary is None else type(rotary)(config=text)
@@ -178,16 +180,25 @@ class LayerFinder:
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and note what it is: it attends, it keeps a state."""
-        before, cache = len(self._seen), self._cache(module)
+        states = getattr(self.text, "number_of_conv_states", 1)
+        form = type(module), tuple((name, weight.shape) for name, weight in module.named_parameters())
+        if form in self._alike:  # a recurrence is slow to run, even on shapes
+            self._keeps(module, *self._alike[form])
+            return None, module
+        before, cache = len(self._seen), StateCache(_number(module), states=states)
         rope = self._run(place, module, 1, cache, tree_leaves)
-        if len(self._seen) > before:
+        attends, tensors = len(self._seen) > before, cache.tensors()
+        if attends:
             self.layers.append(self._attends(place, module, rope))
-        if tensors := cache.tensors():
-            self.states.append(self._keeps(place, module, tensors))
-        if len(self._seen) == before and not tensors:
+        if tensors:
+            resumes = self._resumes(place, module, tensors)
+            self._keeps(module, tensors, resumes)
+            if not attends:
+                self._alike[form] = tensors, resumes
+        if not attends and not tensors:
             reason = f"{type(module).__name__} does not use transformers' attention interface"
             raise refusal(self.model.config, reason)
-        return (module if len(self._seen) > before else None, module if tensors else None)
+        return (module if attends else None, module if tensors else None)
 
     def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry:
         if not getattr(module, "is_causal", True):
@@ -205,16 +216,14 @@ class LayerFinder:
         width = None if latent is None else latent.rank
         return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked, width)
 
-    def _keeps(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> StateGeometry:
-        recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
-        cache = self._cache(module, tensors)
-        cache.started = True
-        resumes = not recurrent or self._run(place, module, 2, cache, lambda _: recurrent)
+    def _keeps(self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool) -> None:
         parts = tuple(StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
-        return StateGeometry(len(self.states), parts, resumes)
+        self.states.append(StateGeometry(len(self.states), _number(module), parts, resumes))
 
-    def _cache(self, module: nn.Module, tensors: dict[str, Tensor] | None = None) -> StateCache:
-        return StateCache(int(module.layer_idx), getattr(self.text, "number_of_conv_states", 1), tensors)  # type: ignore[arg-type]
+    def _resumes(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> bool:
+        recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
+        cache = StateCache(_number(module), tensors, started=True)
+        return not recurrent or self._run(place, module, 2, cache, lambda _: recurrent)
 
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
@@ -283,6 +292,10 @@ def _with_cache(layer: nn.Module) -> Iterator[nn.Module]:
             taken = _parameters(module)
             if {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS):
                 yield module
+
+
+def _number(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -16,7 +16,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, quiet
 from kvcli.models.dummy import fallback_tokenizer, random_model
-from kvcli.models.geometry import ModelGeometry, geometry_of
+from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.place import bundled_model, find
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -130,6 +130,7 @@ class Checkpoint:
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
         module.requires_grad_(False).train(False)
+        geometry_of_model(module, self.geometry)
         return Model(module, self.tokenizer, self.geometry, self.device, self.dtype, self.name, self.source)
 
 

@@ -12,21 +12,24 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 
 class StateCache(Cache):
-    """The state of module number `layer_idx`: `tensors` as `tensors()` gives them, [b, ...] each.
+    """The state of module `number`, as it counts itself: `tensors` as `tensors()` gives them, [b, ...] each.
 
-    Those that are not given are made by the module. They hold something where the sequence has `started`.
+    Where none are given, the module makes them. They hold something where the sequence has `started`.
     """
 
-    def __init__(self, layer_idx: int, states: int = 1, tensors: Mapping[str, Tensor] | None = None):
-        self.state = LinearAttentionLayer(number_of_states=states)
-        super().__init__(layers=[self.state] * (layer_idx + 1))  # the module asks for its own number
+    def __init__(
+        self, number: int, tensors: Mapping[str, Tensor] | None = None, started: bool = False, states: int = 1
+    ):
+        self.state = LinearAttentionLayer(number_of_states=sum("conv" in name for name in tensors or ()) or states)
+        super().__init__(layers=[self.state] * (number + 1))  # the module asks for its own
         for name, tensor in (tensors or {}).items():
-            kind, number = name.split(".")
-            getattr(self.state, f"{kind}_states")[int(number)] = tensor
-            getattr(self.state, f"is_{kind}_states_initialized")[int(number)] = True
+            kind, at = name.split(".")
+            getattr(self.state, f"{kind}_states")[int(at)] = tensor
+            getattr(self.state, f"is_{kind}_states_initialized")[int(at)] = True
             self.state.device, self.state.dtype = tensor.device, tensor.dtype  # type: ignore[assignment]
             if kind == "conv":
-                self.state.conv_kernel_size[int(number)] = tensor.shape[-1]
+                self.state.conv_kernel_size[int(at)] = tensor.shape[-1]
+        self.started = started
 
     def tensors(self) -> dict[str, Tensor]:
         """What the module keeps: "conv.0" and "recurrent.0", as far as it has them, and the same of further states."""

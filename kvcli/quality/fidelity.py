@@ -253,5 +253,5 @@ def measure(
         for probe, sequence in zip(probes, sequences, strict=True):
             assert sequence.logits is not None
             probe.fidelity.note_step(step, expected[step], sequence.logits)
-        advance(len(engine.layers) * len(sequences))
+        advance(engine.depth * len(sequences))
     return [MeasuredMethod(method, probe.fidelity) for method, probe in zip(methods, probes, strict=True)], reference

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
-from kvcli.models.geometry import attention_modules
+from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
 from kvcli.models.latent import Latent, compressed
 from kvcli.models.temperature import Temperature, taken_out
+from kvcli.runtime.recurrent import States, stateful
 
 NAME = "kvcli"
 
@@ -39,22 +40,27 @@ class Hook:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]):
         self.model, self.modules = model, modules
+        self.geometry = geometry_of_model(model)
+        self.states: States | None = None  # of the current run
         self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
         self.positions = torch.empty(0)  # [b, n] of the tokens that go through a layer
         self._handler: Handler | None = None
 
-    def run(self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1) -> Tensor:
+    def run(
+        self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1, states: States | None = None
+    ) -> Tensor:
         """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
 
-        Returns the logits [b, keep, vocab] of the last `keep` tokens.
+        Layers that keep a state go on from `states`; where that is None, the tokens are the first ones. Returns the
+        logits [b, keep, vocab] of the last `keep` tokens.
         """
-        before, self._handler = self._handler, handler
+        before, self._handler, self.states = (self._handler, self.states), handler, states
         try:
             with self.at(positions):
                 out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
         finally:
-            self._handler = before  # a run may come between the chunks of another one
+            self._handler, self.states = before  # a run may come between the chunks of another one
         return out.logits  # type: ignore[no-any-return]
 
     @contextmanager
@@ -90,7 +96,8 @@ def attached(model: PreTrainedModel) -> Iterator[Hook]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
     try:
-        with taken_out(modules), compressed(modules):
+        states = stateful(state_modules(model), hook.geometry.states, lambda: hook.states)
+        with taken_out(modules), compressed(modules), states:
             yield hook
     finally:
         model.set_attn_implementation(before)

@@ -106,6 +106,9 @@ class Conversation:
                 kv.fill(layer.index, rows)
                 for writer in chosen:
                     writer.prefill(layer.index, *both(rows), rows[:0], Softmax(1.0))
+            for state, at, tensors in kv.states:
+                for writer in chosen:
+                    writer.take_state(state, at, tensors)
         for writer in chosen:
             writer.finish()
         return tokens
@@ -116,15 +119,15 @@ class Conversation:
         `find` opens what was saved of it, which is loaded instead.
         """
         with self._engine(capacity) as ready, ExitStack() as until_read:
-            kv = RawKV(ready.layers, self._tiers, len(ids))
+            kv = RawKV(self.model.geometry, self._tiers, len(ids))
             known, skip = None, 0
             if find is not None:
                 known = find(ids, ready.rope.fingerprint(capacity), self._tiers)
             if known is not None:
                 until_read.enter_context(known)
-                skip = min(known.length, len(ids) - 1) // PAGE * PAGE
+                skip = known.cut(min(known.length, len(ids) - 1))
             branches = Branches(ids[:skip], [ids[skip:]], known if skip else None, skip)
-            self.observer.stage("prefill", (len(ids) - skip) * len(ready.layers))
+            self.observer.stage("prefill", (len(ids) - skip) * ready.depth)
             ready.rope.use([capacity])
             prefill_branches(ready.hook, branches, [kv], ready.layers, self.observer.advance)
             self.observer.stage_done()
@@ -170,13 +173,13 @@ class Conversation:
         if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
             known = min(in_common(self.ids, ids), self._kv.length)
             wanted = len(ids) if method.observes else max(1, method.query_rows)  # queries
-            skip = max(0, min(known, len(ids) - wanted)) // PAGE * PAGE
-            if known and not skip:
+            skip = self._kv.cut(max(0, min(known, len(ids) - wanted)))
+            if known and method.observes:
                 self.observer.notice("this method wants to see all queries of its prompt, which is read anew")
-        kv = RawKV(ready.layers, self._tiers, len(ids), self._kv, skip // PAGE)
+        kv = RawKV(self.model.geometry, self._tiers, len(ids), self._kv, skip // PAGE)
         branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)
         read = len(ids) - skip
-        self.observer.stage("prefill", read * len(ready.layers))
+        self.observer.stage("prefill", read * ready.depth)
         ((logits,),) = ready.prefill_branches(branches, [[method]], self.observer.advance, watchers=[kv])
         self.observer.stage_done()
         self._keep(ids, kv, capacity)
@@ -203,7 +206,7 @@ class Conversation:
         assert method.prefill_window is not None
         read = len(ids) - start
         ready.rope.use([method.context.capacity])
-        self.observer.stage("prefill", read * len(ready.layers))
+        self.observer.stage("prefill", read * ready.depth)
         logits = windowed_prefill(
             ready.hook, ids, method, ready.layers, self.observer.advance, method.prefill_window, start
         )

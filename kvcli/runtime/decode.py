@@ -19,6 +19,7 @@ from kvcli.methods.base import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.next_query import next_queries
+from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.timeline import Timeline
 
@@ -65,6 +66,7 @@ class BlockingStepper(Stepper):
 
     def __init__(self, hook: Hook, rope: Rope, rows: int = 1):
         self.hook, self.rope, self.rows = hook, rope, rows
+        self.states = BatchStates((), ())
 
     @override
     @torch.inference_mode()
@@ -74,8 +76,11 @@ class BlockingStepper(Stepper):
         tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in rows], device=device)  # [b, 1]
         positions = torch.tensor([[sequence.length] for sequence in rows], device=device)  # [b, 1]
         self.rope.use([sequence.method.context.capacity for sequence in rows])
+        held = [sequence.method.states for sequence in rows]
+        if not self.states.of(held):
+            self.states = BatchStates(self.hook.geometry.states, held)
         with next_queries(self.hook, methods):
-            logits = self.hook.run(BlockingPipeline(methods), tokens, positions)  # [b, 1, vocab]
+            logits = self.hook.run(BlockingPipeline(methods), tokens, positions, 1, self.states)  # [b, 1, vocab]
         return [(row[0], None) for row in logits[: len(batch)]]
 
     @override

@@ -53,8 +53,13 @@ class Engine:
 
     @property
     def layers(self) -> Sequence[LayerGeometry]:
-        """The model's decoder layers."""
+        """The layers that attend."""
         return self.model.geometry.layers
+
+    @property
+    def depth(self) -> int:
+        """How many decoder layers a token passes."""
+        return self.model.geometry.depth
 
     @property
     def eos(self) -> frozenset[int]:
@@ -87,6 +92,7 @@ class Engine:
             track=track,
             question=question,
             prompt_tokens=prompt_tokens,
+            states=self.model.geometry.states,
         )
 
     def method(self, profile: Profile, context: SequenceContext) -> AnyMethod:

@@ -1,6 +1,6 @@
 """KV of a prompt's first tokens that is there already, so that they need not be computed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -19,6 +19,12 @@ class KnownKV(Protocol):
     def fill(self, layer: int, kv: Tensor) -> None:
         """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once a layer, in their order."""
 
+    def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put the state of a layer that keeps one after so many tokens, as `cut` gives them, into its tensors."""
+
+    def cut(self, limit: int) -> int:
+        """After how many tokens another prompt can go on, `limit` at most: whole pages, where a state was kept."""
+
 
 @runtime_checkable
 class LentKV(KnownKV, Protocol):
@@ -36,6 +42,7 @@ class Lending:
 
     def __init__(self, known: LentKV, caches: Sequence[Sequence[LayerCache]], tokens: int):
         self.known, self.caches, self.length = known, caches, tokens
+        self.fill_state, self.cut = known.fill_state, known.cut
 
     def fill(self, layer: int, kv: Tensor) -> None:
         """Fill, and lend."""

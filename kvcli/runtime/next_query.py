@@ -76,7 +76,9 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
         fused, rows = attention.qkv_proj, attention.config.num_attention_heads * d
         q = functional.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
     heads = q.view(len(x), -1, d)
-    norm = getattr(attention, "q_norm", None)
+    if heads.shape[1] == 2 * attention.config.num_attention_heads:  # each head's query, then its gate
+        heads = heads[:, ::2]
+    norm = getattr(attention, "q_norm", getattr(attention, "q_layernorm", None))
     if norm is not None:  # of each head, or over all of them
         heads = norm(heads) if norm.weight.shape[-1] == d else norm(q).view_as(heads)
     return heads

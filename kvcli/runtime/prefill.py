@@ -26,6 +26,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.known_kv import KnownKV
+from kvcli.runtime.recurrent import PrefillStates, state_takers
 from kvcli.store.cache import both
 from kvcli.store.prefill_offloader import PrefillOffloader
 
@@ -202,11 +203,19 @@ def prefill_branches(
     attention = PrefillAttention(branches, consumers, layers, device)
     tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
     positions = torch.tensor([branches.positions], device=device)  # [1, n]
-    ends = branches.ends()
-    parts = [part for start, stop in pairwise([0, *ends]) for part in _chunks(start, stop, chunk)]
+    ends, geometry = branches.ends(), hook.geometry
+    takers = [state_takers(consumer) for consumer in consumers]
+    known = None if branches.known is None else branches.known.fill_state
+    states = PrefillStates(geometry.states, device, takers, attention.start, attention.lengths, branches.skip, known)
+    marks = {mark - branches.skip for taker in takers[0] for mark in taker.state_marks if geometry.states}
+    stops = sorted({0, *ends, *(mark for mark in marks if mark > 0)})
+    whole = [slice(*pair) for pair in pairwise(stops)]
+    parts = [part for piece in whole for part in _chunks(piece.start, piece.stop, chunk)]
+    kept = iter(geometry.states)
+    at_once = [layer.state is not None and not next(kept).resumes for layer in geometry.decoder]
     last = torch.tensor(ends[-len(branches.rests) :], device=device) - 1
-    with _layer_major(hook, parts, last, advance):
-        logits = hook.run(attention, tokens, positions, len(last))
+    with _layer_major(hook, [whole if each else parts for each in at_once], last, advance):
+        logits = hook.run(attention, tokens, positions, len(last), states)
     attention.offloader.finish()
     return logits[0]
 
@@ -216,8 +225,10 @@ def _chunks(start: int, stop: int, size: int) -> list[slice]:
 
 
 @contextmanager
-def _layer_major(hook: Hook, parts: Sequence[slice], last: Tensor, advance: Callable[[int], None]) -> Iterator[None]:
-    """Make every decoder layer run over its input part by part, in place; the last one keeps tokens `last` only.
+def _layer_major(
+    hook: Hook, parts: Sequence[Sequence[slice]], last: Tensor, advance: Callable[[int], None]
+) -> Iterator[None]:
+    """Make every decoder layer run over its input by its parts, in place; the last one keeps tokens `last` only.
 
     During `advance` the layers are as they were, so that other sequences can take a step.
     """
@@ -238,7 +249,10 @@ def _layer_major(hook: Hook, parts: Sequence[slice], last: Tensor, advance: Call
             del layer.forward  # back to the method of the class
 
     layers = list(decoder_of(hook.model).layers)  # type: ignore[arg-type]
-    chunked = [_chunked(hook, layer.forward, parts, between, last if layer is layers[-1] else None) for layer in layers]
+    chunked = [
+        _chunked(hook, layer.forward, own, between, last if layer is layers[-1] else None)
+        for layer, own in zip(layers, parts, strict=True)
+    ]
     put_in()
     try:
         yield
@@ -248,10 +262,10 @@ def _layer_major(hook: Hook, parts: Sequence[slice], last: Tensor, advance: Call
 
 def _chunked(
     hook: Hook, forward: Callable[..., Any], parts: Sequence[slice], advance: Callable[[int], None], kept: Tensor | None
-) -> Callable[..., Tensor]:
+) -> Callable[..., Any]:
     length = parts[-1].stop
 
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # hidden_states [1, s, D]
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # hidden_states [1, s, D]
         for part, positions in zip(parts, [hook.positions[:, part] for part in parts], strict=True):
             cut_args = [_cut(arg, part, length) for arg in args]
             cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
@@ -259,7 +273,8 @@ def _chunked(
                 out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
             hidden_states[:, part] = out[0] if isinstance(out, tuple) else out
             advance(part.stop - part.start)
-        return hidden_states if kept is None else hidden_states[:, kept]
+        done = hidden_states if kept is None else hidden_states[:, kept]
+        return (done,) if isinstance(out, tuple) else done
 
     return run
 

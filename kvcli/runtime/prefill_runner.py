@@ -177,7 +177,7 @@ class PrefillRunner:
         if any(method.observes for method in methods):
             limit = 0
             self.observer.notice(f"{self.profiles[0].method} wants to see every query: the document is read again")
-        skip = max(0, limit) // PAGE * PAGE
+        skip = found.cut(max(0, limit))
         if len(branches.rests) == 1:
             branches = Branches.of([reading.prompts[0].ids], skip)
         reading.branches = replace(branches, known=found if skip else None, skip=skip)
@@ -186,7 +186,7 @@ class PrefillRunner:
         """Run the prompts through the model."""
         branches, prompts = reading.branches, reading.prompts
         computed = sum(len(prompt.ids) for prompt in prompts) - reading.shared * (len(prompts) - 1) - branches.skip
-        self.observer.stage("prefill", computed * len(self.engine.layers))
+        self.observer.stage("prefill", computed * self.engine.depth)
         with self.timelines[0].span("prefill", source=prompts[0].source, tokens=computed):
             reading.logits = self.engine.prefill_branches(branches, reading.methods, self.advance, watchers=writers)
         self.observer.stage_done()

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
-from kvcli.models.geometry import LayerGeometry
+from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.runtime.attention_hook import Handler, Hook
+from kvcli.runtime.recurrent import BatchStates, States
 
 
 @torch.inference_mode()
@@ -36,9 +37,10 @@ def windowed_prefill(
     preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 and start == 0 else []
     if preview:
         _run(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
-    attention = WindowAttention(method, advance)
+    attention = WindowAttention(method, hook.geometry, advance)
     for at in range(start, len(ids), window):
-        logits = _run(hook, attention, ids[at : at + window], at)[0]
+        logits = _run(hook, attention, ids[at : at + window], at, states=_states(hook, method))[0]
+        method.states.started = True
     return logits
 
 
@@ -48,19 +50,20 @@ def extend(hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> 
 
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
     """
-    return _run(hook, WindowAttention(method, lambda _: None), ids, method.caches[0].length, keep)
+    attention = WindowAttention(method, hook.geometry, lambda _: None)
+    return _run(hook, attention, ids, method.caches[0].length, keep, _states(hook, method))
 
 
 class WindowAttention:
     """The handler during windowed prefill: the method attends."""
 
-    def __init__(self, method: AnyMethod, advance: Callable[[int], None]):
-        self.method, self.advance = method, advance
+    def __init__(self, method: AnyMethod, geometry: ModelGeometry, advance: Callable[[int], None]):
+        self.method, self.strides, self.advance = method, geometry.strides, advance
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next window: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         out = self.method.attend_window(layer, q[0], k[0], v[0], softmax)  # [H, n, d]
-        self.advance(q.shape[2])
+        self.advance(q.shape[2] * self.strides[layer])
         return out.transpose(0, 1)[None]
 
 
@@ -78,9 +81,15 @@ class PreviewAttention:
         return out.transpose(0, 1)[None]
 
 
-def _run(hook: Hook, handler: Handler, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
+def _states(hook: Hook, method: AnyMethod) -> BatchStates:
+    return BatchStates(hook.geometry.states, [method.states])
+
+
+def _run(
+    hook: Hook, handler: Handler, ids: Sequence[int], start: int, keep: int = 1, states: States | None = None
+) -> Tensor:
     """Run one sequence's tokens from position `start` on -> logits of the last `keep` of them [keep, vocab]."""
     device = hook.model.device
     tokens = torch.tensor([list(ids)], device=device)  # [1, n]
     positions = torch.arange(start, start + len(ids), device=device)[None]  # [1, n]
-    return hook.run(handler, tokens, positions, keep)[0]
+    return hook.run(handler, tokens, positions, keep, states)[0]

@@ -5,29 +5,29 @@ Whatever method answers is given it instead of reading these tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.models.geometry import LayerGeometry
+from kvcli.models.geometry import ModelGeometry
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged
-
-PAGE = 32
-"""Tokens of a page: as many of what was read are forgotten, at most, where the next prompt goes on differently."""
+from kvcli.store.recurrent import PAGE as PAGE
+from kvcli.store.recurrent import KeptStates
 
 
 class RawKV:
     """Takes down what a prompt's exact reading gives (a `PrefillConsumer`), and has it for the next one (a `KnownKV`).
 
-    There is room for `tokens`. The first `pages` pages are those of `before`, whose memory it shares.
+    There is room for `tokens`. The first `pages` pages are those of `before`, whose memory it shares, and so are the
+    states after them.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerGeometry],
+        geometry: ModelGeometry,
         tiers: Tiers,
         tokens: int,
         before: RawKV | None = None,
@@ -35,9 +35,12 @@ class RawKV:
     ):
         self._filled = 0  # the layer that was filled last
         self.known = pages if before is not None else 0  # pages
+        self.states: KeptStates = KeptStates(
+            geometry.states, tokens, None if before is None else before.states, PAGE * self.known
+        )
         self.pools = [
             HostPagePool(each.num_kv_heads, each.head_dim, PAGE, tokens // PAGE, tiers, tensors=each.parts)
-            for each in layers
+            for each in geometry.layers
         ]
         for pool, other in zip(self.pools, before.pools if before is not None else (), strict=False):
             if self.known:
@@ -72,6 +75,14 @@ class RawKV:
                 paged(rows, PAGE)[:, at : at + len(here)].copy_(here[:, :, part].transpose(0, 1))
             at += len(here)
 
+    def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put a layer's state after so many tokens into its tensors."""
+        self.states.fill(layer, tokens, tensors)
+
+    def cut(self, limit: int) -> int:
+        """After how many tokens, `limit` at most, another prompt can go on."""
+        return self.states.cut(limit)
+
     def pool(self) -> HostPagePool:
         """The pages of the layer that was filled last, which caches of the same pages can share."""
         return self.pools[self._filled]
@@ -81,5 +92,5 @@ class RawKV:
 
     def footprint(self) -> Footprint:
         """Count the bytes of all that is held, also of what others hold as well."""
-        held = sum((pool.footprint() for pool in self.pools), Footprint())
+        held = sum((pool.footprint() for pool in self.pools), self.states.footprint())
         return Footprint(host=held.host + held.shared)

@@ -86,6 +86,52 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
+_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_LINEAR = _alternating("linear_attention", _FULL)
+
+# Some of their layers keep a state of fixed size. All of falcon_h1's attend beside that; jamba's cannot take several
+# tokens at once on from a state.
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: config_of(
+        "Qwen3NextConfig", num_experts=4, shared_expert_intermediate_size=32, layer_types=_LINEAR, **_EXPERTS, **_DELTA
+    ),
+    "qwen3_5": lambda: config_of("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA),
+    "nemotron_h": lambda: config_of(
+        "NemotronHConfig",
+        layers_block_type=["mamba", "attention", "moe", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+        **_EXPERTS,
+    ),
+    "granitemoehybrid": lambda: config_of(
+        "GraniteMoeHybridConfig",
+        layer_types=_alternating("mamba", "attention"),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        position_embedding_type="nope",
+        **_MAMBA,
+    ),
+    "falcon_h1": lambda: config_of("FalconH1Config", mamba_d_ssm=128, **_MAMBA),
+    "jamba": lambda: config_of(
+        "JambaConfig", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4, num_experts=2
+    ),
+    "lfm2": lambda: config_of("Lfm2Config", layer_types=_alternating("conv", _FULL), block_multiple_of=16),
+    "minimax": lambda: config_of(
+        "MiniMaxConfig", layer_types=_LINEAR, block_size=16, num_local_experts=4, num_experts_per_tok=2
+    ),
+}
+
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = {"image_size": 28, "patch_size": 14}
@@ -147,8 +193,8 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
-    """The family's config, cut or repeated to `layers` layers."""
-    config = {**FAMILIES, **KINDS}[family]()
+    """The family's config, cut or repeated to `layers` layers; a hybrid has as many as it has."""
+    config = {**FAMILIES, **KINDS, **HYBRIDS}[family]()
     if layers == LAYERS:
         return config
     config.num_hidden_layers = layers

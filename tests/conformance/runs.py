@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from kvcli.methods import get_method
-from kvcli.models.geometry import geometry_of
+from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import Model
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
@@ -25,7 +25,7 @@ class NoText:
 
 def in_memory(module: PreTrainedModel) -> Model:
     """A transformers model as a loaded checkpoint."""
-    geometry = geometry_of(module.config, module.dtype)
+    geometry = geometry_of_model(module)
     return Model(module, NoText(), geometry, module.device, module.dtype, "tiny", "dummy")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcli.conformance.models import KINDS, WINDOW, tiny_model
+from kvcli.conformance.models import HYBRIDS, KINDS, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
 from kvcli.methods import get_method, method_names
@@ -15,7 +15,7 @@ STEPS = 18
 TEXT = 75
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *HYBRIDS])
 def kind(request):
     return tiny_model(request.param)
 

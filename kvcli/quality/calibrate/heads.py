@@ -43,7 +43,7 @@ class Heads(TensorFinder):
                 self.kept[layer, : len(keep)] = keep
             self.scores = engine.prepared("head_scores")
             check_finite(engine, self.scores.echo[list(self.layers)], passage.prompt)
-        advance(len(engine.layers) * passage.capacity)
+        advance(engine.depth * passage.capacity)
 
     @override
     def tensors(self) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def find(search: TensorTarget, plan: CalibrationPlan, observer: Observer) -> Ten
     memory.check(reference_profile(), checkpoint, [longest], Sampling(max_tokens=1))
     model = checkpoint.load()
     source = search.source(plan.profile, model.geometry.layers)
-    observer.stage("calibrate", len(model.geometry.layers) * sum(passage.capacity for passage in passages))
+    observer.stage("calibrate", model.geometry.depth * sum(passage.capacity for passage in passages))
     done = _each(model, passages, observer, lambda ready, passage: source.read(ready, passage, observer.advance))
     if not done:
         raise KeyboardInterrupt
@@ -124,7 +124,7 @@ def _measure(
     windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
     read = sum((1 + windowed) * len(passage.prompt) for passage in passages)
     fed = sum(len(profiles) * len(passage.continuation) for passage in passages)
-    observer.stage("calibrate", len(model.geometry.layers) * (read + fed))
+    observer.stage("calibrate", model.geometry.depth * (read + fed))
 
     def add(ready: Engine, passage: Passage) -> None:
         own = collector.begin_passage()

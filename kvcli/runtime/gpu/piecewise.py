@@ -17,6 +17,7 @@ from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
+from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sequence import RunningSequence
 
 
@@ -48,6 +49,7 @@ class PiecewiseStepper(Stepper):
     ):
         self.hook, self.sequences = hook, sequences
         device = hook.model.device
+        self.states = BatchStates(hook.geometry.states, [sequence.method.states for sequence in sequences])
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.taking_part: list[int] = []
@@ -58,7 +60,8 @@ class PiecewiseStepper(Stepper):
             recorder = CudaRecorder(device)
         self.recorder = recorder
         if recorder is not None:
-            self._capture(recorder, notice)
+            with self.states.untouched():
+                self._capture(recorder, notice)
 
     @override
     @torch.inference_mode()
@@ -88,7 +91,7 @@ class PiecewiseStepper(Stepper):
         return call.out
 
     def _run(self) -> None:
-        self.logits = self.hook.run(self, self.tokens, self.positions)[:, 0]
+        self.logits = self.hook.run(self, self.tokens, self.positions, 1, self.states)[:, 0]
 
     def _attend(self, call: Call) -> None:
         for row in self.taking_part:
@@ -105,7 +108,7 @@ class PiecewiseStepper(Stepper):
             return self.calls[-1].out
 
         def work() -> None:
-            self.logits = self.hook.run(cut, self.tokens, self.positions)[:, 0]
+            self.logits = self.hook.run(cut, self.tokens, self.positions, 1, self.states)[:, 0]
 
         try:
             recorder.record(self._run, work)

@@ -21,6 +21,7 @@ from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
 from kvcli.runtime.gpu.streams import Streams, streams_for
 from kvcli.runtime.gpu.synthetic import DecisionRates
 from kvcli.runtime.next_query import foretelling
+from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
 
@@ -58,6 +59,7 @@ class SlotStepper(Stepper):
         elif model.device.type == "cuda":
             self.left.enter_context(fused_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
+        self.states = BatchStates(hook.geometry.states, [method.states for method in methods])
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None  # [b, vocab] of the last step
@@ -67,7 +69,8 @@ class SlotStepper(Stepper):
         if model.device.type == "cuda" and not self.pipeline.waits_for_device:  # asked for, so nothing to tell
             self.recorder = recorder or CudaRecorder(model.device)
         if self.recorder is not None:
-            self._capture(self.recorder, notice)
+            with self.states.untouched():
+                self._capture(self.recorder, notice)
         self.pipeline.start()
         self._feed()
 
@@ -101,7 +104,7 @@ class SlotStepper(Stepper):
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths.seen - 1).clamp_min(0)[:, None])
         with foretelling(self.hook, self.pipeline.foretold, self.pipeline.foretell):
-            self.logits = self.hook.run(self.pipeline, self.tokens, self.positions)[:, 0]
+            self.logits = self.hook.run(self.pipeline, self.tokens, self.positions, 1, self.states)[:, 0]
         if self.greedy:
             best = self.logits.max(-1, keepdim=True)
             self.tokens.copy_(best.indices.where(best.values.isfinite(), NOT_FINITE))

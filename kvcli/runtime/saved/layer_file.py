@@ -55,7 +55,7 @@ def write_layer(path: Path, pages: Tensor) -> list[str]:
         file.write(begin, 0)
         offset = ALIGNMENT
         for part in slices(len(pages), CHECKED_PAGES):
-            block = _bytes(pages[part])
+            block = as_bytes(pages[part])
             checksums.append(checksum(block))
             file.write(block, offset)
             offset += len(block)
@@ -94,8 +94,8 @@ def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Seque
         count = min(CHECKED_PAGES, total - at)
         here = pages[part]
         block = here if count == len(here) else host_memory((count, *pages.shape[1:]), pages.dtype)
-        file.read_into(_bytes(block), ALIGNMENT + at * page_bytes)
-        if checksum(_bytes(block)) != checksums[at // CHECKED_PAGES]:
+        file.read_into(as_bytes(block), ALIGNMENT + at * page_bytes)
+        if checksum(as_bytes(block)) != checksums[at // CHECKED_PAGES]:
             raise DamagedError(f"a checksum of pages {at:,} to {at + count - 1:,} is wrong")
         if block is not here:
             here.copy_(block[: len(here)])
@@ -157,7 +157,8 @@ class UnbufferedFile:
         return self.direct, memory[:whole]
 
 
-def _bytes(pages: Tensor) -> Tensor:
+def as_bytes(pages: Tensor) -> Tensor:
+    """View memory of the host as bytes [n]."""
     return pages.reshape(-1).view(torch.uint8)
 
 

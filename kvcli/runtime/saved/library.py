@@ -65,12 +65,12 @@ class KVLibrary:
                 what = f"{self.options.use}: the prompt does not begin as what was saved of {self.used.asked.source}"
                 hint = "give the same document, --system and template options, or leave --kv out"
                 raise usage_error(what, hint)
-            return SavedKV([Segment(self.options.use, self.used, pages)], tiers)
+            return SavedKV([Segment(self.options.use, self.used, pages)], tiers, self._stateful)
         if self.store is None:
             return None
         while way := self.store.find(identity.root, ids):
             try:
-                return SavedKV(way, tiers)
+                return SavedKV(way, tiers, self._stateful)
             except KVDamagedError as error:
                 if not self.forget(error):
                     return None
@@ -91,7 +91,8 @@ class KVLibrary:
         """Begin to save a prompt's KV where it is to be kept; `ids` are the tokens, `found` what was there of them."""
         identity, writers = self.identity(rope), []
         asked = self._asked(prompt)
-        saving = Saving(ids, identity, asked, 0, identity.root)
+        states = self.checkpoint.geometry.states
+        saving = Saving(ids, identity, asked, 0, identity.root, states)
         if (folder := self.targets.get(prompt.source)) is not None and saving.pages:
             writers.append(KVWriter(saving, folder.parent, lambda _: folder))
         elif folder is not None:
@@ -99,13 +100,17 @@ class KVLibrary:
         if (store := self.store) is not None:
             there = 0 if found is None else found.length // PAGE
             parent = identity.root if not there else page_hashes(identity.root, ids)[there - 1]
-            saving = Saving(ids, identity, asked, there, parent)
+            saving = Saving(ids, identity, asked, there, parent, states)
             if saving.pages > 0:
-                if store.room_for(saving.pages * self._page_bytes):
+                if store.room_for(saving.pages * self._page_bytes + saving.nbytes):
                     writers.append(KVWriter(saving, store.folder, store.target, cached=True))
                 else:
                     self.notice(f"{prompt.source}: its KV is larger than --kv-cache-size, and not kept")
         return writers
+
+    @property
+    def _stateful(self) -> bool:
+        return bool(self.checkpoint.geometry.states)
 
     @property
     def _page_bytes(self) -> int:

@@ -21,8 +21,8 @@ from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.validation import first_problem
 from kvcli.models.geometry import ModelGeometry
 
-FORMAT = 1
-"""Version of the directory's format; a reader refuses newer ones."""
+FORMAT = 2
+"""Version of the directory's format; a reader refuses newer ones. The first one has no `states`."""
 
 PAGE = 32
 """Tokens in a page of saved KV, as methods' pages are by default."""
@@ -61,6 +61,18 @@ class LayerEntry(_Part):
     checksums: list[str]
 
 
+class StateEntry(_Part):
+    """The file of the states that a layer keeps: checksums of its tensors, named as in "8192.conv.0", by the tokens."""
+
+    file: str = Field(pattern=r"^[a-z0-9-]+\.safetensors$")
+    checksums: dict[str, str]
+
+    @property
+    def marks(self) -> list[int]:
+        """After how many tokens of the prompt the states are."""
+        return sorted({int(name.partition(".")[0]) for name in self.checksums})
+
+
 class PromptRead(_Part):
     """What was read: the document's text, its name, and how the prompt was made of it."""
 
@@ -79,7 +91,7 @@ class Manifest(_Part):
     `parent` is the hash of the page before, or the identity's root. `reading` says how the prompt was read: "exact".
     """
 
-    format: int = FORMAT
+    format: int = 1
     kvcli: str
     model: Identity
     reading: str = "exact"
@@ -88,12 +100,13 @@ class Manifest(_Part):
     tokens: list[int]
     pages: list[str] = Field(min_length=1)
     layers: list[LayerEntry] = Field(min_length=1)
+    states: list[StateEntry] = Field(default_factory=list)
     asked: PromptRead
     checksum: str = ""
 
     def sealed(self) -> str:
         """The manifest as JSON, with its own checksum."""
-        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json()
+        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json(exclude=self._unused)
 
     def shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """The shape of a layer's pages: [n, Hk, t, p, d]."""
@@ -131,7 +144,12 @@ class Manifest(_Part):
         return None
 
     def _checksum(self) -> str:
-        return xxhash.xxh3_64_hexdigest(self.model_dump_json(exclude={"checksum"}).encode())
+        return xxhash.xxh3_64_hexdigest(self.model_dump_json(exclude={"checksum", *self._unused}).encode())
+
+    @property
+    def _unused(self) -> set[str]:
+        """What the first version of the format has not, where there is none of it."""
+        return set() if self.states else {"states"}
 
 
 def page_hashes(before: str, tokens: Sequence[int]) -> list[str]:

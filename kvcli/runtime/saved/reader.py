@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,14 +14,24 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.runtime.saved.layer_file import CHECKED_PAGES, DamagedError, UnbufferedFile, check_layer, read_pages
-from kvcli.runtime.saved.manifest import PAGE, Manifest, damaged, read_manifest
+from kvcli.runtime.saved.layer_file import (
+    CHECKED_PAGES,
+    DamagedError,
+    UnbufferedFile,
+    as_bytes,
+    check_layer,
+    checksum,
+    read_pages,
+)
+from kvcli.runtime.saved.manifest import PAGE, Manifest, StateEntry, damaged, read_manifest
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged, slices
+from kvcli.store.recurrent import cut_at
 
 READERS = 2
 """Threads that read: the disk has work while one of them sums up what it has read."""
@@ -47,6 +57,12 @@ class Segment:
     manifest: Manifest
     pages: int
 
+    @property
+    def state_marks(self) -> list[int]:
+        """After how many tokens of the prompt it has the states of layers that keep one."""
+        states, end = self.manifest.states, PAGE * (self.manifest.first_page + self.pages)
+        return [mark for mark in states[0].marks if mark <= end] if states else []
+
 
 class _LayerRead(NamedTuple):
     """A layer that is being read: the memory of its pages, and what reads each part of them, in order."""
@@ -66,8 +82,8 @@ class SavedKV:
         KVDamagedError: opening and filling, where a file is not as it was written.
     """
 
-    def __init__(self, segments: Sequence[Segment], tiers: Tiers):
-        self.segments, self.tiers = segments, tiers
+    def __init__(self, segments: Sequence[Segment], tiers: Tiers, stateful: bool = False):
+        self.segments, self.tiers, self.stateful = segments, tiers, stateful
         self.length = PAGE * sum(segment.pages for segment in segments)
         self.bytes_read = 0
         self.read_ms = 0.0  # in which something was being read
@@ -98,6 +114,20 @@ class SavedKV:
             here = pages.to(kv.device)
             for side, rows in enumerate(kv):
                 paged(rows, PAGE)[:, part].copy_(here[:, :, side].transpose(0, 1))
+
+    def cut(self, limit: int) -> int:
+        """After how many tokens, `limit` at most, a prompt can go on: whole pages; if `stateful`, where states are."""
+        if not self.stateful:
+            return limit // PAGE * PAGE
+        return cut_at([mark for segment in self.segments for mark in segment.state_marks], min(limit, self.length))
+
+    def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put a layer's state after so many tokens, as `cut` gives them, into its tensors."""
+        segment = next(each for each in self.segments if tokens in each.state_marks)
+        found = read_states(segment.folder, segment.manifest.states[layer], tokens)
+        for name, tensor in tensors.items():
+            tensor.copy_(found[f"{tokens}.{name}"])
+            self.bytes_read += tensor.nbytes
 
     def pool(self) -> HostPagePool:
         """Give the pages of the layer that was filled last, for others to share; see `keep`."""
@@ -177,6 +207,24 @@ class SavedKV:
         return target, size, begun, perf_counter()
 
 
+def read_states(folder: Path, entry: StateEntry, tokens: int | None = None) -> dict[str, Tensor]:
+    """Read the states of a layer, all of them or those after so many tokens.
+
+    Raises:
+        KVDamagedError: the file is not as it was written.
+    """
+    names = [name for name in entry.checksums if tokens is None or name.startswith(f"{tokens}.")]
+    try:
+        with safe_open(folder / entry.file, "pt") as file:
+            found = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise KVDamagedError(folder, f"{entry.file}: {error}") from None
+    wrong = [name for name, tensor in found.items() if checksum(as_bytes(tensor)) != entry.checksums[name]]
+    if wrong:
+        raise KVDamagedError(folder, f"{entry.file}: the checksum of {wrong[0]} is wrong")
+    return found
+
+
 def verify(folder: Path) -> Manifest:
     """Read a directory of saved KV whole; returns its manifest.
 
@@ -188,4 +236,6 @@ def verify(folder: Path) -> Manifest:
     with SavedKV([segment], Tiers.for_device(torch.device("cpu"), manifest.dtype)) as saved:
         for layer in range(len(manifest.layers)):
             saved.check(layer)
+    for entry in manifest.states:
+        read_states(folder, entry)
     return manifest

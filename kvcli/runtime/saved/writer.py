@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,25 +12,30 @@ from queue import Queue
 from time import perf_counter
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.errors import KvcliError, usage_error
 from kvcli.kernels.slot_layout import distinct
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.layers import StateGeometry
 from kvcli.runtime.saved.folders import NewFolder
-from kvcli.runtime.saved.layer_file import write_layer
+from kvcli.runtime.saved.layer_file import as_bytes, checksum, write_layer
 from kvcli.runtime.saved.manifest import (
+    FORMAT,
     MANIFEST,
     PAGE,
     Identity,
     LayerEntry,
     Manifest,
     PromptRead,
+    StateEntry,
     page_hashes,
     read_manifest,
 )
 from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import paged
+from kvcli.store.recurrent import state_marks
 
 _BUFFERS = 2  # one being filled while the other is written
 
@@ -44,11 +49,22 @@ class Saving:
     asked: PromptRead
     first: int
     parent: str
+    states: Sequence[StateGeometry] = ()
 
     @property
     def pages(self) -> int:
         """How many there are."""
         return len(self.ids) // PAGE - self.first
+
+    @property
+    def state_marks(self) -> list[int]:
+        """After how many tokens the states of layers that keep one are saved beside the pages."""
+        return [mark for mark in state_marks(self.states, len(self.ids)) if mark > self.first * PAGE]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return len(self.state_marks) * sum(layer.nbytes for layer in self.states)
 
 
 class KVWriter:
@@ -76,7 +92,11 @@ class KVWriter:
         self._free: Queue[Tensor | None] = Queue()
         for _ in range(_BUFFERS):
             self._free.put(None)
-        self._filled: Queue[Tensor | None] = Queue()
+        self._filled: Queue[Tensor | dict[str, Tensor] | None] = Queue()
+        self.state_marks = saving.state_marks
+        self.state_entries: list[StateEntry] = []
+        self._states: dict[str, Tensor] = {}  # of the layer whose states are being taken
+        self._layer = 0
         self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
         self._thread.start()
 
@@ -100,12 +120,24 @@ class KVWriter:
             buffer.copy_(target)
         self._filled.put(buffer)
 
+    def take_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take a layer's state after so many tokens, if it is one to be saved; layer by layer."""
+        if tokens not in self.state_marks or self.failure is not None:
+            return
+        if layer != self._layer:
+            self._filled.put(self._states)
+            self._layer, self._states = layer, {}
+        for name, tensor in tensors.items():
+            self._states[f"{tokens}.{name}"] = tensor.to("cpu", copy=True)
+
     def finish(self) -> None:
         """Wait until all layers are written, and make the directory whole.
 
         Raises:
             KvcliError: it could not be written (runtime), or its name was taken meanwhile by something else (usage).
         """
+        if self._states:
+            self._filled.put(self._states)
         self._filled.put(None)
         self._thread.join()
         try:
@@ -132,15 +164,19 @@ class KVWriter:
         self.folder.abandon()
 
     def _work(self) -> None:
-        while (buffer := self._filled.get()) is not None:
+        while (filled := self._filled.get()) is not None:
             if self.failure is None:
                 begun = perf_counter()
                 try:
-                    self._write_layer(buffer)
+                    if isinstance(filled, Tensor):
+                        self._write_layer(filled)
+                    else:
+                        self._write_states(filled)
                 except OSError as error:
                     self.failure = error
                 self.write_ms += 1000 * (perf_counter() - begun)
-            self._free.put(buffer)
+            if isinstance(filled, Tensor):
+                self._free.put(filled)
 
     def _write_layer(self, pages: Tensor) -> None:
         name = f"layer-{len(self.entries):04}.safetensors"
@@ -156,10 +192,18 @@ class KVWriter:
         )
         self.bytes_written += pages.nbytes
 
+    def _write_states(self, tensors: dict[str, Tensor]) -> None:
+        name = f"state-{len(self.state_entries):04}.safetensors"
+        _write(self.folder.path / name, save(tensors))
+        checksums = {key: checksum(as_bytes(tensor)) for key, tensor in tensors.items()}
+        self.state_entries.append(StateEntry(file=name, checksums=checksums))
+        self.bytes_written += sum(tensor.nbytes for tensor in tensors.values())
+
     def _manifest(self) -> Manifest:
         saving = self.saving
         tokens = list(saving.ids[saving.first * PAGE : (saving.first + saving.pages) * PAGE])
         return Manifest(
+            format=FORMAT if self.state_entries else 1,
             kvcli=version("kvcli"),
             model=saving.identity,
             first_page=saving.first,
@@ -167,6 +211,7 @@ class KVWriter:
             tokens=tokens,
             pages=page_hashes(saving.parent, tokens),
             layers=self.entries,
+            states=self.state_entries,
             asked=saving.asked,
         )
 
