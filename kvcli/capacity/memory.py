@@ -90,7 +90,9 @@ def planned_method(
         what = f"{profile.method}: dense_layers = {dense}, but the model has {layers} layers"
         raise usage_error(what, f"give {layers} at most; method full attends to everything in all layers")
     meta = torch.device("meta")
-    context = SequenceContext.of(len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens)
+    context = SequenceContext.of(
+        len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens, states=geometry.states
+    )
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 

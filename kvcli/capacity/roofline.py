@@ -42,7 +42,8 @@ PHASES = (
 )
 """The phases of a step, in the order in which they are shown.
 
-`projections` are the linear layers of attention and the model's head, `mlp` is all else that the layers compute.
+`projections` are the linear layers of attention and the model's head, `mlp` is all else that the layers compute, with
+the states that some keep.
 `correction`, which compares two queries, and `host`, the time that no other phase claims, move nothing.
 """
 
@@ -139,7 +140,8 @@ def step_work(
     linear, mlp = parts.projections + parts.head, parts.used(batch)
     active = parts.mlp + round(parts.experts * parts.active)
     work["projections"] = Work(read=linear, operations=2 * batch * linear // itemsize)
-    work["mlp"] = Work(read=mlp, operations=2 * batch * active // itemsize)
+    states = 2 * batch * sum(layer.nbytes for layer in geometry.states)  # read and written
+    work["mlp"] = Work(read=mlp + states, operations=2 * batch * active // itemsize)
     for method, length in sequences:
         for layer in geometry.layers:
             # A latent is read once for both, key and value.

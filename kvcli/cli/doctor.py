@@ -2,15 +2,27 @@
 
 import json
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from kvcli.cli import options
+from kvcli.cli.options import MODEL
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        MODEL.option(
+            "--model -m",
+            "NAME",
+            "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",
+        ),
+    ] = None,
+    dtype: options.DType = "auto",
+    offline: options.Offline = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -18,17 +30,26 @@ def doctor(
 ) -> None:
     """Check this machine: versions, device, memory, bandwidths, Triton, threads, disk.
 
-    Every problem comes with what to do about it. Exit codes: 0 kvcli can be used,
-    1 something that it needs is broken, 2 usage, 130 interrupted, 141 stdout was closed.
+    kvcli doctor -m qwen3-next-80b-a3b
+
+    Every problem comes with what to do about it. With -m it says of a model whether kvcli
+    runs it, and which of its layers retrieve, from its config alone.
+
+    Exit codes: 0 kvcli can be used, with the model where there is one; 1 something that it
+    needs is broken, or the model is none that it runs; 2 usage, 130 interrupted, 141 stdout
+    was closed.
     """
     check_outputs({"-o": output})
 
     from kvcli.bench.doctor import examine, usable
+    from kvcli.bench.model_check import examine_model
+    from kvcli.models.loading import ModelSpec
     from kvcli.ui import console
 
     with progress(quiet) as observer:
         observer.stage("examine")
-        checks = list(examine(debug))
+        spec = ModelSpec(model, dtype=dtype, load_format="dummy", offline=offline)
+        checks = list(examine(debug) if model is None else examine_model(spec))
     ready = usable(checks)
     if as_json:
         body = {"schema_version": 1, "usable": ready, "checks": [asdict(check) for check in checks]}

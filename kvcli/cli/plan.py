@@ -162,7 +162,7 @@ def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: li
             "type": subject.config.model_type,
             "dtype": str(subject.dtype).removeprefix("torch."),
             "weight_bytes": subject.geometry.weight_bytes,
-            "layers": len(subject.geometry.layers),
+            "layers": subject.geometry.depth,
         },
         "machine": {
             "device": str(machine.device),

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
+from kvcli.models.checkpoint import quiet
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import StateGeometry as StateGeometry
@@ -87,7 +88,8 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     _refuse(config)
     model = _build_on_meta(config, dtype)
     text = config.get_text_config(decoder=True)
-    found = LayerFinder(model, text)
+    with quiet():  # modules say on stderr which packages would make them faster
+        found = LayerFinder(model, text)
     return ModelGeometry(
         layers=tuple(found.layers),
         states=tuple(found.states),

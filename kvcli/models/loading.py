@@ -71,7 +71,7 @@ class Model:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "weight_bytes": self.geometry.weight_bytes,
-            "layers": len(self.geometry.layers),
+            "layers": self.geometry.depth,
         }
 
 

@@ -7,13 +7,14 @@ the current run: those of a batch that decodes, or those of prompts that are rea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from kvcli.models.checkpoint import quiet
 from kvcli.models.layers import CACHE_ARGUMENTS, StateGeometry
 from kvcli.models.state_cache import StateCache
 from kvcli.store.recurrent import RecurrentState
@@ -164,7 +165,8 @@ def stateful(
     for module, layer in zip(modules, layers, strict=True):
         module.forward = _stateful(module.forward, layer, current)
     try:
-        yield
+        with quiet() if modules else nullcontext():  # they say on stderr which packages would make them faster
+            yield
     finally:
         for module in modules:
             del module.forward  # back to the method of the class

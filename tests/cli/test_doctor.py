@@ -33,3 +33,19 @@ def test_json_is_one_object(warm, tmp_path):
 
 def test_an_output_that_cannot_be_written_is_refused_first(warm, tmp_path):
     assert_refused(warm("doctor", "-o", tmp_path), 2, "is a directory")
+
+
+def test_a_model_is_told_by_its_layers(warm):
+    result = warm("doctor", "-m", "lfm2-1.2b", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    found = {check["name"]: check["found"] for check in json.loads(result.stdout)["checks"]}
+    assert found["model"] == "lfm2, 16 layers: kvcli runs it"
+    assert found["retrieve"] == "2, 5, 8, 10, 12, 14 (6 layers)"
+    assert found["keep a state"].startswith("0-1, 3-4, 6-7, 9, 11, 13, 15 (10 layers); ")
+
+
+def test_a_model_that_cannot_run_is_told_by_its_reason(warm, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 2}))
+    result = warm("doctor", "-m", tmp_path / "config.json")
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "none of its layers attends" in " ".join(result.stdout.split())

@@ -18,10 +18,13 @@ WINDOWS = {
 
 # Published parameter counts.
 MADE_UP = {"tiny": 32, "small": 64}  # head dimension of shapes that are nobody's
+HEAD_DIMS = {**MADE_UP, "lfm2-1.2b": 64, "qwen3-next-80b-a3b": 256}
 PARAMETERS = {
     "glm-4-9b": 9_399_951_360,
     "llama-3-8b-1m": 8_030_261_248,
     "llama-3.1-8b": 8_030_261_248,
+    "lfm2-1.2b": 1_170_340_608,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without its layer for multi-token prediction
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
@@ -161,7 +164,7 @@ def test_shipped_shapes_have_the_published_size(shape):
         assert geometry.weight_bytes < 2**27
     else:
         assert geometry.weight_bytes == 2 * PARAMETERS[shape]
-    assert {layer.head_dim for layer in geometry.layers} == {MADE_UP.get(shape, 128)}
+    assert {layer.head_dim for layer in geometry.layers} == {HEAD_DIMS.get(shape, 128)}
 
 
 def test_an_unknown_kind_of_rotary_scaling_is_named_with_those_that_are_known():

@@ -102,7 +102,7 @@ def estimate(
         step=step,
         roofline=scale * least,
         phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
-        layers=len(subject.geometry.layers),
+        layers=subject.geometry.depth,
         missed=missed,
         tried=0 if tried is None else len(tried.layers),
         tried_length=0 if tried is None else tried.length,
@@ -129,10 +129,10 @@ def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) 
 def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, batch: int) -> Probe | None:
     """Run as many layers, at as long a context, as takes a few seconds; None where memory does not hold them."""
     geometry, parts, dense = subject.geometry, subject.geometry.parts, profile.settings.leading_dense_layers
-    layer_bytes = (parts.projections + parts.mlp + parts.experts) // len(geometry.layers)
+    layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
     widest = max(layer.token_size for layer in geometry.layers)
     token_bytes = widest * subject.dtype.itemsize * batch
-    kinds = [_kind(layer, dense) for layer in geometry.layers]
+    kinds = _kinds(geometry, dense)
     fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
     ample = (
         2 * getattr(profile.settings, "budget", 0) + 1024
@@ -145,6 +145,12 @@ def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, 
     return probe(profile, config, subject.dtype, machine.device, length, batch)
 
 
+def _kinds(geometry: ModelGeometry, dense: int) -> list[str]:
+    """Name what each decoder layer does: the way in which it attends, and whether it keeps a state."""
+    layers = iter(geometry.layers)
+    return [f"{_kind(next(layers), dense) if each.attention else ''} {each.state is None}" for each in geometry.decoder]
+
+
 def _kind(layer: LayerGeometry, dense: int) -> str:
     """Name the way in which a layer attends."""
     return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
@@ -154,8 +160,8 @@ def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMet
     """Extrapolate a step: a layer takes the time of those of its kind, and KV beyond theirs that of reading it."""
     geometry, dense = subject.geometry, method.config.leading_dense_layers
     taken: defaultdict[str, list[float]] = defaultdict(list)
-    for layer, seconds in zip(tried.geometry.layers, tried.layers, strict=True):
-        taken[_kind(layer, dense)].append(seconds)
+    for kind, seconds in zip(_kinds(tried.geometry, dense), tried.layers, strict=True):
+        taken[kind].append(seconds)
 
     def moving(layer: LayerGeometry, length: int) -> float:
         traffic, group = method.traffic(layer.index, length), layer.num_heads // layer.num_kv_heads
@@ -164,13 +170,13 @@ def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMet
 
     beyond = sum(moving(layer, context + 1) - moving(layer, tried.length + 1) for layer in geometry.layers)
     head = (geometry.parts.head - tried.geometry.parts.head) / rates.read.median
-    return tried.rest + head + sum(fmean(taken[_kind(layer, dense)]) for layer in geometry.layers) + batch * beyond
+    return tried.rest + head + sum(fmean(taken[kind]) for kind in _kinds(geometry, dense)) + batch * beyond
 
 
 def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int) -> float:
     """Extrapolate the prefill of one prompt: linear layers by the token, attention by its operations."""
     layers = subject.geometry.layers
-    linear = tried.prompt_layer * len(layers) * context / PROMPT
+    linear = tried.prompt_layer * subject.geometry.depth * context / PROMPT
     attention = sum(
         _attention_operations(layer, method, context) - _attention_operations(layer, method, PROMPT) * context / PROMPT
         for layer in layers

@@ -92,7 +92,7 @@ def probe(
     with engine(model, [capacity, PROMPT]) as ready:
         begun = _now(device)
         ready.prefill_into([1] * PROMPT, _NoConsumer())
-        taken = (_now(device) - begun) / len(geometry.layers)
+        taken = (_now(device) - begun) / geometry.depth
         make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
         methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
         noise = RandomKV(0, device, dtype)
@@ -125,7 +125,7 @@ def _decode(ready: Engine, sequences: list[RunningSequence], moments: list[float
         if len(totals) >= WARMUP + _FEW and sum(totals) > SECONDS:
             break
     taken = [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
-    layers = len(ready.layers)
+    layers = ready.depth
     steps = [taken[step * layers : (step + 1) * layers] for step in range(WARMUP, len(totals))]
     rest = [total - sum(step) for total, step in zip(totals[WARMUP:], steps, strict=True)]
     return [statistics.median(times) for times in zip(*steps, strict=True)], statistics.median(rest)
@@ -175,6 +175,7 @@ class RandomKV:
             k, v = both(self.kv(layer, context))
             softmax = Softmax(layer.head_dim**-0.5)
             for method in methods:
+                method.states.started = True  # on zeros
                 rows = min(context, max(_QUERIES, method.query_rows))
                 q = self.normal(layer.num_heads, rows, layer.head_dim)
                 method.observe(layer.index, q, k, softmax)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from families import tiny_checkpoint
+from saving import QUESTIONS, TEXT, run, tokens
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
@@ -14,16 +15,13 @@ from kvcli.inputs.encoding import Template
 from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
-from kvcli.methods import get_method, method_names
+from kvcli.methods import method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.manifest import read_manifest
 from kvcli.telemetry.observer import Observer
 
-TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 6
-SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "rows": 24}
-QUESTIONS = ("what is the number?", "who jumps?", "why, and over which dog of those that the text names?")
 WINDOWED = {"actqkv", "infllm"}
 
 
@@ -40,23 +38,6 @@ def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     tiny_checkpoint("llama", path)
     return str(path)
-
-
-def run(path, questions=QUESTIONS, method="freekv", text=TEXT, observer=None, template=None, max_tokens=8, **kv):
-    known = get_method(method).Config.model_fields
-    profile = resolve_profile(method, overrides={key: value for key, value in SMALL.items() if key in known})
-    request = GenerationRequest(
-        profile,
-        tuple(Prompt("notes.txt", text, question) for question in questions),
-        Sampling(max_tokens=max_tokens, ignore_eos=True),
-        template or Template(),
-        kv=KVOptions(**kv),
-    )
-    return generate(ModelSpec(path, device="cpu"), request, observer or Observer())
-
-
-def tokens(report):
-    return [sequence.token_ids for sequence in report.sequences]
 
 
 @pytest.fixture(scope="module")

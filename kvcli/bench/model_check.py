@@ -1,0 +1,67 @@
+"""What a model's layers are, and which of them retrieve, from its config alone: the findings of `kvcli doctor -m`."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from kvcli.bench.doctor import Check, CheckState
+from kvcli.errors import KvcliError
+from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+from kvcli.models.loading import ModelSpec, read_config, resolve_device, resolve_dtype
+from kvcli.sizes import format_bytes
+from kvcli.store.recurrent import PAGE, STATE_PAGES
+
+
+def examine_model(spec: ModelSpec) -> Iterator[Check]:
+    """Say of a model whether kvcli runs it, and what each of its layers does; layers are counted from 0.
+
+    Raises:
+        KvcliError: nothing is called so, or its config is broken or out of reach (usage, runtime).
+    """
+    config = read_config(spec)
+    dtype = resolve_dtype(spec.dtype, config, resolve_device(spec.device))
+    try:
+        geometry = geometry_of(config, dtype)
+    except KvcliError as error:
+        yield Check("model", CheckState.BROKEN, error.what, error.hint)
+        return
+    yield Check("model", CheckState.OK, f"{config.model_type}, {geometry.depth} layers: kvcli runs it")
+    places = [place for place, layer in enumerate(geometry.decoder) if layer.attention]
+    ways: dict[str, list[int]] = {}
+    for place, layer in zip(places, geometry.layers, strict=True):
+        ways.setdefault(_way(layer), []).append(place)
+    for way, where in ways.items():
+        yield Check(way, CheckState.OK, counted(where))
+    if geometry.states:
+        yield from _states(geometry)
+    if rest := [place for place, layer in enumerate(geometry.decoder) if not layer.attention and not layer.state]:
+        yield Check("keep nothing", CheckState.OK, counted(rest))
+    growing = (layer for layer in geometry.layers if layer.window is None)
+    token = sum(2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in growing)
+    found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
+    yield Check("memory", CheckState.OK, found)
+
+
+def _way(layer: LayerGeometry) -> str:
+    if layer.window is None:
+        return "retrieve"
+    return f"{'chunk' if layer.chunked else 'window'} of {layer.window:,}"
+
+
+def _states(geometry: ModelGeometry) -> Iterator[Check]:
+    """Say which layers keep a state of fixed size, and what follows from that."""
+    places = [place for place, layer in enumerate(geometry.decoder) if layer.state]
+    size = format_bytes(sum(state.nbytes for state in geometry.states))
+    kept = f"each {PAGE * STATE_PAGES:,} tokens and near the end"
+    if all(state.resumes for state in geometry.states):
+        found = f"{counted(places)}; {size} a sequence. Saved KV and chats can be gone on from {kept}"
+        yield Check("keep a state", CheckState.OK, found)
+    else:
+        found = f"{counted(places)}; {size} a sequence. A prompt's beginning is read at once by them, not by chunks"
+        yield Check("keep a state", CheckState.NOTE, found, "long prompts take much memory, and turns of a chat long")
+
+
+def counted(places: Sequence[int]) -> str:
+    """Say which layers, and how many: "0-2, 4 (4 layers)"."""
+    runs = [list(run) for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    spans = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs]
+    return f"{', '.join(spans)} ({len(places)} layer{'s' * (len(places) != 1)})"
