@@ -173,8 +173,9 @@ class Conversation:
         if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
             known = min(in_common(self.ids, ids), self._kv.length)
             wanted = len(ids) if method.observes else max(1, method.query_rows)  # queries
-            skip = self._kv.cut(max(0, min(known, len(ids) - wanted)))
-            if known and method.observes:
+            limit = max(0, min(known, len(ids) - wanted))
+            skip = self._kv.cut(limit)
+            if known and limit < PAGE:
                 self.observer.notice("this method wants to see all queries of its prompt, which is read anew")
         kv = RawKV(self.model.geometry, self._tiers, len(ids), self._kv, skip // PAGE)
         branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)
