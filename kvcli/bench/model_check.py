@@ -36,7 +36,7 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     if rest := [place for place, layer in enumerate(geometry.decoder) if not layer.attention and not layer.state]:
         yield Check("keep nothing", CheckState.OK, counted(rest))
     growing = (layer for layer in geometry.layers if layer.window is None)
-    token = sum(2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in growing)
+    token = sum(layer.token_size * dtype.itemsize for layer in growing)
     found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
     yield Check("memory", CheckState.OK, found)
 

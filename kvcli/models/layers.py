@@ -161,31 +161,27 @@ class LayerFinder:
             for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
                 found = [self._examine(place, module) for module in _with_cache(layer)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
-                for what, several in (("attend", attention), ("keep a state", state)):
-                    if len(several) > 1:
-                        raise refusal(model.config, f"{len(several)} modules of a decoder layer {what}, not one")
+                if max(len(attention), len(state)) > 1:
+                    raise refusal(model.config, "several modules of a decoder layer attend, or keep a state")
                 self.decoder.append(DecoderLayer(*(next(iter(each), None) for each in (attention, state))))
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
         """Refuse what cannot be served."""
         if not self.layers and self.states:
-            kinds = "state-space, linear attention, convolution"
-            reason = (
-                f"none of its layers attends ({kinds}): all that it keeps is of a fixed size, and stays on the device"
-            )
+            reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
         if not self.layers or (rotary is None and not self.states):
             raise refusal(self.model.config, "its decoder is not a stack of layers with rotary positions")
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and note what it is: it attends, it keeps a state."""
-        states = getattr(self.text, "number_of_conv_states", 1)
         form = type(module), tuple((name, weight.shape) for name, weight in module.named_parameters())
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
             return None, module
-        before, cache = len(self._seen), StateCache(_number(module), states=states)
+        before, states = len(self._seen), getattr(self.text, "number_of_conv_states", 1)
+        cache = StateCache(_number(module), states=states)
         rope = self._run(place, module, 1, cache, tree_leaves)
         attends, tensors = len(self._seen) > before, cache.tensors()
         if attends:
@@ -196,8 +192,7 @@ class LayerFinder:
             if not attends:
                 self._alike[form] = tensors, resumes
         if not attends and not tensors:
-            reason = f"{type(module).__name__} does not use transformers' attention interface"
-            raise refusal(self.model.config, reason)
+            raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
 
     def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry:
@@ -205,8 +200,7 @@ class LayerFinder:
             raise refusal(self.model.config, "its attention is bidirectional")
         query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
         if key[-1] != value[-1]:
-            what = f"keys of {key[-1]} dimensions and values of {value[-1]} (latent attention of an unknown form)"
-            raise refusal(self.model.config, what)
+            raise refusal(self.model.config, f"its keys have {key[-1]} dimensions and its values {value[-1]}")
         latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES:
