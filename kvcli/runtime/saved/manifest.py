@@ -106,7 +106,8 @@ class Manifest(_Part):
 
     def sealed(self) -> str:
         """The manifest as JSON, with its own checksum."""
-        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json(exclude=self._unused)
+        body = self.model_dump(mode="json", exclude=set() if self.states else {"states"})  # as the first format has it
+        return _json({**body, "checksum": _checksum(body)})
 
     def shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """The shape of a layer's pages: [n, Hk, t, p, d]."""
@@ -135,21 +136,11 @@ class Manifest(_Part):
 
     def problem(self) -> str | None:
         """Say what does not add up, if anything."""
-        if self.checksum != self._checksum():
-            return "its checksum is wrong"
         if self.first_page == 0 and self.parent != self.model.root:
             return "its first page does not begin with the model"
         if len(self.tokens) != PAGE * len(self.pages) or self.pages != page_hashes(self.parent, self.tokens):
             return "a page hash is wrong"
         return None
-
-    def _checksum(self) -> str:
-        return xxhash.xxh3_64_hexdigest(self.model_dump_json(exclude={"checksum", *self._unused}).encode())
-
-    @property
-    def _unused(self) -> set[str]:
-        """What the first version of the format has not, where there is none of it."""
-        return set() if self.states else {"states"}
 
 
 def page_hashes(before: str, tokens: Sequence[int]) -> list[str]:
@@ -186,7 +177,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST}: {first_problem(error)}") from None
     except (ValueError, RecursionError) as error:
         raise damaged(folder, f"{MANIFEST}: {error}") from None
-    if (problem := manifest.problem()) is not None:
+    problem = "its checksum is wrong" if manifest.checksum != _checksum(found) else manifest.problem()
+    if problem is not None:
         raise damaged(folder, f"{MANIFEST}: {problem}")
     return manifest
 
@@ -196,3 +188,13 @@ def damaged(folder: Path, problem: str) -> KvcliError:
     return KvcliError(
         f"{folder} is damaged: {problem}; nothing of it was used", "remove it and save the document again"
     )
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    """Sum up a manifest as it stands in its file, so that a field which came later changes no older one's."""
+    rest = _json({name: value for name, value in body.items() if name != "checksum"})
+    return xxhash.xxh3_64_hexdigest(rest.encode(errors="surrogatepass"))  # what a file says may be no text
+
+
+def _json(body: dict[str, Any]) -> str:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))

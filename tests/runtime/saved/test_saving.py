@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from saving import ASKED, IDENTITY, LAYERS, layer_kv, names_in, save
 
 from kvcli.errors import ExitCode, KvcliError
@@ -107,6 +108,15 @@ def test_a_page_hash_that_does_not_belong_to_its_tokens(folder):
     with pytest.raises(KvcliError, match="a page hash is wrong") as caught:
         read_manifest(folder)
     assert caught.value.exit_code == ExitCode.RUNTIME
+
+
+def test_a_manifest_from_before_a_field_came_is_whole(folder):
+    expected, path = read_manifest(folder), folder / MANIFEST
+    data = json.loads(path.read_text())
+    del data["reading"], data["layers"][0]["parts"], data["checksum"]
+    body = json.dumps(data, separators=(",", ":"))
+    path.write_text(json.dumps({**data, "checksum": xxhash.xxh3_64_hexdigest(body.encode())}))
+    assert read_manifest(folder).model_copy(update={"checksum": expected.checksum}) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": 1e999}', b"[" * 100_000])
