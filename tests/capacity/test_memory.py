@@ -22,8 +22,12 @@ def profile(name, **settings):
     return resolve_profile(method=name, overrides={key: value for key, value in wanted.items() if key in fields})
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", method_names())
+OF_LATENTS = [(name, "deepseek_v3") for name in ("full", "freekv", "quest", "offload", "snapkv", "h2o", "fier", "raas")]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, family) for family in ("llama", "gemma3") for name in method_names()), *OF_LATENTS]
+)
 def test_planned_kv_is_what_a_run_allocates(name, family):
     planned, held = planned_and_held(profile(name), family)
     if get_method(name).planned_is_bound:
@@ -49,6 +53,14 @@ def test_freekv_holds_o_of_budget_on_the_device_and_everything_on_the_host():
     summaries = kv_of_a_layer // 8 * 3  # one pair of bounds a page of 8 tokens, 3 layers
     assert long.device - short.device == 4096 * (kv_of_a_layer + summaries)  # the dense first layer, and the summaries
     assert long.host - short.host == 4096 * kv_of_a_layer * 3
+
+
+def test_of_latents_a_token_takes_one_row_and_not_a_key_and_value_for_every_head():
+    model = tiny_config("deepseek_v3")
+    geometry = geometry_of(model, torch.float32)
+    short, long = (memory.kv_footprint(profile("full"), geometry, n, torch.float32) for n in (4096, 8192))
+    row = (model.kv_lora_rank + model.qk_rope_head_dim) * 4  # fp32: bytes a token
+    assert long.device - short.device == 4096 * row * model.num_hidden_layers
 
 
 def test_what_does_not_fit_is_refused_with_what_would(monkeypatch, tmp_path):

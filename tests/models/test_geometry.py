@@ -1,7 +1,19 @@
 import pytest
 import torch
 import transformers
-from families import FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_POSITIONS, REFUSED, VOCAB, WINDOW, tiny_model
+from families import (
+    FAMILIES,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MAX_POSITIONS,
+    REFUSED,
+    VOCAB,
+    WINDOW,
+    tiny_config,
+    tiny_model,
+)
 from transformers import GPT2Config, OPTConfig
 
 from kvcli.errors import ExitCode, KvcliError
@@ -18,8 +30,9 @@ WINDOWS = {
 
 # Published parameter counts.
 MADE_UP = {"tiny": 32, "small": 64}  # head dimension of shapes that are nobody's
-HEAD_DIMS = {**MADE_UP, "lfm2-1.2b": 64, "qwen3-next-80b-a3b": 256}
+HEAD_DIMS = {**MADE_UP, "deepseek-v2-lite": 576, "lfm2-1.2b": 64, "qwen3-next-80b-a3b": 256}
 PARAMETERS = {
+    "deepseek-v2-lite": 15_706_484_224,
     "glm-4-9b": 9_399_951_360,
     "llama-3-8b-1m": 8_030_261_248,
     "llama-3.1-8b": 8_030_261_248,
@@ -165,6 +178,20 @@ def test_shipped_shapes_have_the_published_size(shape):
     else:
         assert geometry.weight_bytes == 2 * PARAMETERS[shape]
     assert {layer.head_dim for layer in geometry.layers} == {HEAD_DIMS.get(shape, 128)}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_a_latent_is_one_head_that_is_key_and_value(family):
+    for layer in geometry_of(tiny_config(family), torch.float32).layers:
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.latent) == (HEADS, 1, 16 + 8, 16)
+        assert layer.parts == 1
+
+
+def test_layers_with_chunks_are_those_of_the_config():
+    layers = geometry_of(tiny_config("llama4"), torch.float32).layers
+    assert [(layer.window, layer.chunked, layer.rope) for layer in layers] == [(WINDOW, True, True)] * 3 + [
+        (None, False, False)
+    ]
 
 
 def test_an_unknown_kind_of_rotary_scaling_is_named_with_those_that_are_known():

@@ -1,4 +1,8 @@
-"""Shipped model shapes: the config.json of well-known checkpoints, for `--load-format dummy`."""
+"""Shipped model shapes: the config.json of well-known checkpoints, for `--load-format dummy`.
+
+Each is what its makers published under its name (deepseek-v2-lite: arXiv 2405.04434, appendix B, and
+huggingface.co/deepseek-ai/DeepSeek-V2-Lite); tests hold them against the published numbers of parameters.
+"""
 
 from importlib.resources import files
 from pathlib import Path
