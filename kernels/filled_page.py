@@ -13,6 +13,7 @@ from kvcli.kernels._triton import jit, launch, require_whole, takes, tl
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.page_summary import blocks, page_cuboid, page_summary_ref, store_bounds
 from kvcli.kernels.slot_layout import PagedKV, filled_pages, slot_of
+from kvcli.kernels.write_quantised import write_quantised
 
 
 def take_in_filled_page_ref(
@@ -91,7 +92,8 @@ def take_in_filled_page(
 
     Writes `summary` and `host` at that page and nothing else, either where it is given. The slot is read until the
     kernel has finished, and the host's copy is valid from then on. May be captured in a CUDA graph. Raises ValueError
-    for shapes, dtypes or strides that the kernel cannot read.
+    for shapes, dtypes or strides that the kernel cannot read. Where the host's pages are quantised, it is the keys as
+    they will be read that are summarised.
     """
     (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
     rows.check()
@@ -99,6 +101,9 @@ def take_in_filled_page(
         require_whole("summary", summary, (b, num_kv_heads, summary.shape[2], 2, d), rows.k.dtype)
     if host is not None:
         host.check(rows)
+    if host is not None and host.format is not None:
+        write_quantised(rows, host)
+        return None if summary is None else take_in_filled_page(host.written(rows), summary, None, cuboid)
     if not takes(rows.k):
         return take_in_filled_page_ref(rows, summary, host, cuboid)
     launch(

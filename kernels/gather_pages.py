@@ -11,6 +11,7 @@ Shapes: host pages as in `kvcli.kernels.host_pages`, misses as in `kvcli.kernels
 from __future__ import annotations
 
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
+from kvcli.kernels.gather_quantised import gather_quantised
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import PagedKV
@@ -103,6 +104,8 @@ def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int
     rows.check()
     host.check(rows)
     misses.check(b, num_kv_heads, layout.selected)
+    if host.format is not None:
+        return gather_quantised(host, misses, rows, programs)
     if not takes(rows.k):
         return gather_pages_ref(host, misses, rows)
     block_d = power_of_two(d)

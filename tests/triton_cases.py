@@ -16,6 +16,7 @@ from kvcli.kernels import choose_pages as choose
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import filled_page as filled
 from kvcli.kernels import gather_pages as gather
+from kvcli.kernels import gather_quantised as gather_small
 from kvcli.kernels import one_bit_keys as one_bit
 from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
@@ -30,7 +31,9 @@ from kvcli.kernels import silu_mul as silu
 from kvcli.kernels import slot_attention as slot
 from kvcli.kernels import token_scores as tokens
 from kvcli.kernels import topk
+from kvcli.kernels import write_quantised as write_small
 from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, page_count, row_positions
 from kvcli.kernels.softmax import Softmax
 
@@ -208,6 +211,23 @@ def host_of(draw: Draw, s: Sizes, host_layout: str, parts: int = 2) -> HostPages
     return HostPages.of(pieces, host_layout, draw.device)
 
 
+def quantised_host_of(draw: Draw, s: Sizes, held: str, parts: int = 2) -> HostPages:
+    """The same with blocks of bytes."""
+    whole = host_of(draw, s, "hnd", parts)
+    form = BlockFormat.of(held, parts, s.layout.size, s.d)
+    pieces = []
+    for row in whole.pieces:
+        pieces.append([torch.empty(len(piece), s.hk, form.bytes, dtype=torch.uint8) for piece in row])
+        for piece, small in zip(row, pieces[-1], strict=True):
+            small.fill_(7)
+            form.quantise(piece.unbind(2), small)
+    if draw.device.type == "cuda":
+        pieces = [[piece.pin_memory() for piece in row] for row in pieces]
+    host = HostPages.of(pieces, "hnd", draw.device, (form, torch.float64 if draw.double else draw.dtype))
+    host.held_keys.fill_(NAN)
+    return host
+
+
 def misses_of(draw: Draw, s: Sizes, k: int, pages: int, full: bool = False) -> resolve.MissList:
     """As many misses a head as it happens, none for some."""
     count = torch.randint(0, k + 1, (s.b, s.hk), generator=draw.generator)
@@ -364,6 +384,41 @@ case(
     ["bounds", "written hnd", "bounds nhd", "bounds hnd"],
     exact=True,
 )(_filled)
+
+
+QUANTISED = ["int8", "values int8", "tokens int4", "values int4", "int4"]
+
+
+def _of_tokens(s: Sizes, variant: str) -> Sizes:
+    """Sizes with pages of a single token where the variant says so."""
+    return s._replace(layout=SlotLayout(1, 2, 20, 3)) if "tokens" in variant else s
+
+
+@functools.wraps(gather_small.gather_quantised)
+def _quantised_with_few_programs(*args: Any) -> None:
+    gather.gather_pages(*args, programs=3)
+
+
+@case(_quantised_with_few_programs, gather_small.gather_quantised_ref, QUANTISED)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    s = _of_tokens(s, variant)
+    rows = rows_of(draw, s)
+    misses = misses_of(draw, s, s.layout.selected, s.pages)
+    host = quantised_host_of(draw, s, variant.split()[-1], 1 if "values" in variant else 2)
+    return Call((host, misses, rows), [rows.k, rows.v])
+
+
+@functools.wraps(write_small.write_quantised)
+def _write_quantised(rows: PagedKV, host: HostPages) -> None:
+    filled.take_in_filled_page(rows, host=host)
+
+
+@case(_write_quantised, write_small.write_quantised_ref, [each for each in QUANTISED if "values" not in each])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    s = _of_tokens(s, variant)
+    host = quantised_host_of(draw, s, variant.split()[-1])
+    held = [] if s.layout.size == 1 else [host.held_keys]
+    return Call((rows_of(draw, s), host), [piece for row in host.pieces for piece in row] + held)
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -56,6 +56,10 @@ Profile = Annotated[
 ]
 Settings = Annotated[
     list[str] | None, METHOD.option("--set", "KEY=VALUE", "Change one setting of the profile; repeatable.")
+]
+KVDType = Annotated[
+    Literal["auto", "int8", "int4"] | None,
+    METHOD.option("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4."),
 ]
 MaxTokens = Annotated[
     int, SAMPLING.option("--max-tokens", "TOKENS", "Longest output, as in 256 or 16K.", positive_count)

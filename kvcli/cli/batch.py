@@ -107,6 +107,7 @@ def run(
     method: asked.Method = None,
     profile: asked.Profile = None,
     settings: asked.Settings = None,
+    kv_dtype: asked.KVDType = None,
     max_tokens: asked.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -190,7 +191,7 @@ def run(
     request = BatchRequest(
         source=source,
         output=output,
-        profile=profile_of(context, method, profile, settings or [], {}),
+        profile=profile_of(context, method, profile, settings or [], {"kv_dtype": kv_dtype}),
         sampling=sampling,
         template=Template(system, raw, json_object(chat_template_kwargs)),
         question=prompt,

@@ -64,6 +64,7 @@ def chat(
     budget: Annotated[
         str | None, METHOD.option("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K or 20%.")
     ] = None,
+    kv_dtype: asked.KVDType = None,
     max_tokens: Annotated[
         int, SAMPLING.option("--max-tokens", "TOKENS", "Longest answer, as in 256 or 16K.", positive_count)
     ] = 1024,
@@ -101,7 +102,7 @@ def chat(
     document = _documents(files or [], kv)
     hush_libraries(verbose)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    chosen = profile_of(context, method, profile, settings or [], {"budget": budget})
+    chosen = profile_of(context, method, profile, settings or [], {"budget": budget, "kv_dtype": kv_dtype})
 
     from kvcli.chat.dialogue import Dialogue
     from kvcli.models.loading import ModelSpec, open_checkpoint

@@ -43,6 +43,7 @@ def evaluate(
     profile: options.Profiles = None,
     budget: options.Budgets = None,
     settings: options.Settings = None,
+    kv_dtype: options.KVDType = None,
     ablate: options.Ablate = False,
     model: options.Model = None,
     device: options.Device = "auto",
@@ -94,7 +95,7 @@ def evaluate(
         profiles=names(profile, "--profile"),
         settings=settings,
     )
-    variants = compared(method, profile, settings, budget)
+    variants = compared(method, profile, settings, budget, kv_dtype)
     if ablate:
         from kvcli.inputs.variants import ablated
 

@@ -76,6 +76,7 @@ def generate(
         str | None, METHOD.option("--tau", "0..1", "Query similarity below which a head is corrected.")
     ] = None,
     page_size: Annotated[str | None, METHOD.option("--page-size", "TOKENS", "Tokens recalled together.")] = None,
+    kv_dtype: asked.KVDType = None,
     max_tokens: asked.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -162,7 +163,7 @@ def generate(
     template = template_of(system, raw, chat_template_kwargs, kv, settled)
     saved_kv = kv_options(kv, save_kv, kv_cache, kv_cache_size)
     short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
-    chosen = profile_of(context, method, profile, settings or [], short)
+    chosen = profile_of(context, method, profile, settings or [], short | {"kv_dtype": kv_dtype})
 
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec

@@ -176,6 +176,10 @@ Profiles = Annotated[str | None, METHODS.option("--profile", "A,B", "Profiles be
 Budgets = Annotated[
     str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt.")
 ]
+KVDType = Annotated[
+    Literal["auto", "int8", "int4"] | None,
+    METHODS.option("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4."),
+]
 Ablate = Annotated[bool, METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")]
 Settings = Annotated[
     list[str] | None, METHODS.option("--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
@@ -232,14 +236,19 @@ def distinct(text: str | None, name: str) -> list[int]:
 
 
 def compared(
-    method: str | None, profile: str | None, settings: Iterable[str] | None, budget: str | None = None
+    method: str | None,
+    profile: str | None,
+    settings: Iterable[str] | None,
+    budget: str | None = None,
+    kv_dtype: str | None = None,
 ) -> list[Variant]:
     """Resolve the methods and profiles that are set side by side: full and freekv where none is named."""
     from kvcli.inputs.variants import variants
 
     methods, profiles = names(method, "--method"), names(profile, "--profile")
     budgets = each(budget, "--budget", token_budget)
-    return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, assignments(settings or ()))
+    wanted = assignments(settings or ()) | ({} if kv_dtype is None else {"kv_dtype": kv_dtype})
+    return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, wanted)
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

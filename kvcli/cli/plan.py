@@ -34,6 +34,7 @@ def plan(
     profile: options.Profiles = None,
     budget: options.Budgets = None,
     settings: options.Settings = None,
+    kv_dtype: options.KVDType = None,
     context: Annotated[str, _RUN.option("--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")] = "32K",
     batch_size: Annotated[str, _RUN.option("--batch-size", "N,...", "Prompts continued together.")] = "1",
     max_tokens: Annotated[
@@ -79,7 +80,7 @@ def plan(
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
     check_files({"-o": output}, model=model, profiles=names(profile, "--profile"), settings=settings)
-    chosen = compared(method, profile, settings, budget)
+    chosen = compared(method, profile, settings, budget, kv_dtype)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}

@@ -39,6 +39,7 @@ def profile(
     method: options.Methods = None,
     profile: options.Profiles = None,
     settings: options.Settings = None,
+    kv_dtype: options.KVDType = None,
     ablate: options.Ablate = False,
     peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
     repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
@@ -75,7 +76,7 @@ def profile(
         profiles=names(profile, "--profile"),
         settings=settings,
     )
-    variants = compared(method, profile, settings)
+    variants = compared(method, profile, settings, kv_dtype=kv_dtype)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     document = None if file is None else read_document(file)
 

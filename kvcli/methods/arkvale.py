@@ -25,7 +25,7 @@ from kvcli.kernels.page_summary import page_cuboid
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
-from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.methods.steps.choices import BestScores
 from kvcli.methods.steps.page_bounds import PageBoundsIndex
 from kvcli.methods.steps.plan import FromHost, StepPlan
@@ -33,7 +33,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
-class ArkValeConfig(PagedConfig):
+class ArkValeConfig(HostKVConfig, PagedConfig):
     """Settings of ArkVale."""
 
     sink: int = setting(32, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
@@ -60,7 +60,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
             layer.head_dim,
             self.context.capacity,
             self.config.pages,
-            self.context.tiers,
+            self.config.tiers(self.context.tiers),
             page_cuboid,
         )
 

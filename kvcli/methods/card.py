@@ -141,7 +141,7 @@ def _declared(module: str, config: str) -> Iterator[str]:
                 if _lies_here(imported):
                     yield from _declared(imported.rpartition(".")[2], config)
             case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
-                for base in bases:
+                for base in reversed(bases):  # as fields are inherited
                     if isinstance(base, ast.Name):
                         yield from _declared(module, base.id)
                 for statement in body:

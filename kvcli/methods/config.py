@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -19,8 +20,10 @@ from pydantic import (
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.quantised_blocks import KVDtype
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import Share
+from kvcli.store.cache import Tiers
 from kvcli.store.pages import PageBudget
 from kvcli.store.tokens import TokenBudget
 
@@ -106,6 +109,33 @@ class MethodConfig(BaseModel):
     def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
         """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
         return 0
+
+
+class HostKVConfig(MethodConfig):
+    """The setting shared by the methods that keep KV in host memory."""
+
+    kv_dtype: KVDtype = setting("auto", "KV in host memory: auto as the model computes it, or int8, int4")
+
+    @model_validator(mode="after")
+    def _has_kv_there(self) -> HostKVConfig:
+        if self.kv_dtype == "auto":
+            return self
+        if not getattr(self, "offload", True):
+            raise ValueError(f"kv_dtype {self.kv_dtype} is for KV in host memory: set offload = true as well")
+        if getattr(self, "host_layout", "hnd") != "hnd" or getattr(self, "recall", "gather") != "gather":
+            raise ValueError(f"kv_dtype {self.kv_dtype} is not for the ablations of host_layout and recall")
+        return self
+
+    def tiers(self, tiers: Tiers) -> Tiers:
+        """The memory that caches are made in, with KV in host memory as it is to be held.
+
+        Raises:
+            KvcliError: the model keeps one latent a token, which is held as it is (usage).
+        """
+        if self.kv_dtype != "auto" and tiers.parts == 1:
+            what = f"kv_dtype {self.kv_dtype}: this model's tokens have one latent instead of keys and values"
+            raise KvcliError(what, "leave it at auto: a latent is small", ExitCode.USAGE)
+        return replace(tiers, kv_dtype=self.kv_dtype)
 
 
 class PagedConfig(MethodConfig):

@@ -27,7 +27,7 @@ from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
-from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.config import HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.plan import RESIDENT, FromHost, StepPlan
 from kvcli.methods.steps.token_scores import OneBitScores
 from kvcli.models.geometry import LayerGeometry
@@ -37,7 +37,7 @@ from kvcli.store.pages import paged
 from kvcli.store.tokens import ResidentTokenCache, TokenCache
 
 
-class FIERConfig(TokenConfig):
+class FIERConfig(HostKVConfig, TokenConfig):
     """Settings of FIER."""
 
     group: int = setting(32, "consecutive tokens quantised together", "tokens", ge=1)
@@ -92,7 +92,8 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
 
     def new_cache(self, layer: LayerGeometry) -> TokenCache[OneBitIndex]:
         """Keep one-bit keys on the device, and the KV there or in host memory."""
-        heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
+        heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
+        tiers = self.config.tiers(self.context.tiers)
         budget, group = self.config.tokens, self.config.group
         index = OneBitIndex(heads, d, group, capacity // group, tiers)
         if self.config.offload:

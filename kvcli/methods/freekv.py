@@ -23,7 +23,7 @@ from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import CosineByLayer, PagedConfig, by_layer, setting
+from kvcli.methods.config import CosineByLayer, HostKVConfig, PagedConfig, by_layer, setting
 from kvcli.methods.steps.page_bounds import PageBoundsIndex
 from kvcli.methods.steps.plan import Correction, FromHost, RecallBy, StepPlan
 from kvcli.models.geometry import LayerGeometry
@@ -31,7 +31,7 @@ from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.telemetry.counters import Count
 
 
-class FreeKVConfig(PagedConfig):
+class FreeKVConfig(HostKVConfig, PagedConfig):
     """Settings of FreeKV."""
 
     tau: CosineByLayer = setting(0.9, "correct a head below this query cosine: 0 never, 1 always; or a list", "cosine")
@@ -84,7 +84,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
     def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory and a budget of pages on the device."""
         shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
-        return OffloadedPageCache(*shape, pages, self.context.tiers, layout=self.config.host_layout)
+        return OffloadedPageCache(*shape, pages, self.config.tiers(self.context.tiers), layout=self.config.host_layout)
 
     @property
     @override

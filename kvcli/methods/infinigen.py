@@ -27,7 +27,7 @@ from kvcli.kernels.skew import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import CountOrShare, TokenConfig, setting
+from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import NearBest
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.methods.steps.token_scores import PartialKeyScores
@@ -39,7 +39,7 @@ from kvcli.store.partial_keys import PartialKeyIndex
 Cache = OffloadedTokenCache[PartialKeyIndex]
 
 
-class InfiniGenConfig(TokenConfig):
+class InfiniGenConfig(HostKVConfig, TokenConfig):
     """Settings of InfiniGen."""
 
     budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, at most", "tokens", ge=1)
@@ -75,7 +75,8 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
         """Keep everything in host memory, a budget of tokens and a few columns of all keys on the device."""
-        heads, d, capacity, tiers = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers
+        heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
+        tiers = self.config.tiers(self.context.tiers)
         index = PartialKeyIndex(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)
         return OffloadedTokenCache(heads, d, capacity, self.config.tokens, index, tiers)
 

@@ -27,14 +27,14 @@ from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
 from kvcli.store.blocks import BlockCache, BlockLayout, Positions
 from kvcli.telemetry.counters import Count
 
 
-class InfLLMConfig(PagedConfig):
+class InfLLMConfig(HostKVConfig, PagedConfig):
     """Settings of InfLLM; a page is a block."""
 
     sink: int = setting(64, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
@@ -79,7 +79,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         layout = BlockLayout(
             config.pages, config.slots, config.prefill_window, config.representatives, config.positions
         )
-        return BlockCache(layer, context.capacity, layout, context.rotary[layer.index], context.tiers)
+        return BlockCache(layer, context.capacity, layout, context.rotary[layer.index], config.tiers(context.tiers))
 
     @property
     @override

@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import MethodConfig
+from kvcli.methods.config import HostKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.layer_prefetcher import LayerPrefetcher
@@ -22,8 +22,8 @@ from kvcli.store.token_major import TokenMajorCache
 from kvcli.telemetry.counters import Count
 
 
-class OffloadConfig(MethodConfig):
-    """Offloading has nothing to set."""
+class OffloadConfig(HostKVConfig):
+    """Offloading has nothing else to set."""
 
 
 class Offload(Method[OffloadConfig, TokenMajorCache]):
@@ -46,8 +46,8 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
 
     def new_cache(self, layer: LayerGeometry) -> TokenMajorCache:
         """Keep all tokens in host memory."""
-        context = self.context
-        return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, context.tiers, offload=True)
+        context, tiers = self.context, self.config.tiers(self.context.tiers)
+        return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers, offload=True)
 
     def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Have the layer on the device, let the next one come, and attend."""
@@ -55,7 +55,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
             k, v, late = self.prefetcher.fetch(cache)
             following = self.following[layer]
             self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
-        self.count(layer, Count.BYTES_TO_DEVICE, nbytes(k, v))
+        self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
         self.count(layer, Count.BYTES_EXPOSED, late)
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)

@@ -24,7 +24,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import CountOrShare, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.pages import slices
@@ -34,7 +34,7 @@ from kvcli.telemetry.counters import Count
 ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
 
 
-class ReFreeKVConfig(MethodConfig):
+class ReFreeKVConfig(HostKVConfig):
     """Settings of ReFreeKV."""
 
     threshold: float = setting(0.01, "part of the attention norm that may be lost; 0 keeps everything", ge=0, le=1)
@@ -80,9 +80,9 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
 
     def new_cache(self, layer: LayerGeometry) -> PrunedCache:
         """Have room for everything until the prompt is known."""
-        context = self.context
+        context, config = self.context, self.config
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, context.capacity
-        return PrunedCache(heads, d, capacity, capacity, context.tiers, offload=self.config.offload)
+        return PrunedCache(heads, d, capacity, capacity, config.tiers(context.tiers), offload=config.offload)
 
     @property
     @override

@@ -36,14 +36,14 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
-from kvcli.methods.config import CountOrShare, MethodConfig, setting
+from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.shadow import ShadowCache, ShadowLayout
 
 
-class ShadowKVConfig(MethodConfig):
+class ShadowKVConfig(HostKVConfig):
     """Settings of ShadowKV."""
 
     budget: CountOrShare = setting(
@@ -112,9 +112,9 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:
         """Keep values in host memory and the rest in its several forms on the device."""
-        context = self.context
-        rotary = context.rotary[layer.index]
-        return ShadowCache(layer, context.capacity, context.prompt_tokens, self.config.layout, rotary, context.tiers)
+        context, config = self.context, self.config
+        rotary, tiers = context.rotary[layer.index], config.tiers(context.tiers)
+        return ShadowCache(layer, context.capacity, context.prompt_tokens, config.layout, rotary, tiers)
 
     @property
     @override

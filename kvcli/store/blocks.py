@@ -149,7 +149,7 @@ class BlockCache(LayerCache):
         fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:])  # [m, Hk, 2, p, d]
         self._fill_slots(slots, missing, fetched)
         self.chosen = (self.resident[:, None] == blocks).int().argmax(0)
-        return [len(missing)] * len(heads), nbytes(fetched)
+        return [len(missing)] * len(heads), len(missing) * self.pool.page_bytes
 
     def unrotate(self, x: Tensor, first: int) -> Tensor:
         """Undo the rotation of queries or keys [.., n, d] of consecutive tokens from position `first` on."""
@@ -193,7 +193,7 @@ class BlockCache(LayerCache):
         attended, blocks = budget.tokens(length) * token, len(budget.candidates(length))
         if not budget.active(length):
             return Traffic(attended)
-        recalled = budget.selected * budget.size * token
+        recalled = budget.selected * self.pool.page_bytes
         return Traffic(attended, nbytes(self.keys[:blocks]), 4 * blocks, recalled)
 
     def _offload(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
@@ -211,8 +211,10 @@ class BlockCache(LayerCache):
         self.keys[block:stop] = by_token[rows, tokens].mean(1)
         written = self.pool.write(block, paged_k, paged_v)
         fitting = torch.arange(block, stop, device=k.device)[: max(0, len(self.slots) - block)]  # while there is room
-        kv = torch.stack((paged_k, paged_v), 2).transpose(0, 1)  # [n, Hk, 2, p, d]
-        self._fill_slots(fitting, fitting, kv[: len(fitting)])
+        parts, form = [x[:, : len(fitting)] for x in (paged_k, paged_v)], self.pool.format
+        if form is not None:  # as they would be recalled
+            parts = [form.rounded(x, part) for part, x in enumerate(parts)]
+        self._fill_slots(fitting, fitting, torch.stack(parts, 2).transpose(0, 1))  # [n, Hk, 2, p, d]
         return written
 
     def _fill_slots(self, slots: Tensor, blocks: Tensor, kv: Tensor) -> None:

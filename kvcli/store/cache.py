@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.quantised_blocks import BlockFormat, KVDtype
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.footprint import Footprint as Footprint
@@ -39,7 +40,8 @@ class Tiers:
 
     On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
     `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
-    goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both.
+    goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is
+    in `dtype`, but in host memory as `kv_dtype` says.
     """
 
     device: torch.device
@@ -48,6 +50,7 @@ class Tiers:
     pinned: PinnedAllocator | None = None
     staging: PinnedStaging | None = None
     parts: int = 2
+    kv_dtype: KVDtype = "auto"
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
@@ -60,31 +63,35 @@ class Tiers:
         """Allocate uninitialised device memory."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def on_host(self, *shape: int) -> Tensor:
+    def on_host(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised host memory.
 
         Raises:
             KvcliError: the system pins no more (will not fit).
         """
-        return self.on_host_async(*shape).result()
+        return self.on_host_async(*shape, dtype=dtype).result()
 
-    def on_host_async(self, *shape: int) -> Future[Tensor]:
+    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None) -> Future[Tensor]:
         """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls."""
         if self.pinned is not None:
-            return self.pinned.allocate(shape, self.dtype)
+            return self.pinned.allocate(shape, dtype or self.dtype)
         ready: Future[Tensor] = Future()
-        on_meta = self.host.type == "meta"
-        ready.set_result(
-            torch.empty(shape, dtype=self.dtype, device=self.host) if on_meta else host_memory(shape, self.dtype)
-        )
+        kind, on_meta = dtype or self.dtype, self.host.type == "meta"
+        ready.set_result(torch.empty(shape, dtype=kind, device=self.host) if on_meta else host_memory(shape, kind))
         return ready
 
-    def gathered(self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None]) -> Tensor:
+    def block_format(self, parts: int, size: int, d: int) -> BlockFormat | None:
+        """How host memory holds pages of `size` tokens, keys and values or one of them; None: in `dtype`."""
+        return BlockFormat.of(self.kv_dtype, parts, size, d)
+
+    def gathered(
+        self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None], dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Make a tensor of this shape on the device of rows that `gather` collects in host memory.
 
         `gather(rows, part)` has to fill `rows` with rows `part` of the result; see `PinnedStaging.upload`.
         """
-        target = self.on_device(*shape)
+        target = self.on_device(*shape, dtype=dtype)
         if self.staging is None:
             gather(target, slice(shape[0]))
         else:

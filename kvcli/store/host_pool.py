@@ -4,14 +4,18 @@ hnd   [pages, Hk, t, p, d]   one page of one KV head is a contiguous block of t*
                              that a recall moves it in one piece (16 KiB at p = 32, d = 128 in bf16)
 nhd   [pages, t, p, Hk, d]   the paper's ablation: it lies in t*p pieces
 
-t is 2 for keys and values; 1 where a method keeps its keys elsewhere, or keys are the values, too.
+t is 2 for keys and values; 1 where a method keeps its keys elsewhere, or keys are the values, too. Quantised
+(`Tiers.kv_dtype`), a block is a row of bytes, [pages, Hk, bytes], written from numbers and read as numbers
+(`kvcli.kernels.quantised_blocks`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -55,11 +59,19 @@ class HostPagePool:
     ):
         self.layout, self.tiers, self.num_pages = layout, tiers, num_pages
         tensors = min(tensors, tiers.parts)
-        if layout == "hnd":
+        self.format = tiers.block_format(tensors, page_size, head_dim)
+        self.dtype = tiers.dtype if self.format is None else torch.uint8
+        self.block_shape = (tensors, page_size, head_dim)
+        self.page_shape: tuple[int, ...]
+        if self.format is not None:
+            assert layout == "hnd"
+            self.page_shape = (num_kv_heads, self.format.bytes)
+        elif layout == "hnd":
             self.page_shape = (num_kv_heads, tensors, page_size, head_dim)
         else:
             self.page_shape = (tensors, page_size, num_kv_heads, head_dim)
-        self.page_bytes = math.prod(self.page_shape) * tiers.dtype.itemsize
+        self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize
+        self.block_bytes = self.page_bytes // num_kv_heads
         self.per_piece = max(1, num_pages if tiers.pinned is None else PIECE_BYTES // self.page_bytes)
         self.written = 0  # pages from the first one on that hold something
         self.shared = 0  # of them, those of another pool
@@ -88,7 +100,8 @@ class HostPagePool:
         What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
         kind, nothing is shared and False returned.
         """
-        alike = (other.layout, other.page_shape, other.tiers.dtype) == (self.layout, self.page_shape, self.tiers.dtype)
+        kinds = [(each.layout, each.page_shape, each.dtype, each.format) for each in (self, other)]
+        alike = kinds[0] == kinds[1]
         if alike and (pages := min(pages, self.num_pages, other.num_pages)):
             self._allocating, self._lender, self.shared = [], (other, pages), pages
         return alike and pages > 0
@@ -105,7 +118,7 @@ class HostPagePool:
         for start, piece in self._between(own, stop):
             target = piece.result()[max(own - start, 0) : stop - start]
             at = max(own, start) - first
-            self._fill(target, [tensor[:, at : at + len(target)] for tensor in tensors])
+            self._fill(target, [tensor[:, at : at + len(target)].transpose(0, 1) for tensor in tensors])
         return max(0, stop - own) * self.page_bytes
 
     def fetch(self, pages: Tensor, heads: Tensor) -> Tensor:
@@ -113,6 +126,15 @@ class HostPagePool:
 
         Indices on the device are waited for, and with them every earlier `write` of its stream.
         """
+        out = self.tiers.on_device(len(pages), *self.block_shape)
+        for part, blocks in self.fetch_parts(pages, heads):
+            if len(blocks) == len(out):
+                return blocks
+            out[part] = blocks
+        return out
+
+    def fetch_parts(self, pages: Tensor, heads: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Do as `fetch`, part after part: on a CPU no more at once than its cache holds, where numbers are made."""
         pieces = self.pieces
         pages, heads = pages.to(pieces[0].device), heads.to(pieces[0].device)
 
@@ -125,7 +147,17 @@ class HostPagePool:
                 here = inside.nonzero()[:, 0]
                 blocks[here] = self._take(piece, pages[part][here] - start, heads[part][here])
 
-        return self.tiers.gathered((len(pages), *self._blocks(pieces[0]).shape[2:]), gather)
+        form = self.format
+        if form is None:
+            yield slice(len(pages)), self.tiers.gathered((len(pages), *self._blocks(pieces[0]).shape[2:]), gather)
+            return
+        at_once = form.at_once if self.tiers.device.type == "cpu" else max(1, len(pages))
+        for part in slices(len(pages), at_once):
+            shape = (part.stop - part.start, form.bytes)
+            some = self.tiers.gathered(shape, partial(_within, gather, part.start), torch.uint8)
+            numbers = self.tiers.on_device(len(some), *self.block_shape)
+            form.dequantise(some, numbers)
+            yield part, numbers
 
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages apart."""
@@ -158,7 +190,8 @@ class HostPagePool:
         """Ask for pieces from page `first` on, each with its first page."""
         starts = [*range(first, max(1, self.num_pages), self.per_piece), self.num_pages]
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
-            return [(at, self.tiers.on_host_async(stop - at, *self.page_shape)) for at, stop in pairwise(starts)]
+            shape, dtype = self.page_shape, self.dtype
+            return [(at, self.tiers.on_host_async(stop - at, *shape, dtype=dtype)) for at, stop in pairwise(starts)]
 
     def _borrow(self) -> None:
         """Settle what is shared."""
@@ -176,13 +209,19 @@ class HostPagePool:
         return [piece for piece, end in zip(self._allocating, ends, strict=True) if piece[0] < stop and end > first]
 
     def _fill(self, target: Tensor, tensors: list[Tensor]) -> None:
-        """Put pages, t tensors [Hk, n, p, d], into their places `target`, n pages."""
-        on_gpu = tensors[0].is_cuda
+        """Put pages, t tensors [n, Hk, p, d], into their places `target`, n pages."""
+        on_gpu, form = tensors[0].is_cuda, self.format
         # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
-        for part in slices(len(target), max(1, OFFLOAD_BYTES // self.page_bytes if on_gpu else len(target))):
+        at_once = max(1, OFFLOAD_BYTES // self.page_bytes) if on_gpu else len(target)
+        if form is not None:  # which is worked out in fp32, in several steps
+            at_once = max(1, at_once // 8 if on_gpu else 4 * form.at_once // target.shape[1])
+        for part in slices(len(target), at_once):
             pages = torch.empty_like(target[part], device=tensors[0].device) if on_gpu else target[part]
-            for blocks, tensor in zip(self._blocks(pages).unbind(2), tensors, strict=False):
-                blocks.copy_(tensor[:, part].transpose(0, 1))
+            if form is not None:
+                form.quantise([tensor[part] for tensor in tensors], pages)
+            else:
+                for blocks, tensor in zip(self._blocks(pages).unbind(2), tensors, strict=False):
+                    blocks.copy_(tensor[part])
             if on_gpu:
                 target[part].copy_(pages, non_blocking=True)
 
@@ -196,6 +235,11 @@ class HostPagePool:
     def _blocks(self, piece: Tensor) -> Tensor:
         """View a piece by pages of one KV head, whatever the layout: [n, Hk, t, p, d]."""
         return piece if self.layout == "hnd" else piece.permute(0, 3, 1, 2, 4)
+
+
+def _within(gather: Callable[[Tensor, slice], None], first: int, blocks: Tensor, part: slice) -> None:
+    """Gather part of what begins at `first`."""
+    gather(blocks, slice(first + (part.start or 0), first + part.stop))
 
 
 def _there(tensor: Tensor) -> Future[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -40,11 +41,11 @@ class LayerPrefetcher:
         self.buffers.reverse()
         self.prefetched, self.rows = cache, cache.held
         if self.stream is None:
-            self._copy(cache, slice(cache.held))
+            cache.read(slice(0, cache.held), self._views(cache))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # which has read this buffer
         with torch.cuda.stream(self.stream), span():
-            self._copy(cache, slice(cache.held))
+            cache.read(slice(0, cache.held), self._views(cache))
             self.done = self.stream.record_event()
         self.buffers[0].record_stream(self.stream)
 
@@ -56,15 +57,15 @@ class LayerPrefetcher:
         early = self.rows if self.prefetched is cache else 0
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
-        self._copy(cache, slice(early, cache.held))
+        cache.read(slice(early, cache.held), self._views(cache))
         self.prefetched = self.done = None
         kv = self._views(cache)[:, : cache.held].transpose(1, 2)
-        return *both(kv), nbytes(kv[:, :, early:])
+        return *both(kv), nbytes(cache.kv[:, early : cache.held])
 
     def restored(self) -> None:
         """Copy again what was in the buffer whose turn it is."""
         if self.prefetched is not None:
-            self._copy(self.prefetched, slice(self.rows))
+            self.prefetched.read(slice(0, self.rows), self._views(self.prefetched))
 
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""
@@ -74,10 +75,7 @@ class LayerPrefetcher:
         """A copy has buffers of its own, and nothing on its way."""
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
-    def _copy(self, cache: TokenMajorCache, tokens: slice) -> None:
-        for staged, rows in zip(self._views(cache), cache.kv, strict=True):
-            staged[tokens].copy_(rows[tokens], non_blocking=True)
-
     def _views(self, cache: TokenMajorCache) -> Tensor:
         """View the buffer whose turn it is in the shape of the layer: [t, capacity, Hk, d]."""
-        return self.buffers[0][:, : cache.k.numel()].unflatten(1, cache.k.shape)  # type: ignore[no-untyped-call, no-any-return]
+        shape = (cache.kv.shape[1], *cache.token_shape)
+        return self.buffers[0][:, : math.prod(shape)].unflatten(1, shape)  # type: ignore[no-untyped-call, no-any-return]

@@ -7,12 +7,15 @@ in this order, and the rows of a head that hold tokens are always a prefix of th
 
     [ sink pages | selected pages, one set a KV head | window pages, the partly filled one last ]
 
-Until the context outgrows the budget slot j simply holds page j.
+Until the context outgrows the budget slot j simply holds page j. Quantised pages of the host are what a selection reads
+from the first one on: sink and window, and a context within the budget, are as the model made them. Summaries are those
+of the keys that will be read.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,13 +24,14 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.resolve_pages import resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
-from kvcli.store.pages import PageBudget, PagedCache, paged
+from kvcli.store.pages import PageBudget, PagedCache, paged, slices
 from kvcli.store.summaries import Digest, PageSummaries
 
 
@@ -51,6 +55,8 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.budget = budget
         num_pages = budget.count(capacity)
         self.pool = HostPagePool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
+        if self.pool.format is not None:
+            digest = partial(_digest_as_held, digest, self.pool.format)
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
@@ -74,7 +80,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         written = self.pool.write(0, paged_k, paged_v)
         if not self.active:
             self._fill_slots(0, slice(None), k, v)
-            self.resident[:] = torch.arange(budget.sink, budget.sink + budget.selected, device=self.resident.device)
+            self._hold_first_pages()
             return written
         window_start = (budget.count(self.length) - budget.window) * budget.size
         self._fill_slots(0, slice(budget.sink * budget.size), k, v)
@@ -107,12 +113,12 @@ class OffloadedPageCache(PagedCache, LayerCache):
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
         misses = resolve_pages(self.resident, selected)
-        blocks = self.pool.fetch(misses.pages, misses.heads)  # [m, t, p, d]
         slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
-        for part, kv in enumerate(self.kv):
-            kv.flatten(0, 1).index_copy_(0, slots, blocks[:, part])
+        for some, blocks in self.pool.fetch_parts(misses.pages, misses.heads):  # [m, 2, p, d]
+            for part, kv in enumerate(self.kv):
+                kv.flatten(0, 1).index_copy_(0, slots[some], blocks[:, part])
         self.resident[misses.heads, misses.slots] = misses.pages
-        return misses.by_head(len(selected)), nbytes(blocks)
+        return misses.by_head(len(selected)), len(slots) * self.pool.block_bytes
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -134,7 +140,12 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.kv[:, :, first:] = self.kv[:, :, first:].roll(passed % budget.window, 2)
         tensors = {"resident": self.resident.int(), "bounds": self.summaries.bounds}
         pool = self.pool
-        return LayerSlots(self.kv.flatten(2, 3), budget.slots, tensors, pieces=pool.pieces, host_layout=pool.layout)
+        return LayerSlots(
+            *(self.kv.flatten(2, 3), budget.slots, tensors),
+            pieces=pool.pieces,
+            host_layout=pool.layout,
+            format=pool.format,
+        )
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
@@ -149,8 +160,14 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def traffic(self, length: int) -> Traffic:
         attended = nbytes(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(length)])
-        recalled = nbytes(self.kv[:, :, : self.budget.selected]) if self.budget.active(length) else 0
+        recalled = self.resident.numel() * self.pool.block_bytes if self.budget.active(length) else 0
         return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
+
+    def _hold_first_pages(self) -> None:
+        """Say that slots hold the first pages; what the host holds otherwise has to be fetched once it is selected."""
+        first = self.budget.sink
+        pages = torch.arange(first, first + self.budget.selected, device=self.resident.device)
+        self.resident[:] = pages if self.pool.format is None else EMPTY
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
         """Put `tokens` of k, v [Hk, s, d] into the rows from `slot` on."""
@@ -162,3 +179,9 @@ class OffloadedPageCache(PagedCache, LayerCache):
         """Make room for a new page: the oldest page of the window, which the host has, leaves the device."""
         first = self.budget.sink + self.budget.selected
         self.kv[:, :, first:-1] = self.kv[:, :, first + 1 :].clone()
+
+
+def _digest_as_held(digest: Digest, form: BlockFormat, keys: Tensor) -> Tensor:
+    """Digest keys [Hk, n, p, d] as they will be read, some pages at a time."""
+    parts = slices(keys.shape[1], max(1, 4 * form.at_once // len(keys)))
+    return torch.cat([digest(form.rounded(keys[:, part])) for part in parts], 1) if keys.numel() else digest(keys)

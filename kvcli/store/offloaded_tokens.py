@@ -18,7 +18,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     The recent tokens are a ring of `recent` rows, in which a group is whole when it fills. `resident` [Hk, selected] is
     the token in each selected slot, EMPTY in none. As long as the context has not outgrown the budget, the rows before
-    the ring hold the first tokens.
+    the ring hold the first tokens; where the host holds them otherwise (quantised), what is selected then is fetched.
     """
 
     def __init__(
@@ -29,11 +29,13 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.index = index
         self.recent = max(budget.window, budget.group)
         self.pool = HostPagePool(num_kv_heads, head_dim, 1, capacity, tiers)
+        self.token_on_host = self.pool.page_bytes
         self.first_rows = budget.sink + budget.max_selected
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, self.first_rows + self.recent, head_dim)
         self.k, self.v = both(self.kv)
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
-        self.resident[:] = torch.arange(budget.sink, self.first_rows, device=tiers.device)
+        first = torch.arange(budget.sink, self.first_rows, device=tiers.device)
+        self.resident[:] = first if self.pool.format is None else EMPTY
 
     @override
     def share(self, other: LayerCache, tokens: int) -> None:
@@ -78,7 +80,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.v[misses.heads, rows] = tokens[:, -1, 0]
         self.resident[leaving] = EMPTY
         self.resident[misses.heads, misses.slots] = misses.pages
-        return misses.by_head(len(selected)), nbytes(tokens)
+        return misses.by_head(len(selected)), len(tokens) * self.pool.block_bytes
 
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
@@ -107,7 +109,8 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         if budget.group == 1:  # where the ring counts from its first token
             self.kv[:, :, self.first_rows :] = self.kv[:, :, self.first_rows :].roll(-self.first_rows, 2)
         tensors = {"resident": self.resident.int(), **self.index.tensors()}
-        return LayerSlots(self.kv, budget.slots, tensors, pieces=self.pool.pieces, host_layout=self.pool.layout)
+        pool = self.pool
+        return LayerSlots(self.kv, budget.slots, tensors, pieces=pool.pieces, format=pool.format)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:

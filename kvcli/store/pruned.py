@@ -21,7 +21,8 @@ class PrunedCache(TokenMajorCache):
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
-        planned = replace(Tiers.for_device(torch.device("meta"), tiers.dtype), parts=tiers.parts)
+        meta = torch.device("meta")
+        planned = replace(tiers, device=meta, host=meta, pinned=None, staging=None)
         super().__init__(num_kv_heads, head_dim, rows, planned, offload)
         self.capacity, self.tiers = capacity, tiers
         self.positions = planned.on_device(num_kv_heads, rows, dtype=torch.int32)
@@ -74,16 +75,15 @@ class PrunedCache(TokenMajorCache):
     @override
     def traffic(self, length: int) -> Traffic:
         """Count for a prompt of which as much is kept as was planned."""
-        return super().traffic(max(0, length - self.capacity + len(self.k)))
+        return super().traffic(max(0, length - self.capacity + self.kv.shape[1]))
 
     def _hold(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> int:
         """Allocate for `rows` [Hk, n] of k, v [Hk, m, d] and all tokens to come, and store these rows."""
         num_kv_heads, self.held = rows.shape
         room = self.held + self.capacity - self.length
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
-            self._hold_in(self._rows(self.tiers.parts, room, num_kv_heads, k.shape[2]))
+            self._hold_in(self._rows(room))
             self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
-        self._fill(self.k, k.take_along_dim(rows[..., None], 1))
-        self._fill(self.v, v.take_along_dim(rows[..., None], 1))
+        self._fill(*(x.take_along_dim(rows[..., None], 1) for x in (k, v)))
         self.positions[:, : self.held] = positions
         return self._moved(self.held)

@@ -169,7 +169,7 @@ class ShadowCache(ResidentCache):
         self._slots(self.k)[misses.heads, misses.slots] = keys.to(self.k.dtype)
         self._slots(self.v)[misses.heads, misses.slots] = values
         self.resident[misses.heads, misses.slots] = misses.pages
-        return misses.by_head(len(selected)), nbytes(values)
+        return misses.by_head(len(selected)), len(values) * self.values.block_bytes
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -200,6 +200,7 @@ class ShadowCache(ResidentCache):
             active_from=1 if self.active else NEVER,
             into=SlotLayout(layout.size, layout.outliers, layout.selected, 0),
             pieces=self.values.pieces,
+            format=self.values.format,
         )
 
     @override
@@ -226,7 +227,7 @@ class ShadowCache(ResidentCache):
             attended=(layout.local_row + length - stored * layout.size) * token,
             scored=nbytes(means),
             scores=4 * means.shape[0] * stored,
-            recalled=nbytes(self._slots(self.v)),
+            recalled=self.resident.numel() * self.values.block_bytes,
         )
 
     @property

@@ -98,6 +98,8 @@ class TokenCache(LayerCache, Generic[IndexT]):
     """[Hk, k] tokens last attended to beside sink and recent ones, [H, k] where query heads choose, None for all."""
     readers: int = 1
     """Query heads of a KV head that choose for themselves."""
+    token_on_host = 0
+    """Bytes of a token in host memory, of all KV heads."""
 
     @property
     def active(self) -> bool:
@@ -119,7 +121,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
         token = nbytes(*(rows[:, :1] for rows in distinct(self.k, self.v)))
         if length <= self.budget.total:
             return Traffic(attended=length * token)
-        recalled = self.budget.selected(length) * token if self.footprint().host else 0
+        recalled = self.budget.selected(length) * self.token_on_host
         moved = self.index.traffic(self.budget, length)
         attended = min(length, self.readers * self.budget.total) * token  # the most
         return replace(moved, attended=attended, recalled=recalled, scores=self.readers * moved.scores)

@@ -82,7 +82,7 @@ class BatchSlots:
         rows = PagedKV(k, v, seen if held is None else held, longest, resident, parts[0].in_place, arrived)
         outgrown = longest.budget * longest.size + 1
         active_from = [outgrown if part.active_from is None else part.active_from for part in parts]
-        return cls(rows, tensors, seen, _host_pages(parts, kv.device), parts[0].into or longest, active_from, rotary)
+        return cls(rows, tensors, seen, _host_pages(parts, kv), parts[0].into or longest, active_from, rotary)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -101,6 +101,9 @@ def _corner(part: Tensor) -> tuple[slice, ...]:
     return tuple(slice(size) for size in part.shape)
 
 
-def _host_pages(parts: Sequence[LayerSlots], device: torch.device) -> HostPages | None:
+def _host_pages(parts: Sequence[LayerSlots], kv: Tensor) -> HostPages | None:
     pieces = [part.pieces for part in parts if part.pieces is not None]
-    return HostPages.of(pieces, parts[0].host_layout, device) if pieces else None
+    if not pieces:
+        return None
+    form = parts[0].format
+    return HostPages.of(pieces, parts[0].host_layout, kv.device, None if form is None else (form, kv.dtype))

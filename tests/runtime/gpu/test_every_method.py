@@ -73,6 +73,22 @@ def test_steps_are_those_of_the_blocking_pipeline(name, switch):
     assert_same(decoded(*case, over_slots=True), decoded(*case))
 
 
+HELD = [
+    pytest.param(name, settings(name, kv_dtype=held, **switch), id=f"{name}-{held}")
+    for name in STATED
+    if "kv_dtype" in (fields := get_method(name).Config.model_fields)
+    for switch in [{"offload": True} if "offload" in fields else {}]
+    for held in ("int8", "int4")
+    if name != "refreekv"  # which has no stated step where it offloads
+]
+
+
+@pytest.mark.parametrize(("name", "wanted"), HELD)
+def test_steps_over_quantised_pages_of_the_host(name, wanted):
+    case = (tiny_model("llama"), name, wanted, prompts(*LENGTHS), STEPS)
+    assert_same(decoded(*case, over_slots=True), decoded(*case))
+
+
 @pytest.mark.parametrize("name", STATED)
 def test_sequences_that_have_room_for_less_than_the_budget(name):
     case = (tiny_model("llama"), name, settings(name), prompts(7, 12), 4)
@@ -103,10 +119,12 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
     assert len(logits[-1]) < len(logits[0])
 
 
-@pytest.mark.parametrize("name", STATED)
-def test_steps_by_kernels(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "wanted"), [*((name, {}) for name in STATED), ("freekv", {"kv_dtype": "int4"})], ids=str
+)
+def test_steps_by_kernels(name, wanted, monkeypatch):
     """The same by the Triton kernels, under their interpreter."""
-    case = (tiny_model("llama"), name, settings(name), prompts(69), 4)
+    case = (tiny_model("llama"), name, settings(name, **wanted), prompts(69), 4)
     expected = decoded(*case)
     start = SlotPipeline.start
 

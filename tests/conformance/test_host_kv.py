@@ -1,0 +1,127 @@
+"""What every method that keeps KV in host memory reads of it, in each form that it can be held in: counted again."""
+
+import sys
+
+import numpy
+import pytest
+import torch
+
+import kvcli.kernels.block_attention as kernels
+from kvcli.conformance.models import HEAD_DIM, tiny_model
+from kvcli.conformance.runs import run
+from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
+from kvcli.methods import get_method, method_names
+from kvcli.methods.base import Method
+
+STEPS = 20
+BITS = {"int8": 8, "int4": 4}
+HOLDING = [name for name in method_names() if "kv_dtype" in get_method(name).Config.model_fields]
+
+
+def counted_again(x, bits, tokens, channels):
+    """What numbers x [Hk, n, d] become that are held in so many bits, `tokens` times `channels` to a scale.
+
+    Tokens that do not fill a group stay NaN: they have not been written.
+    """
+    whole = x.shape[1] // tokens * tokens
+    groups = x[:, :whole].numpy().reshape(len(x), whole // tokens, tokens, -1, channels)
+    low, high = (bound((2, 4), keepdims=True) for bound in (groups.min, groups.max))
+    zero = low.astype(numpy.float16).astype(numpy.float32)
+    scale = ((high - zero) / (2**bits - 1)).astype(numpy.float16).astype(numpy.float32)
+    codes = numpy.clip(numpy.floor((groups - zero) / numpy.where(scale == 0, 1, scale) + 0.5), 0, 2**bits - 1)
+    found = torch.full_like(x, float("nan"))
+    found[:, :whole] = torch.from_numpy(zero + scale * codes).reshape(len(x), whole, -1)
+    return found
+
+
+class Watch:
+    """Stands in for the methods' way in: finds every row that attention reads, as the model made it or as it was held.
+
+    Values are found in any case, keys where the method reads them as the model rotated them.
+    """
+
+    def __init__(self, monkeypatch, held, page, with_keys):
+        self.bits, self.page, self.with_keys = BITS[held], page, with_keys
+        self.kv, self.reads, self.held = {}, [], 0
+        block_attention, attend = kernels.block_attention, Method.attend
+
+        def watched(q, k, v, *rest, **named):
+            self.reads.append((k, v))
+            return block_attention(q, k, v, *rest, **named)
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "block_attention", None) is block_attention:
+                monkeypatch.setattr(module, "block_attention", watched)
+        for name, keys in (("prefill", 2), ("attend_window", 3)):
+            monkeypatch.setattr(Method, name, self.noting(getattr(Method, name), keys))
+        monkeypatch.setattr(Method, "attend", lambda *given: self.attended(attend, *given))
+
+    def noting(self, call, keys):
+        def noted(method, layer, *given):
+            self.note(layer, *given[keys - 2 : keys])
+            return call(method, layer, *given)
+
+        return noted
+
+    def note(self, layer, k, v):
+        before = self.kv.get(layer)
+        self.kv[layer] = torch.stack((k, v)) if before is None else torch.cat((before, torch.stack((k, v))), 2)
+
+    def attended(self, attend, method, layer, q, k, v, softmax):
+        self.note(layer, k[:, None], v[:, None])
+        self.reads.clear()
+        out = attend(method, layer, q, k, v, softmax)
+        keys, values = self.kv[layer]
+        width = HEAD_DIM * self.bits // 8
+        held_k = counted_again(keys, self.bits, *((self.page, 1) if self.page > 1 else (1, width)))
+        held_v = counted_again(values, self.bits, 1, width)
+        own, from_host = (torch.zeros(keys.shape[:2], dtype=torch.bool) for _ in range(2))
+        for read_k, read_v in self.reads:
+            found = torch.zeros(read_v.shape[:2], dtype=torch.bool)
+            for tokens, true_k, true_v in ((own, keys, values), (from_host, held_k, held_v)):
+                same = (read_v[:, :, None] == true_v[:, None]).all(-1)  # [Hk, rows, tokens]
+                if self.with_keys:
+                    same &= (read_k[:, :, None] == true_k[:, None]).all(-1)
+                tokens |= same.any(1)
+                found |= same.any(2)
+            assert found.all(), "a row is neither the model's nor what the host holds of it"
+        mask = method.attended(layer)
+        assert torch.equal(own | from_host, mask)
+        if layer in method.retrieval:
+            self.check(method, own, from_host, mask)
+            self.held += int(from_host.sum())
+        else:
+            assert not from_host.any()
+        return out
+
+    def check(self, method, own, from_host, mask):
+        """Beside sink and window, which stay on the device, whatever is chosen comes from the host."""
+        config, length = method.config, mask.shape[1]
+        if not hasattr(config, "sink") or not hasattr(config, "window"):
+            assert hasattr(config, "chunk") or not own.any()  # ShadowKV keeps some chunks; the others bring everything
+            return
+        page = self.page
+        first, last = -(-config.sink // page) * page, (-(-length // page) - -(-max(1, config.window) // page)) * page
+        assert own[:, :first].all()
+        assert own[:, last:].all()
+        if page > 1 and self.with_keys:
+            assert torch.equal(from_host[:, first:last], mask[:, first:last])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize("held", BITS)
+@pytest.mark.parametrize("name", HOLDING)
+def test_attention_reads_what_the_host_holds(llama, name, held, monkeypatch):
+    method = get_method(name)
+    wanted = settings(name, {**SMALL, **(method.true_kv or {}), "kv_dtype": held, "offload": True})
+    with_keys = method.true_kv == {}
+    page = wanted.get("page_size", wanted.get("chunk", 1))
+    watch = Watch(monkeypatch, held, page, with_keys)
+    (sequence,) = run(llama, name, wanted, [prompt(8)], STEPS)
+    assert watch.held > 0
+    whole = run(llama, name, {**wanted, "kv_dtype": "auto"}, [prompt(8, PROMPT)], 1)[0].method.footprint()
+    assert sequence.method.footprint().host < (0.5 if held == "int8" else 0.4) * whole.host
