@@ -214,7 +214,7 @@ class HostPagePool:
         # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
         at_once = max(1, OFFLOAD_BYTES // self.page_bytes) if on_gpu else len(target)
         if form is not None:  # which is worked out in fp32, in several steps
-            at_once = max(1, at_once // 8 if on_gpu else 4 * form.at_once // target.shape[1])
+            at_once = max(1, at_once // 8 if on_gpu else form.at_once // target.shape[1])
         for part in slices(len(target), at_once):
             pages = torch.empty_like(target[part], device=tensors[0].device) if on_gpu else target[part]
             if form is not None:

@@ -183,5 +183,5 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
 def _digest_as_held(digest: Digest, form: BlockFormat, keys: Tensor) -> Tensor:
     """Digest keys [Hk, n, p, d] as they will be read, some pages at a time."""
-    parts = slices(keys.shape[1], max(1, 4 * form.at_once // len(keys)))
+    parts = slices(keys.shape[1], max(1, form.at_once // len(keys)))
     return torch.cat([digest(form.rounded(keys[:, part])) for part in parts], 1) if keys.numel() else digest(keys)

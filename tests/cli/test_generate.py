@@ -76,6 +76,16 @@ def test_json_is_one_object_with_the_settings_asked_for(generate, document):
     assert len(sequence["timing"]["decode_ms"]) == 3
 
 
+def test_kv_of_a_few_bits_takes_less_of_the_host_and_of_the_bus(generate, document):
+    arguments = [document, *RETRIEVE, "--max-tokens", 6, "--json", "-q"]
+    whole, small = (json.loads(generate(*arguments, "--kv-dtype", held).stdout) for held in ("auto", "int8"))
+    assert small["profile"]["settings"]["kv_dtype"] == "int8"
+    assert small["memory"]["host_kv_bytes"] < 0.5 * whole["memory"]["host_kv_bytes"]
+    caches = [run["sequences"][0]["cache"] for run in (whole, small)]
+    for moved in ("bytes_to_device", "bytes_to_host"):
+        assert 0 < caches[1][moved] < 0.5 * caches[0][moved]
+
+
 def test_several_documents_one_of_them_missing(generate, document, tmp_path):
     (tmp_path / "dog.txt").write_text(WORDS)
     files = [tmp_path / "missing.txt", document, tmp_path / "dog.txt"]
@@ -244,6 +254,9 @@ def test_the_defaults_of_the_command_are_those_of_sampling():
         (["-p", "x", "--tau", "2"], ["tau = 2"]),
         (["-p", "x", "--page-size", "24"], ["page_size = 24", "power of two"]),
         (["-p", "x", "--method", "full", "--budget", "2K"], ["full has no setting 'budget'"]),
+        (["-p", "x", "--method", "full", "--kv-dtype", "int8"], ["full has no setting 'kv_dtype'"]),
+        (["-p", "x", "--method", "fier", "--kv-dtype", "int8"], ["kv_dtype int8", "offload = true"]),
+        (["-p", "x", "--kv-dtype", "int4", "--set", "recall=copy"], ["kv_dtype int4", "ablations"]),
         (["-p", "x", "--top-p", "0"], ["--top-p 0"]),
         (["-p", "x", "--min-p", "1.5"], ["--min-p 1.5"]),
         (["-p", "x", "--top-k", "-1"], ["--top-k -1"]),

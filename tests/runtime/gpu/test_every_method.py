@@ -52,10 +52,10 @@ def decoded(model, name, wanted, ids, steps, eos=(), over_slots=False):
     return run(model, name, wanted, ids, steps, eos=eos, step=step), made[0].logits
 
 
-def assert_same(one, other):
+def assert_same(one, other, close=1e-3):
     (sequences, logits), (others, expected) = one, other
     for found, wanted in zip(logits, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
     for sequence, reference in zip(sequences, others, strict=True):
         assert sequence.token_ids == reference.token_ids
         assert sequence.finish_reason == reference.finish_reason
@@ -85,8 +85,9 @@ HELD = [
 
 @pytest.mark.parametrize(("name", "wanted"), HELD)
 def test_steps_over_quantised_pages_of_the_host(name, wanted):
+    """Of numbers half way between two codes, rounding of the model's sums decides."""
     case = (tiny_model("llama"), name, wanted, prompts(*LENGTHS), STEPS)
-    assert_same(decoded(*case, over_slots=True), decoded(*case))
+    assert_same(decoded(*case, over_slots=True), decoded(*case), close=1e-2)
 
 
 @pytest.mark.parametrize("name", STATED)
