@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
-from kvcli.kernels.quantised_blocks import BlockFormat, KVDtype
+from kvcli.kernels.quantised_blocks import KVDtype
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.footprint import Footprint as Footprint
@@ -79,10 +79,6 @@ class Tiers:
         kind, on_meta = dtype or self.dtype, self.host.type == "meta"
         ready.set_result(torch.empty(shape, dtype=kind, device=self.host) if on_meta else host_memory(shape, kind))
         return ready
-
-    def block_format(self, parts: int, size: int, d: int) -> BlockFormat | None:
-        """How host memory holds pages of `size` tokens, keys and values or one of them; None: in `dtype`."""
-        return BlockFormat.of(self.kv_dtype, parts, size, d)
 
     def gathered(
         self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None], dtype: torch.dtype | None = None

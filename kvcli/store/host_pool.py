@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.host_pages import HostLayout
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled, raw
@@ -59,7 +60,7 @@ class HostPagePool:
     ):
         self.layout, self.tiers, self.num_pages = layout, tiers, num_pages
         tensors = min(tensors, tiers.parts)
-        self.format = tiers.block_format(tensors, page_size, head_dim)
+        self.format = BlockFormat.of(tiers.kv_dtype, tensors, page_size, head_dim)
         self.dtype = tiers.dtype if self.format is None else torch.uint8
         self.block_shape = (tensors, page_size, head_dim)
         self.page_shape: tuple[int, ...]

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.host_pool import OFFLOAD_BYTES
@@ -24,7 +25,7 @@ class TokenMajorCache(LayerCache):
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
         self.tiers, self.offload = tiers, offload
-        self.format = tiers.block_format(2, 1, head_dim) if offload else None
+        self.format = BlockFormat.of(tiers.kv_dtype, 2, 1, head_dim) if offload else None
         self.token_shape = (num_kv_heads, head_dim)
         self._hold_in(self._rows(capacity))
 

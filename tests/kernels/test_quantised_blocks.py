@@ -7,8 +7,6 @@ from kvcli.kernels.quantised_blocks import BlockFormat
 
 SHAPES = [(2, 32, 128), (1, 8, 64), (2, 1, 80)]
 FORMATS = [BlockFormat.of(held, *shape) for held in ("int8", "int4") for shape in SHAPES]
-    BlockFormat.of(held, *shape) for held in ("int8", "int4") for shape in [(2, 32, 128), (1, 8, 64), (2, 1, 80)]
-]
 
 
 def through(form, parts, dtype=torch.float32):
