@@ -22,6 +22,10 @@ def methods(
         str | None,
         typer.Argument(metavar="NAME", help="Show the settings and profiles of this method.", show_default=False),
     ] = None,
+    paper: Annotated[
+        str | None,
+        options.METHODS.option("--paper", "NAME", "What a paper ran, with settings, tables and figures: freekv."),
+    ] = None,
     as_json: options.AsJson = False,
     markdown: Annotated[bool, options.OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")] = False,
     output: options.Output = None,
@@ -34,8 +38,11 @@ def methods(
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
         raise usage_error(f"--markdown is the list as a table, not {other}", "leave one of them out")
+    if paper is not None and (name is not None or markdown):
+        raise usage_error("--paper lists what a paper ran, not a method's page or a Markdown table", "leave one out")
     check_outputs({"-o": output})
-    text = _text(name, as_json, markdown, to_file=output is not None)
+    to_file = output is not None
+    text = _text(name, as_json, markdown, to_file) if paper is None else _paper_text(paper, as_json, to_file)
     write_result(output, text)
 
 
@@ -54,6 +61,24 @@ def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str
     return (
         markdown_table(cards) if markdown else console.render(console.method_list(cards, profiles_by_method()), to_file)
     )
+
+
+def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
+    """What a paper ran: every method with what differs from its own settings, and where it is reported."""
+    from kvcli.inputs.papers import PREFIX, read_paper
+    from kvcli.inputs.variants import variants
+    from kvcli.ui import console, summary
+
+    paper, chosen = read_paper(name), variants([], [PREFIX + name.removeprefix(PREFIX)], [], {})
+    if as_json:
+        body = {"schema_version": 1, "paper": paper.paper, "profiles": [each.as_dict() for each in chosen]}
+        return json.dumps(body, ensure_ascii=False) + "\n"
+    rows = [
+        (each.name, run.method, ", ".join(f"{key} {value}" for key, value in run.settings.items()) or "-", run.where)
+        for each, run in zip(chosen, paper.runs, strict=True)
+    ]
+    title = f"{paper.title} ({paper.paper}): --profile {PREFIX}{name.removeprefix(PREFIX)} runs all of them"
+    return console.render_tables([(title, summary.Table(("name", "method", "settings", "where"), rows))], to_file)
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -172,7 +172,10 @@ Offline = Annotated[bool, MODEL.flag("--offline", "Use local files only, never t
 
 # Several methods side by side.
 Methods = Annotated[str | None, METHODS.option("--method", "A,B", "Methods, comma-separated; full,freekv by default.")]
-Profiles = Annotated[str | None, METHODS.option("--profile", "A,B", "Profiles beside them, names or files.")]
+Profiles = Annotated[
+    str | None,
+    METHODS.option("--profile", "A,B", "Profiles beside them: names, files, or a set (paper-freekv)."),
+]
 Budgets = Annotated[
     str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt.")
 ]

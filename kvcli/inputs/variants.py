@@ -1,11 +1,13 @@
 """What is compared: methods and profiles, each with every budget that is asked for."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvcli.errors import usage_error
+from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.papers import PREFIX, read_paper
 from kvcli.inputs.profiles import Profile, known_settings, resolve_profile
 
 
@@ -29,14 +31,18 @@ class Variant:
 
 
 def ablated(variant: Variant) -> list[Variant]:
-    """What `variant` is built of, as its method declares (`Method.ablation`): with parts switched off or changed."""
+    """What `variant` is built of, as its method declares (`Method.ablation`): with parts switched off or changed.
+
+    A part that does not go with the variant's settings, such as groups larger than its budget, is left out.
+    """
     from kvcli.methods import get_method
 
     settings, found = variant.profile.settings.model_dump(), []
     for part, changed in get_method(variant.profile.method).ablation.items():
         name = f"{variant.name}, {part}"
-        profile = replace(resolve_profile(variant.profile.method, None, {**settings, **changed}), name=name)
-        found.append(Variant(name, variant.budget, profile))
+        with suppress(KvcliError):
+            profile = replace(resolve_profile(variant.profile.method, None, {**settings, **changed}), name=name)
+            found.append(Variant(name, variant.budget, profile))
     return found
 
 
@@ -46,29 +52,51 @@ def variants(
     """Combine what a command line names, methods first, budgets in the order given.
 
     `settings` go to every method that has them. A method without a budget is there once; without `budgets` the others
-    keep their own.
+    keep their own. A profile `paper-NAME` stands for all that a paper ran (`kvcli.inputs.papers`).
 
     Raises:
         KvcliError: usage: an unknown name, a value that a method refuses, a setting that no method has, a name twice.
     """
-    named = [(name, name, None) for name in methods] + [(name, None, name) for name in profiles]
-    fields = {name: known_settings(method, profile) for name, method, profile in named}
+    named = [_Named(name, name, None) for name in methods]
+    for name in profiles:
+        named += _of_paper(name) if name.startswith(PREFIX) else [_Named(name, None, name)]
+    fields = {each.name: known_settings(each.method, each.profile) for each in named}
     known = {key for keys in fields.values() for key in keys}
     for key in sorted({*settings, *(["budget"] if budgets else [])} - known):
         close = get_close_matches(key, sorted(known), n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
         raise usage_error(f"none of {', '.join(fields)} has a setting {key!r}", hint)
     found: dict[str, Variant] = {}
-    for name, method, profile in named:
-        shared = {key: value for key, value in settings.items() if key in fields[name]}
-        for budget in budgets if budgets and "budget" in fields[name] else [None]:
+    for each in named:
+        shared = dict(each.settings) | {key: value for key, value in settings.items() if key in fields[each.name]}
+        for budget in budgets if budgets and "budget" in fields[each.name] else [None]:
             overrides: dict[str, str | object] = dict(shared)
             if budget is not None:
                 overrides["budget"] = budget
-            chosen = resolve_profile(method, profile, overrides)
+            chosen = resolve_profile(each.method, each.profile, overrides)
+            if each.where is not None:
+                chosen = replace(chosen, name=each.name, paper=each.where)
             variant = Variant(chosen.name, getattr(chosen.settings, "budget", None), chosen)
             if variant.label in found:
-                what = f"{variant.label} is there twice, as {name!r} again"
+                what = f"{variant.label} is there twice, as {each.name!r} again"
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     return list(found.values())
+
+
+class _Named(NamedTuple):
+    """What a command line names: a method or a profile, or one of a paper's with its settings and source."""
+
+    name: str
+    method: str | None
+    profile: str | None
+    settings: Mapping[str, str | object] = {}
+    where: str | None = None
+
+
+def _of_paper(name: str) -> list[_Named]:
+    paper = read_paper(name)
+    return [
+        _Named(run.name or run.method, run.method, None, run.settings, f"{paper.paper}, {run.where}")
+        for run in paper.runs
+    ]

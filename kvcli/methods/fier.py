@@ -124,7 +124,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
             return cache.attend_selected(q, selected, softmax)
 
     def _best(self, scores: Tensor, count: int) -> Tensor:
-        """Select tokens by scores [Hk, n], or whole pages, as many as fit into `count` beside a last one that is not."""
+        """Select tokens by scores [Hk, n]; or whole pages, as many as fit into `count` beside an unfilled last one."""
         page, tokens = self.config.page, scores.shape[1]
         if page == 1:
             return topk_pages(scores, count)

@@ -21,3 +21,9 @@ def test_parts_keep_the_other_settings_and_the_share():
     assert (alone.profile.settings.budget, alone.profile.settings.group) == (512, 64)
     assert alone.profile.settings.pooling == "none"
     assert alone.as_dict()["label"] == "fier, each query head alone 512"
+
+
+def test_a_part_that_does_not_go_with_the_budget_is_left_out():
+    (whole,) = variants(["fier"], [], [128], {})
+    assert "fier, groups of 256 128" not in [each.label for each in ablated(whole)]
+    assert "fier, groups of 128 128" in [each.label for each in ablated(whole)]
