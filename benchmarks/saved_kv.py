@@ -119,6 +119,9 @@ class InMemory:
         kv.copy_(self.kv)
         self.filling += time.perf_counter() - begun
 
+    def fill_state(self, *_: object) -> None:
+        """No layer keeps a state."""
+
     def observe(self, *_: object) -> None:
         """Look at nothing."""
 
