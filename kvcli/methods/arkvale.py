@@ -6,10 +6,11 @@ critical path. What makes room is what scores worst of the pages on the device. 
 attended to are the best of all; the others are the best of those that are there anyway.
 
 Decided as in FreeKV's comparison (arXiv 2505.13109): every KV head has its own pages, by the mean over its query heads
-of their softmaxed scores, where the reference code has one set a layer; one leading layer is dense, where the paper
-leaves two alone (section 6.1). That half of the pages are the best is the code's default; its experiments take a
-quarter, and their sink and window are the defaults here. While nothing is resident yet, at a prompt's first step, all
-pages attended to are the best.
+of their softmaxed scores, where the reference code has one set a layer and averages raw bounds over all heads. One
+leading layer is dense; the paper leaves two alone (section 6.1), and `dense_layers = 2` compares as the paper does: at
+small budgets of small models it finds much more. That half of the pages are the best is the code's default; its
+experiments take a quarter, and their sink and window are the defaults here. While nothing is resident yet, at a
+prompt's first step, all pages attended to are the best.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ shrink, hence the result is that of one cut in the end, but never more is held t
 Decided where the paper is silent or its reference code differs: no layer is given more than the prompt has, and what it
 leaves goes to the others in proportion (the code's even split may take back what was evicted). The mean over the query
 heads of a KV head chooses its tokens, as in the code. Generated tokens are kept: the algorithm ends with the prompt,
-the code goes on evicting. Both temperatures are 1, as in the code without a table for the model; its experiments tune
-them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with 1,024 tokens a layer).
+the code goes on evicting. A prompt of up to `budget` tokens is kept whole; in a longer one the `window` last tokens
+stay in every layer, and only what `budget` leaves beside them is shared. Both temperatures are 1, as in the code
+without a table for the model; its experiments tune them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with
+1,024 tokens a layer).
 """
 
 from collections.abc import Sequence

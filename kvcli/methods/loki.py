@@ -5,6 +5,10 @@ calibration or, without one, from the prompt's keys. That changes no score, but 
 of it. A step scores all tokens by these, takes the best, and attends to them with all channels. It saves memory
 traffic, not memory.
 
+Axes of a prompt are those of its keys alone and stay as they are: a prompt of a few tokens has too few of them to find
+the space, and what is generated after it is scored poorly. From some 40 tokens on they do; a calibrated file always
+does.
+
 Decided where the paper, which has no grouped queries, is silent: scores are scaled as in attention, turned to weights
 over the candidates, and pooled over the query heads of a KV head. The paper's part k_f of the context is a budget in
 tokens here. In the counters one token of one KV head is a page of size 1.

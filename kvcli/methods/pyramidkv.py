@@ -6,7 +6,9 @@ divided by `beta`, the first the double of the mean less this.
 
 Decided as in the reference code: where the first layer's share is more than the prompt has, it keeps everything, and
 the last layer gets what this leaves, so that the mean stays (for prompts shorter than twice the budget that code gives
-all layers the same). Only layers that are cut count, not sliding-window ones.
+all layers the same). Layers lie on the exact line, each rounded down, where the code rounds the step between two layers
+down, so that a layer may differ from it by as many tokens as layers lie below it. Only layers that are cut count, not
+sliding-window ones.
 """
 
 from collections.abc import Sequence

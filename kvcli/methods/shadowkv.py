@@ -141,7 +141,8 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
 
         `key_error` is the relative error (Frobenius) of the prompt's keys as stored, the worst of all layers and layer
         by layer. `memory_saving` is the factor of the paper's appendix A.2 as corrected, `bytes_saved` the same in
-        bytes, both for the tokens that are kept in this way.
+        bytes, both for the tokens that are kept in this way. `outlier_bytes_on_host`: values of outliers lie in host
+        memory as well, where a chunk's place is its number; the paper leaves them out.
         """
         active = {layer: cache for layer, cache in self.retrieval.items() if cache.active}
         if not active:
@@ -156,6 +157,9 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         return {
             "rank": max(cache.keys.rank for cache in active.values()),
             "key_error": max(errors.values()),
+            "outlier_bytes_on_host": sum(
+                cache.resident.shape[0] * cache.layout.outliers * cache.values.block_bytes for cache in active.values()
+            ),
             "hit_rate": pages.hits / pages.pages_requested if pages.pages_requested else 0.0,
             "memory_saving": full / kept,
             "bytes_saved": full - kept,

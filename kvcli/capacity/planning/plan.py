@@ -14,6 +14,7 @@ from kvcli.capacity.memory import RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.profiles import Profile
+from kvcli.sizes import Share
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
 
@@ -119,7 +120,7 @@ def _plan(
     subject: PlannedRun, machine: Machine, label: str, profile: Profile, context: int, batch: int, max_tokens: int
 ) -> CapacityPlan:
     resolved = profile.for_prompt(context)
-    if resolved is not profile:
+    if isinstance(getattr(profile.settings, "budget", None), Share):
         label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
 
     def need(length: int) -> Need:
