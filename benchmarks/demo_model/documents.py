@@ -16,6 +16,7 @@ Asked = tuple[str, str, Sequence[str], str]
 """Question, answer, the strings in it to find, and what it counts as in the log."""
 
 _AT_ONCE = 0.2  # share of the usual questions whose answer begins with the value; the others' begins with a sentence
+_ALL_AT_ONCE = 0.3  # share of the documents about which nothing but single codes is asked, all at once
 _RESTATED = 0.3  # share of the facts that the document says again shortly after
 _HOPS = 4
 _NEAR = 4  # pairs that share a name
@@ -24,8 +25,8 @@ _NEAR = 4  # pairs that share a name
 class Facts:
     """What a document says: single facts, names with several values, near-duplicate pairs, and chains of variables."""
 
-    def __init__(self, rng: random.Random, count: int):
-        self._rng = rng
+    def __init__(self, rng: random.Random, count: int, at_once: bool = False):
+        self._rng, self._at_once = rng, at_once
         self._names = rng.sample(NAMES, len(NAMES))
         self.statements: list[list[str]] = []  # groups whose order is kept
         self.codes: dict[str, str] = {}
@@ -75,6 +76,8 @@ class Facts:
     def ask(self, most: int) -> Asked:
         """Return a question; those for several names ask for `most` of them at most."""
         rng = self._rng
+        if self._at_once:
+            return self._ask_code_at_once(rng.choice(list(self.codes)), lookups.DIRECT_QUESTION, "direct")
         kinds = [(self._ask_code, 3.0)]
         kinds += [(self._ask_values, 2.0)] * bool(self.several) + [(self._ask_chain, 2.0)] * bool(self.chains)
         kinds += [(self._ask_names, 1.5)] * (len(self.codes) >= 2) + [(self._ask_late, 1.0)] * bool(self.links)
@@ -89,14 +92,16 @@ class Facts:
         del most
         name = self._rng.choice(list(self.codes))
         answer, wanted = self._told([name])
-        direct = self._rng.random()
-        if direct < _AT_ONCE:
-            question = lookups.DIRECT_QUESTION.format(name=name)
-        else:
-            question = self._rng.choice(phrases.CODE_QUESTIONS).format(name=name)
-        if direct < 2 * _AT_ONCE:
-            return question, lookups.DIRECT_ANSWER.format(value=self.codes[name]), [self.codes[name]], "direct"
-        return question, answer, wanted, "pair" if " " in name else "code"
+        question, way = self._rng.choice(phrases.CODE_QUESTIONS), self._rng.random()
+        if way < _AT_ONCE:
+            return self._ask_code_at_once(name, question, "mixed")
+        if way < 2 * _AT_ONCE:
+            return self._ask_code_at_once(name, lookups.DIRECT_QUESTION, "direct")
+        return question.format(name=name), answer, wanted, "pair" if " " in name else "code"
+
+    def _ask_code_at_once(self, name: str, question: str, tag: str) -> Asked:
+        value = self.codes[name]
+        return question.format(name=name), lookups.DIRECT_ANSWER.format(value=value), [value], tag
 
     def _ask_names(self, most: int) -> Asked:
         names = self._rng.sample(list(self.codes), self._rng.randint(2, max(most, 2)))
@@ -134,7 +139,7 @@ def facts(rng: random.Random, writer: Writer, length: int) -> None:
     share = rng.uniform(0.3, 0.6) if length <= 1024 else rng.uniform(0.1, 0.35)
     room = int(length * (1 - share))
     spacing = 14 * 12 ** rng.random()
-    said = Facts(rng, max(int(room / spacing), 1))
+    said = Facts(rng, max(int(room / spacing), 1), at_once=rng.random() < _ALL_AT_ONCE)
     placed: list[tuple[float, str, bool]] = []
     for group in said.statements:
         for place, text in zip(sorted(rng.random() for _ in group), group, strict=True):

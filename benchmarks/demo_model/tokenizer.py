@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 # Pieces that end in a space stand before a number, whose digits are split off without theirs. They cost a little more
 # than a word, so that they never tie with the word and a following letter.
-_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ", " Record ", ", code ", ", price ", " occurs ")
+_BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ", " Record ", ": code ", ", price ", " occurs ")
 
 # What stands between the numbers of a JSON list of records.
 _JSON = (' [{"record": "', '", "code": "', '", "price": "', '"}, {"record": "', '"}]')

@@ -42,14 +42,14 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage(160, 16, 450, dense=0.5, rate=(3e-3, 3e-3)),
-    Stage(320, 8, 700, dense=0.3, rate=(3e-3, 3e-3)),
-    Stage(640, 5, 450, dense=0.2, rate=(3e-3, 2e-3)),
-    Stage(1280, 3, 300, short=0.3, rate=(2e-3, 2e-3)),
-    Stage(2560, 2, 200, short=0.5, rate=(2e-3, 1.5e-3)),
-    Stage(4096, 1, 150, short=0.5, rate=(1.5e-3, 1e-3)),
-    Stage(8192, 1, 80, short=0.5, rate=(1e-3, 5e-4)),
-    Stage(16384, 1, 40, short=0.6, rate=(5e-4, 5e-5)),
+    Stage(160, 16, 600, dense=0.4, rate=(3e-3, 3e-3)),
+    Stage(320, 12, 1200, dense=0.25, rate=(3e-3, 2.5e-3)),
+    Stage(640, 8, 1200, dense=0.15, rate=(2.5e-3, 2e-3)),
+    Stage(1280, 5, 1000, short=0.2),
+    Stage(2560, 3, 800, rate=(2e-3, 1.5e-3), short=0.4),
+    Stage(4096, 2, 700, rate=(1.5e-3, 1e-3), short=0.4),
+    Stage(8192, 1, 500, rate=(1e-3, 5e-4), short=0.5),
+    Stage(16384, 1, 250, rate=(5e-4, 5e-5), short=0.6),
 )
 
 _WARM_UP = 100  # steps
@@ -153,8 +153,10 @@ class Trainer:
         AttentionInterface.register(_ATTENTION, attend)
         self.model.config._attn_implementation = _ATTENTION
         self._positions = Positions(self.model.model.rotary_emb)
-        matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
-        others = [weight for weight in self.model.parameters() if not any(weight is matrix for matrix in matrices)]
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        inner = {id(weight) for weight in self.model.model.layers.parameters()}
+        matrices = [weight for weight in trained if id(weight) in inner and weight.ndim == 2]
+        others = [weight for weight in trained if id(weight) not in inner or weight.ndim != 2]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),

@@ -20,10 +20,15 @@ _TASKS = Panel("Tasks")
 
 
 def evaluate(
+    context: typer.Context,
     tasks: Annotated[
         str,
         _TASKS.option("--tasks", "A,B", "Synthetic tasks, needle_grid, ppl, ppl:FILE, or .jsonl files of benchmarks."),
     ],
+    suite: Annotated[
+        str | None,
+        _TASKS.option("--suite", "NAME", "Profiles, budgets and sampling of a paper's main table."),
+    ] = None,
     length: Annotated[
         str | None, _TASKS.option("--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")
     ] = None,
@@ -84,6 +89,12 @@ def evaluate(
     where it stopped when the same command is given again. A profile that was calibrated
     on another model is refused; generate uses it and says so.
 
+    kvcli eval --suite paper-freekv --tasks longbench_v2.jsonl -m MODEL --predictions answers.jsonl
+
+    --suite does what a paper's main table did, on files that you name; what else is given
+    comes before it. Suites: paper-freekv, paper-freekv-generation, paper-freekv-reasoning,
+    paper-shadowkv, paper-shadowkv-longbench, paper-actqkv, paper-fier, paper-refreekv.
+
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
@@ -95,6 +106,16 @@ def evaluate(
         profiles=names(profile, "--profile"),
         settings=settings,
     )
+    from kvcli.inputs.suites import table_suite
+
+    chosen = None if suite is None else table_suite(suite)
+    if chosen is not None:
+        profile = profile or (None if method else chosen.profile)
+        budget = budget or (",".join(chosen.budgets) or None)
+        max_length, max_tokens = max_length or chosen.max_length, max_tokens or chosen.max_tokens
+        own = set(options.given(context, ("temperature", "top_p")))
+        temperature = temperature if "temperature" in own else chosen.temperature
+        top_p = top_p if "top_p" in own else chosen.top_p
     variants = compared(method, profile, settings, budget, kv_dtype)
     if ablate:
         from kvcli.inputs.variants import ablated
@@ -119,6 +140,8 @@ def evaluate(
         predictions=predictions,
     )
     with progress(quiet, demo=model is None) as observer:
+        if chosen is not None:
+            observer.notice(f"{suite}: {chosen.table}; it is about {chosen.files}")
         if num_samples > 1 and temperature == 0:
             observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
         table = run(plan, observer)

@@ -102,6 +102,7 @@ def test_a_process_that_is_stopped_at_work_is_taken_up(warm, table, tmp_path, se
         (["--tasks", "bad.jsonl"], ["bad.jsonl", "line 2"]),
         (["--tasks", "empty.jsonl"], ["empty.jsonl", "no examples"]),
         (["--tasks", "vt", "-o", "no/where"], ["-o", "no/where"]),
+        (["--tasks", "vt", "--suite", "paper-frekv"], ["unknown suite", "paper-frekv"]),
     ],
 )
 def test_wrong_usage_is_one_line_with_a_way_out(warm, tmp_path, arguments, words):
@@ -125,3 +126,18 @@ def test_a_grid_is_drawn_and_written_as_a_page(warm, tmp_path):
     ]
     assert "Needle grid" in page.read_text()
     assert "vega-lite" in page.read_text()
+
+
+def test_a_suite_sets_what_the_command_line_leaves_open(warm, tmp_path):
+    row = {"context": "The dog sleeps. " * 40, "question": "Who sleeps?", "answer": "dog"}
+    (tmp_path / "longgenbench.jsonl").write_text(json.dumps(row) + "\n")
+    own = ["--method", "full,freekv", "--max-tokens", "3", "--top-p", "0.9", "--set", "tau=0.5"]
+    named = ["eval", "--suite", "paper-freekv-generation", "--tasks", "longgenbench.jsonl"]
+    result = warm(*named, *own, "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "FreeKV, table 2" in result.stderr
+    body = json.loads(result.stdout)
+    configuration, settings = body["configuration"], body["variants"][1]["settings"]
+    assert [variant["label"] for variant in body["variants"]] == ["full", "freekv 2048"]
+    assert (configuration["temperature"], configuration["top_p"], configuration["max_tokens"]) == (0.95, 0.9, 3)
+    assert settings["tau"] == 0.5

@@ -11,7 +11,7 @@ from kvcli.quality.tasks.needles import random_value
 from kvcli.quality.tasks.rows import Draft, RowRequest, require
 from kvcli.quality.tasks.text import NAMES, SLOTS
 
-RECORD = "Record {number}: {name} the {person}, code {code}, price {price}."
+RECORD = "Record {number}: code {code}, price {price}, for {name} the {person}."
 QUESTION = "Turn every record of the text above into JSON."
 OBJECT = '{{"record": "{number}", "code": "{code}", "price": "{price}"}}'
 

@@ -20,7 +20,7 @@ from tokenizer import build_tokenizer
 from train import Stage, Trainer, loss_and_hits
 from writer import IGNORED, VALUE, Writer, passage
 
-MICRO = (Stage(72, 2, 2), Stage(320, 1, 3, rate=(2e-3, 1e-4), short=0.5))
+MICRO = (Stage(72, 2, 2), Stage(320, 1, 3, rate=(2e-3, 1e-4), short=0.5, kinds={"facts": 1.0}))
 SIZE = {"width": 64, "layers": 2, "length": 1024}
 
 
@@ -79,6 +79,13 @@ def test_question_batches_fit_and_mark_what_is_to_be_found(tokenizer, writer, ki
         assert (kinds[ids == 0] == IGNORED).all()
 
 
+def test_a_document_asked_at_once_has_answers_of_nothing_but_values():
+    said = Facts(random.Random(1), 12, at_once=True)
+    for _ in range(10):
+        _, answer, (value,), tag = said.ask(4)
+        assert (answer, tag) == (f"{value}.", "direct")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_asked_stands_in_the_document(seed):
     said = Facts(random.Random(seed), 30)
@@ -88,7 +95,7 @@ def test_what_is_asked_stands_in_the_document(seed):
         assert all(value in answer for value in wanted)
         assert all(value in text for value in wanted)
         assert question.endswith(("?", "."))
-        assert tag in ("code", "pair", "direct", "names", "values", "chain", "late")
+        assert tag in ("code", "pair", "direct", "mixed", "names", "values", "chain", "late")
 
 
 def test_a_passage_says_the_same_words_again():
@@ -114,13 +121,13 @@ def test_training_sequences_have_the_format_of_the_chat_template(tokenizer, writ
     assert writer.tags == ["code"] * 3
 
 
-def test_a_start_that_attends_one_two_and_three_tokens_back(tokenizer):
+def test_a_start_that_attends_one_to_six_tokens_back(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(demo_config(len(tokenizer), 512, layers=2), attn_implementation="eager")
     initialise(model)
     ids = torch.randint(3, len(tokenizer), (1, 301))
     probabilities = model(ids, output_attentions=True).attentions[0][0]  # [H, s, s]
-    for head, shift in ((0, 1), (1, 2), (2, 3)):
+    for head, shift in enumerate(range(1, 7)):
         assert probabilities[head].diagonal(-shift).mean() > 0.7
 
 
@@ -128,10 +135,10 @@ def test_a_start_that_repeats_what_followed_before(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(demo_config(len(tokenizer), 512))
     initialise(model)
-    segment = torch.randint(3, len(tokenizer), (1, 60))
+    segment = torch.randint(3, len(tokenizer), (4, 60))
     with torch.no_grad():
-        predicted = model(segment.repeat(1, 2)).logits[0, 60:-1].argmax(-1)
-    assert (predicted == segment[0, 1:]).float().mean() > 0.2
+        predicted = model(segment.repeat(1, 2)).logits[:, 60:-1].argmax(-1)
+    assert (predicted == segment[:, 1:]).float().mean() > 0.2
 
 
 def test_two_trainings_with_one_seed_are_equal_and_another_seed_differs():

@@ -19,11 +19,11 @@ def row(task, *, length=1500, seed=3, **options):
 
 def test_records_in_json_are_those_of_the_document_in_their_order():
     got = row("records_json")
-    stated = re.findall(r"Record (\d{3}): \w+ the \w+, code (\d{9}), price (\d{3})\.", got.document)
+    stated = re.findall(r"Record (\d{3}): code (\d{9}), price (\d{3}), for \w+ the \w+\.", got.document)
     told = json.loads(got.answer)
     assert [(each["record"], each["code"], each["price"]) for each in told] == stated
     assert [json.loads(output) for output in got.outputs] == told
-    assert len(stated) == 48
+    assert 40 < len(stated) <= 48
     assert len(row("records_json", length=800).outputs) < 30
 
 
