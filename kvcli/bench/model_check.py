@@ -43,7 +43,7 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
 
 def _way(layer: LayerGeometry) -> str:
     if layer.window is None:
-        return "retrieve"
+        return "retrieve" if layer.latent is None else "retrieve latents"
     return f"{'chunk' if layer.chunked else 'window'} of {layer.window:,}"
 
 

@@ -147,13 +147,8 @@ def _refuse(config: PreTrainedConfig) -> None:
     """Refuse what its config alone shows to be none of ours."""
     if config.is_encoder_decoder:
         raise refusal(config, "it is an encoder-decoder model")
-
-
-def _sets(config: PreTrainedConfig, name: str) -> bool:
-    try:
-        return bool(getattr(config, name, None))
-    except Exception:  # transformers' way to say that the layers have values of their own
-        return True
+    if getattr(config.get_text_config(decoder=True), "index_topk", None):
+        raise refusal(config, "its layers select tokens themselves, by an index of their own (sparse attention)")
 
 
 def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

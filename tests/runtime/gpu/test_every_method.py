@@ -120,12 +120,14 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
     assert len(logits[-1]) < len(logits[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"), [*((name, {}) for name in STATED), ("freekv", {"kv_dtype": "int4"})], ids=str
-)
-def test_steps_by_kernels(name, wanted, monkeypatch):
+BY_KERNELS = [(name, "llama", {}) for name in STATED] + [("freekv", "llama", {"kv_dtype": "int4"})]
+BY_KERNELS += [(name, "deepseek_v3", {}) for name in ("freekv", "raas")]
+
+
+@pytest.mark.parametrize(("name", "family", "wanted"), BY_KERNELS, ids=str)
+def test_steps_by_kernels(name, family, wanted, monkeypatch):
     """The same by the Triton kernels, under their interpreter."""
-    case = (tiny_model("llama"), name, settings(name, **wanted), prompts(69), 4)
+    case = (tiny_model(family), name, settings(name, **wanted), prompts(69), 4)
     expected = decoded(*case)
     start = SlotPipeline.start
 
