@@ -39,7 +39,13 @@ def pool_scores(scores: Tensor, pooling: HeadPooling) -> Tensor:
 
 
 def pool_candidates(
-    scores: Tensor, pooling: Pooling, allowed: Tensor, out: Tensor, heads: Tensor | None, excluded: Tensor | None = None
+    scores: Tensor,
+    pooling: Pooling,
+    allowed: Tensor,
+    out: Tensor,
+    heads: Tensor | None,
+    excluded: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Do in torch what kernels do: scores [b, Hk, G or 1, n], allowed [b, n] -> out [b, Hk or 1, n].
 
@@ -47,7 +53,9 @@ def pool_candidates(
     """
     mask = allowed[:, None] if excluded is None else allowed[:, None] & ~excluded  # [b, Hk or 1, n]
     scores = scores.masked_fill(~mask[:, :, None], float("-inf")).view(*out.shape[:2], -1, out.shape[2])
-    pooled = pool_scores(scores.flatten(0, 1), pooling).view(out.shape)
+    if sinks is not None:  # a logit more in every softmax
+        scores = torch.cat((scores, sinks.to(scores).view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)), -1)
+    pooled = pool_scores(scores.flatten(0, 1), pooling)[:, : out.shape[2]].view(out.shape)
     if excluded is not None:
         pooled = pooled.masked_fill(excluded, -1.0)
     asked = slice(None) if heads is None else heads[:, : out.shape[1]]
@@ -106,6 +114,7 @@ def pool_weights(
     tops: tl.tensor,
     totals: tl.tensor,
     excluded: tl.tensor,
+    sinks: tl.tensor,
     pair: tl.tensor,
     entry: tl.tensor,
     low: tl.tensor,
@@ -115,6 +124,7 @@ def pool_weights(
     out: tl.tensor,
     G: tl.constexpr,
     HOW: tl.constexpr,
+    HK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ) -> None:
@@ -127,8 +137,13 @@ def pool_weights(
         top = tl.load(tops + head * num_blocks + part, mask=part < num_blocks, other=float("-inf"))
         total = tl.load(totals + head * num_blocks + part, mask=part < num_blocks, other=0.0)
         highest = tl.max(top, axis=0)
+        if sinks is not None:
+            sink = tl.load(sinks + pair % HK * G + g).to(tl.float32)
+            highest = tl.maximum(highest, sink)
         highest = tl.where(highest == float("-inf"), 0.0, highest)  # there are no candidates
         norm = tl.sum(total * tl.exp(top - highest), axis=0)
+        if sinks is not None:
+            norm += tl.exp(sink - highest)
         score = tl.load(scores + head * num_entries + entry, mask=candidate, other=float("-inf"))
         weight = tl.exp(score - highest) / tl.where(norm > 0, norm, 1.0)
         pooled = tl.maximum(pooled, weight) if HOW == "max" else pooled + weight / G
@@ -145,6 +160,7 @@ def _pool_kernel(
     tops: tl.tensor,
     totals: tl.tensor,
     excluded: tl.tensor,
+    sinks: tl.tensor,
     lengths: tl.tensor,
     heads: tl.tensor,
     out: tl.tensor,
@@ -167,9 +183,10 @@ def _pool_kernel(
             return
     low, high, _ = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
     entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    pool_weights(
-        scores, tops, totals, excluded, pair, entry, low, high, num_entries, num_blocks, out, G, HOW, BLOCK_N, BLOCK_B
-    )
+    # fmt: off
+    pool_weights(scores, tops, totals, excluded, sinks, pair, entry, low, high, num_entries, num_blocks, out,
+                 G, HOW, HK, BLOCK_N, BLOCK_B)
+    # fmt: on
 
 
 class GroupScores:
@@ -187,7 +204,14 @@ class GroupScores:
             self.values = out.new_empty(shape, dtype=torch.float32)
             self.tops, self.totals = out.new_empty(2, b, num_kv_heads, groups, blocks, dtype=torch.float32)
 
-    def pool(self, lengths: Tensor | None, layout: SlotLayout, heads: Tensor | None, excluded: Tensor | None) -> None:
+    def pool(
+        self,
+        lengths: Tensor | None,
+        layout: SlotLayout,
+        heads: Tensor | None,
+        excluded: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Do what is left to do: nothing but after a softmax."""
         if self.what != "s":
             return
@@ -196,7 +220,8 @@ class GroupScores:
         launch(
             _pool_kernel,
             (b * rows, -(-n // block_n)),
-            *(self.values, self.tops, self.totals, excluded, lengths, heads, self.out, n, layout.sink, layout.window),
+            *(self.values, self.tops, self.totals, excluded, sinks, lengths, heads, self.out),
+            *(n, layout.sink, layout.window),
             *(self.blocks, num_kv_heads // rows),
             HK=rows,
             G=groups * num_kv_heads // rows,

@@ -191,7 +191,7 @@ def one_bit_scores_device(
     left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_groups * group), pooling, num_blocks, out)
     parts = left.values, left.tops, left.totals
     _score(q, codes, ranges, lengths, layout, scale, left.how, left.what, parts, heads)
-    left.pool(lengths, layout, heads, None)
+    left.pool(lengths, layout, heads)
     return None
 
 

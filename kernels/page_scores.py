@@ -153,23 +153,10 @@ def _score_kernel(
             if WHAT == "s":
                 for start in range(0, num_pages, PICK_N):
                     some = start + tl.arange(0, PICK_N)
-                    pool_weights(
-                        out,
-                        tops,
-                        totals,
-                        None,
-                        pair,
-                        some,
-                        low,
-                        high,
-                        num_pages,
-                        BLOCKS,
-                        pooled_out,
-                        G,
-                        HOW,
-                        PICK_N,
-                        BLOCK_B,
-                    )
+                    # fmt: off
+                    pool_weights(out, tops, totals, None, None, pair, some, low, high, num_pages, BLOCKS, pooled_out,
+                                 G, HOW, HK, PICK_N, BLOCK_B)
+                    # fmt: on
                 tl.debug_barrier()
             if selected is not None:
                 table = resident
@@ -278,4 +265,4 @@ def score_pages(
         PICK_N=min(PICK_PAGES, power_of_two(num_pages)),
     )
     if not finishes:
-        left.pool(lengths, layout, heads, None)
+        left.pool(lengths, layout, heads)

@@ -189,6 +189,6 @@ def rebuild_missing_keys(
         BLOCK_M=block_m,
         BLOCK_R=BLOCK_R,
         BLOCK_D=block_d,
-        warps=4 if block_d < 256 and a.element_size() == 2 else 8,
+        warps=8,
     )
     return None

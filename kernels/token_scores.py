@@ -12,8 +12,9 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
 from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
+from kvcli.kernels.softmax import Softmax, capped
 
-BLOCK_ELEMENTS = 8192  # of the keys that a program holds
+BLOCK_BYTES = 16384  # of the keys that a program holds
 
 
 def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -29,7 +30,7 @@ def token_scores_device_ref(
     keys: Tensor,
     lengths: Tensor,
     layout: SlotLayout,
-    scale: float,
+    softmax: Softmax,
     pooling: Pooling,
     out: Tensor,
     heads: Tensor | None = None,
@@ -39,8 +40,9 @@ def token_scores_device_ref(
     b, num_kv_heads, n, channels = keys.shape
     wide = q[..., :channels].to(torch.promote_types(q.dtype, torch.float32))
     queries = pool_queries(wide.reshape(b * num_kv_heads, -1, channels), pooling)
-    scores = token_scores(queries.flatten(0, 1), keys.flatten(0, 1), scale).view(b, num_kv_heads, -1, n)
-    pool_candidates(scores, pooling, candidates(lengths, layout, n), out, heads, excluded)
+    products = token_scores(queries.flatten(0, 1), keys.flatten(0, 1), 1.0).view(b, num_kv_heads, -1, n)
+    allowed = candidates(lengths, layout, n)
+    pool_candidates(softmax.scores(products), pooling, allowed, out, heads, excluded, softmax.sinks)
 
 
 @jit
@@ -62,6 +64,7 @@ def _token_kernel(
     sink: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
+    softcap: tl.tensor,
     HK: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -94,7 +97,7 @@ def _token_kernel(
         queries = tl.where((g == 0)[:, None], query[None, :], 0.0)
     at = b * keys_batch + h * keys_head + token.to(tl.int64)[:, None] * keys_row + c[None, :]
     known = tl.load(keys + at, mask=candidate[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-    scores = tl.dot(queries, tl.trans(known), input_precision=PRECISION) * scale
+    scores = capped(tl.dot(queries, tl.trans(known), input_precision=PRECISION) * scale, softcap)
     if excluded is not None:
         left_out = tl.load(excluded + pair.to(tl.int64) * num_tokens + token, mask=candidate, other=1)
         candidate = candidate & (left_out == 0)
@@ -110,7 +113,7 @@ def token_scores_device(
     keys: Tensor,
     lengths: Tensor,
     layout: SlotLayout,
-    scale: float,
+    softmax: Softmax,
     pooling: Pooling,
     out: Tensor,
     heads: Tensor | None = None,
@@ -118,9 +121,9 @@ def token_scores_device(
 ) -> None:
     """Score the candidates of a batch: q [b, H, d], keys [b, Hk, n, c] -> `out` [b, Hk, n] fp32, -inf elsewhere.
 
-    Pooled over all query heads, after a softmax, out is [b, 1, n]. heads [b, Hk] bool: the others' scores are left as
-    they are. Those excluded [b, Hk, n] bool score -1, less than any after a softmax. May be captured in a CUDA graph.
-    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    Pooled over all query heads, after a softmax, out is [b, 1, n]. A softmax counts the sinks. heads [b, Hk] bool: the
+    others' scores are left as they are. Those excluded [b, Hk, n] bool score -1, less than any after a softmax. May be
+    captured in a CUDA graph. Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_tokens, channels) = q.shape, keys.shape
     groups = num_heads // num_kv_heads
@@ -133,16 +136,16 @@ def token_scores_device(
     if excluded is not None:
         require_whole("excluded", excluded, (b, num_kv_heads, num_tokens), torch.bool)
     if not takes(q):
-        return token_scores_device_ref(q, keys, lengths, layout, scale, pooling, out, heads, excluded)
+        return token_scores_device_ref(q, keys, lengths, layout, softmax, pooling, out, heads, excluded)
     block_c = max(16, power_of_two(channels))
-    block_n = max(16, min(128, BLOCK_ELEMENTS // block_c))
+    block_n = max(16, min(128, BLOCK_BYTES // (block_c * keys.element_size())))
     left = GroupScores((b, num_kv_heads, groups, num_tokens), pooling, -(-num_tokens // block_n), out)
     half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"
     launch(
         _token_kernel,
         (b * num_kv_heads, left.blocks),
         *(q, keys, lengths, heads, excluded, left.values, left.tops, left.totals, *q.stride()[:2], *keys.stride()[:3]),
-        *(num_tokens, layout.sink, layout.window, scale),
+        *(num_tokens, layout.sink, layout.window, softmax.scale, softmax.softcap),
         HK=num_kv_heads,
         G=groups,
         C=channels,
@@ -155,5 +158,5 @@ def token_scores_device(
         BLOCK_N=block_n,
         BLOCK_C=block_c,
     )
-    left.pool(lengths, layout, heads, excluded)
+    left.pool(lengths, layout, heads, excluded, softmax.sinks)
     return None

@@ -15,8 +15,11 @@ from kvcli.kernels import append_token as append
 from kvcli.kernels import choose_pages as choose
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import filled_page as filled
+from kvcli.kernels import four_bit_keys as four_bit
 from kvcli.kernels import gather_pages as gather
 from kvcli.kernels import gather_quantised as gather_small
+from kvcli.kernels import make_room as room
+from kvcli.kernels import nucleus as tokens_kept
 from kvcli.kernels import one_bit_keys as one_bit
 from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
@@ -24,6 +27,7 @@ from kvcli.kernels import page_summary as summary
 from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import rebuild_keys as rebuild
+from kvcli.kernels import replace_page as replace
 from kvcli.kernels import resolve_pages as resolve
 from kvcli.kernels import rms_norm as norm
 from kvcli.kernels import rotate as rotating
@@ -454,7 +458,7 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((rows, append.NewToken(*draw(2, s.b, s.hk, s.d), at)), [rows.k, rows.v])
 
 
-SCORES = ["mean_q", "max_qk", "mean_s", "mean_s together", "max_s excluded some heads"]
+SCORES = ["mean_q", "max_qk", "mean_s", "mean_s together softcap sinks", "max_s excluded some heads"]
 
 
 @case(tokens.token_scores_device, tokens.token_scores_device_ref, SCORES)
@@ -463,10 +467,12 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     if s is ODD:
         s = s._replace(layout=TOKENS)
     keys = draw(s.b, s.hk, max(s.lengths) + 3, s.d)[..., : s.d - 3 if s is ODD else s.d]
-    out = draw.fp32(torch.full((s.b, 1 if more == "together" else s.hk, keys.shape[2]), NAN))
+    out = draw.fp32(torch.full((s.b, 1 if "together" in more else s.hk, keys.shape[2]), NAN))
     excluded = draw.mask(*keys.shape[:3]) if "excluded" in more else None
     heads = draw.mask(s.b, s.hk) if "heads" in more else None
-    args = (draw(s.b, s.hk * s.g, s.d), keys, draw.ints(s.lengths), s.layout, 0.3, pooling, out, heads, excluded)
+    sinks = draw.fp32(torch.randn(s.hk * s.g, generator=draw.generator)) if "sinks" in more else None
+    softmax = Softmax(0.3, 2.5 if "softcap" in more else None, sinks)
+    args = (draw(s.b, s.hk * s.g, s.d), keys, draw.ints(s.lengths), s.layout, softmax, pooling, out, heads, excluded)
     return Call(args, [out])
 
 
@@ -590,3 +596,58 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     q, k = heads[:, : s.hk * s.g], heads[:, s.hk * s.g : s.hk * s.g + s.hk]
     sign = draw.fp32(named.sign)
     return Call((q, k, rebuild.Rotation(*tables, named.partner, named.column, sign)), [q, k, heads])
+
+
+@case(room.make_room, room.make_room_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    """Equal scores, rows that are empty, and rows that are another sequence's alone."""
+    rows = 1100 if s is ODD else 2048
+    seen = draw.ints([0, rows // 2, rows + 7, rows + 90][: s.b])
+    positions = draw.subsets(rows, s.b, s.hk, of=rows + 80)
+    scores = draw.fp32(_tied(draw, s.b, s.hk, rows).nan_to_num(posinf=4.0, neginf=-9.0))
+    at = draw.ints(torch.full((s.b, s.hk), -7))
+    most = draw.ints([rows - 3 if b == 2 else rows for b in range(s.b)], torch.int64)
+    positions = draw.ints(positions, torch.int64).contiguous()
+    return Call((positions, scores.float(), seen, most, 20, at), [positions, at])
+
+
+@case(replace.replace_page, replace.replace_page_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    """One sequence takes no part, one begins no page, one has a slot for it, one has none."""
+    size, slots, window = (4, 9, 3) if s is ODD else (16, 128, 32)
+    kv, counted = draw(s.b, 2, s.hk, slots * size, s.d), (0, 3 * size, 4 * size + 1, 13 * size + 1)
+    stamps, pages = (
+        draw.ints(torch.randint(0, 5, (s.b, s.hk, slots), generator=draw.generator), torch.int64) for _ in "12"
+    )
+    numbers = [[2] * s.b, [slots - (b == 3) for b in range(s.b)]]
+    most = (draw.ints(x, torch.int64) for x in numbers)
+    lengths = [counted[-s.b :][b] if s is ODD else slots * size * b + 1 for b in range(s.b)]
+    counts = replace.PageCounts(*most, draw.ints(lengths), *(draw.ints([-7] * s.b) for _ in "12"))
+    held = replace.StampedPages(kv[:, 0], kv[:, 1], draw(s.b, s.hk, slots, 2, s.d), stamps, pages)
+    return Call((held, counts, window), [*held, counts.held, counts.full])
+
+
+@case(four_bit.quantise_newest, four_bit.quantise_newest_ref, exact=True)
+def _(draw: Draw, s: Sizes) -> Call:
+    """Steps of a power of two, and halves among the codes; in one head all channels are equal."""
+    k = draw.like(torch.randint(0, 31, (s.b, s.hk, s.d), generator=draw.generator) / 2.0)
+    k[..., 0], k[..., 1] = 0.0, 15.0
+    k[-1, 0] = 0.75
+    codes = draw.ints(torch.full((s.b, s.hk, max(s.lengths), -(-s.d // 2)), 7), torch.uint8)
+    ranges = draw.poisoned(s.b, s.hk, max(s.lengths), 2)
+    return Call((k, draw.ints(s.lengths), codes, ranges), [codes, ranges])
+
+
+@case(tokens_kept.keep_nucleus, tokens_kept.keep_nucleus_ref, [0.5, 0.9, 1.0], exact=True)
+def _(draw: Draw, s: Sizes, p: float) -> Call:
+    """Scores of many tokens are equal, and their weights powers of two."""
+    s = s._replace(layout=s.layout._replace(group=1))
+    rows, n = rows_of(draw, s), s.pages * s.layout.size
+    codes = draw.ints(torch.zeros(s.b, s.hk, n, -(-s.d // 2)), torch.uint8)
+    codes[..., 0] = draw.ints(torch.randint(0, 8, (s.b, s.hk, n), generator=draw.generator), torch.uint8)
+    ranges = draw.like(torch.stack((torch.ones(s.b, s.hk, n), torch.zeros(s.b, s.hk, n)), -1))
+    q = draw.like(torch.ones(s.b, s.hk * s.g, s.d))
+    tally = tokens_kept.NucleusTally(*(draw.ints([9] * s.b, torch.int64) for _ in range(5)))
+    kept = draw.ints(torch.zeros(s.b, s.hk, s.layout.total * s.layout.size), torch.bool)
+    args = (q, rows, codes, ranges, Softmax(0.6931471805599453), p, draw.mask(s.b, s.hk), kept, tally)
+    return Call(args, [kept, *tally])

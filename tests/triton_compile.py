@@ -1,7 +1,8 @@
-"""Compile every case's kernels for compute capability 9.0, which needs no GPU; one line of JSON a kernel.
+"""Compile every case's kernels for compute capabilities, which needs no GPU; one line of JSON a kernel.
 
-Not under the interpreter: run it as a program. `python tests/triton_compile.py` takes the last case of every function
-in bf16 and fp32; `--all` takes every case in three dtypes, and the last ones at five head dimensions. Kernels are
+Not under the interpreter: run it as a program. `python tests/triton_compile.py 80 90 100` takes the last case of every
+function in bf16, for 9.0 in fp32 as well; `--all` takes every case in three dtypes, and the last ones at five head
+dimensions. Kernels are
 specialised as on the device (argument types, alignment, sizes), down to machine code, by the assembler of Triton.
 """
 
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class AbsentDevice:
-    """What Triton asks of a device in order to compile for it."""
+    """What Triton asks of a device in order to compile for it; devices are numbered by their capability."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -56,20 +60,20 @@ def describe(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
 
 
-def plan(everything: bool) -> Iterator[tuple[torch.dtype, int, Case]]:
+def plan(everything: bool, capability: int) -> Iterator[tuple[torch.dtype, int, Case]]:
     """What to compile: dtype, head dimension, case."""
     last = list({case.kernel: case for case in CASES}.values())
     if not everything:
-        yield from itertools.product((torch.bfloat16, torch.float32), (REAL.d,), last)
+        dtypes = (torch.bfloat16, torch.float32) if capability == 90 else (torch.bfloat16,)
+        yield from itertools.product(dtypes, (REAL.d,), last)
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from ((dtype, REAL.d, case) for case in CASES)
         yield from ((dtype, d, case) for d in (64, 80, 96, 256) for case in last)
 
 
-def main(everything: bool) -> None:
+def main(capabilities: Sequence[int], everything: bool) -> None:
     """Call the cases with launches replaced by compilation."""
-    driver.set_active(AbsentDevice())
     _triton.on_cpu = True
     slot_attention.multiprocessors = lambda _: 132
     launch, seen = JITFunction.run, set()
@@ -83,10 +87,12 @@ def main(everything: bool) -> None:
         return compiled
 
     JITFunction.run = compile_only
-    for dtype, d, case in plan(everything):
-        case_of.update(case=case.name, dtype=str(dtype).removeprefix("torch."), d=d)
-        case.kernel(*case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)).args)
+    for capability in capabilities:
+        driver.set_active(AbsentDevice(capability))
+        for dtype, d, case in plan(everything, capability):
+            case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=d)
+            case.kernel(*case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)).args)
 
 
 if __name__ == "__main__":
-    main("--all" in sys.argv[1:])
+    main([int(word) for word in sys.argv[1:] if word.isdigit()] or [90], "--all" in sys.argv[1:])

@@ -18,13 +18,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.nucleus import nucleus
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.quest import PageBoundsConfig
-from kvcli.methods.steps.nucleus import BoundsAndFourBits, Nucleus, nucleus
+from kvcli.methods.steps.nucleus import BoundsAndFourBits, Nucleus
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.int4_estimate import Int4EstimateCache

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from kvcli.kernels.block_attention import add_sinks, block_attention
+from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
 from kvcli.store.layer_slots import LayerSlots
@@ -21,7 +21,6 @@ from kvcli.store.state import Settled
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
 PIECE = 4096
-LEVELS = 15  # steps between a token's least and greatest channel
 
 
 class RaggedTokens(NamedTuple):
@@ -133,35 +132,6 @@ class Int4EstimateCache(ResidentPageCache):
         return replace(most, scored=most.scored + self.estimate.nbytes(estimated), scores=scores)
 
 
-def quantise_four_bit(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise keys [Hk, n, d] to four bits a channel, by each token's least and greatest channel.
-
-        z = min      s = (max - min) / 15      code = round((k - z) / s)      k ~ code * s + z
-
-    Returns codes [Hk, n, ceil(d / 2)] uint8, whose low half of byte j is channel j and whose high half is channel
-    j + ceil(d / 2); and ranges [Hk, n, 2], s and z in the dtype of the keys, with which the codes were taken.
-    """
-    low, high = (bound.to(_accumulating(keys)) for bound in torch.aminmax(keys, dim=-1))  # [Hk, n]
-    ranges = torch.stack(((high - low) / LEVELS, low), -1).to(keys.dtype)
-    scale, zero = ranges.to(low.dtype)[..., None].unbind(2)  # [Hk, n, 1]
-    smallest = torch.finfo(low.dtype).tiny  # a token whose channels are all equal: every code is 0
-    codes = ((keys - zero) / scale.clamp_min(smallest)).round().clamp(0, LEVELS).to(torch.uint8)
-    first, second = pad(codes, (0, keys.shape[-1] % 2)).chunk(2, -1)
-    return first | (second << 4), ranges
-
-
-def four_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
-    """Score tokens: q [Hk, G, d], codes [Hk, n, bytes], ranges [Hk, n, 2] -> [Hk, G, n] in at least fp32, unscaled.
-
-    q . k_t ~ s_t * sum_c q_c code_tc + z_t * sum_c q_c
-    """
-    q = q.to(_accumulating(q))
-    first, second = pad(q, (0, q.shape[-1] % 2)).chunk(2, -1)  # [Hk, G, bytes]
-    low, high = (half.to(q.dtype).transpose(1, 2) for half in (codes & LEVELS, codes >> 4))
-    scale, zero = ranges.to(q.dtype)[:, None].unbind(-1)  # [Hk, 1, n]
-    return (first @ low + second @ high) * scale + q.sum(-1, keepdim=True) * zero
-
-
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: Softmax) -> Tensor:
     """Attend with one new token where every KV head has keys of its own: those marked in `valid` [Hk, n] bool.
 
@@ -174,7 +144,3 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: So
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks.view_as(lse))
     return out.reshape(q.shape)
-
-
-def _accumulating(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)

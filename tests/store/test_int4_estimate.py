@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.int4_estimate import four_bit_scores, quantise_four_bit, ragged_attention
+from kvcli.store.int4_estimate import ragged_attention
 
 HK, G = 2, 3
 

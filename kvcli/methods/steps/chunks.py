@@ -35,7 +35,7 @@ class LandmarkScores(StepIndex):
     def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         out = q.new_empty(self.means.shape[:3], dtype=torch.float32)
         if out.numel():
-            token_scores_device(q, self.means, *self.scored, softmax.scale, "max_s", out, heads, self.excluded)
+            token_scores_device(q, self.means, *self.scored, Softmax(softmax.scale), "max_s", out, heads, self.excluded)
         return out
 
     @override

@@ -55,7 +55,7 @@ class KeyChannelScores(StepIndex):
     @override
     def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         out = q.new_empty(len(q), self.rows, self.keys.shape[2], dtype=torch.float32)
-        token_scores_device(q, self.keys, *self.scored, softmax.scale, self.pooling, out, heads)
+        token_scores_device(q, self.keys, *self.scored, Softmax(softmax.scale), self.pooling, out, heads)
         return out
 
     @override
@@ -77,7 +77,7 @@ class PartialKeyScores(StepIndex):
         queries = q.float().view(b, num_kv_heads, -1, q.shape[2]) @ self.basis  # [b, Hk, G, c]
         out = q.new_empty(b, num_kv_heads, tokens, dtype=torch.float32)
         flat = queries.view(b, -1, columns)
-        token_scores_device(flat, self.keys, *self.scored, softmax.scale, "max_qk", out, heads)
+        token_scores_device(flat, self.keys, *self.scored, Softmax(softmax.scale), "max_qk", out, heads)
         return out
 
     @override

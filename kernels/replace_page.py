@@ -1,0 +1,180 @@
+"""Pages of the oldest timestamp leave when a new one needs their slot (RaaS, section 3).
+
+The page that leaves the window, the first of its slots, takes the slot of the stalest page, of which it may be one
+itself; the others of the window move on by a slot, and the last slot is the new page's.
+
+Shapes: k and v [b, Hk, slots * p, d], bounds [b, Hk, slots, 2, d], stamps and pages [b, Hk, slots] int64; protected and
+slots [b], seen [b] int32 with the newest token -> held [b], the tokens held then, and full [b], those in full pages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels._triton import (
+    jit,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    rows_at_once,
+    same_strides,
+    takes,
+    tl,
+)
+
+BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program moves at once
+
+
+class StampedPages(NamedTuple):
+    """The slots of a layer: keys, values, bounds; timestamp and number of the page in each."""
+
+    k: Tensor
+    v: Tensor
+    bounds: Tensor
+    stamps: Tensor
+    pages: Tensor
+
+
+class PageCounts(NamedTuple):
+    """Of every sequence [b]: slots that are never evicted, all slots, tokens seen, those held, those in full pages."""
+
+    protected: Tensor
+    slots: Tensor
+    seen: Tensor
+    held: Tensor
+    full: Tensor
+
+
+def replace_page_ref(held: StampedPages, counts: PageCounts, window: int) -> None:
+    """Sequence by sequence, head by head."""
+    size = held.k.shape[2] // held.stamps.shape[2]
+    for b, seen in enumerate(counts.seen.tolist()):
+        page, slots, protected = (seen - 1) // size, int(counts.slots[b]), int(counts.protected[b])
+        counts.held[b] = seen - max(page + 1 - slots, 0) * size
+        counts.full[b] = counts.held[b] // size * size
+        if seen == 0 or (seen - 1) % size:
+            continue
+        for h in range(held.k.shape[1]):
+            k, v = (x[b, h].unflatten(0, (-1, size)) for x in held[:2])  # type: ignore[no-untyped-call]
+            parts = (k, v, *(x[b, h] for x in held[2:]))
+            if page >= slots:
+                leaving = slots - window
+                stale = slice(protected, leaving + 1)
+                victim = protected + int((parts[3][stale] * (page + 1) + parts[4][stale]).argmin())
+                for x in parts:
+                    x[victim] = x[leaving].clone()
+                    x[leaving : slots - 1] = x[leaving + 1 : slots].clone()
+            slot = min(page, slots - 1)
+            parts[4][slot], parts[3][slot] = page, seen
+
+
+@jit
+def _replace_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    bounds: tl.tensor,
+    stamps: tl.tensor,
+    pages: tl.tensor,
+    protected: tl.tensor,
+    slots: tl.tensor,
+    seen: tl.tensor,
+    held: tl.tensor,
+    full: tl.tensor,
+    kv_batch: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    num_slots: tl.tensor,
+    window: tl.tensor,
+    HK: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> None:
+    pair = tl.program_id(0)  # a KV head of a sequence
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    length, own = tl.load(seen + b), tl.load(slots + b).to(tl.int32)
+    page = (length - 1) // SIZE
+    if h == 0:
+        tokens = length - tl.maximum(page + 1 - own, 0) * SIZE
+        tl.store(held + b, tokens)
+        tl.store(full + b, tokens // SIZE * SIZE)
+    if (length == 0) | ((length - 1) % SIZE != 0):
+        return
+    k += b * kv_batch + h * kv_head
+    v += b * kv_batch + h * kv_head
+    bounds += pair.to(tl.int64) * num_slots * 2 * D
+    stamps += pair.to(tl.int64) * num_slots
+    pages += pair.to(tl.int64) * num_slots
+    if page >= own:
+        leaving, begin = own - window, tl.load(protected + b).to(tl.int32)
+        oldest = tl.full([BLOCK_S], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        where = tl.zeros([BLOCK_S], tl.int32)
+        for start in range(begin, leaving + 1, BLOCK_S):
+            slot = start + tl.arange(0, BLOCK_S)
+            stale = slot <= leaving
+            age = tl.load(stamps + slot, mask=stale, other=0) * (page + 1) + tl.load(pages + slot, mask=stale, other=0)
+            older = stale & (age < oldest)
+            oldest, where = tl.where(older, age, oldest), tl.where(older, slot, where)
+        to = tl.min(tl.where(oldest == tl.min(oldest, axis=0), where, num_slots), axis=0)
+        c = tl.arange(0, BLOCK_D)
+        for source in range(leaving, own):
+            stamp, number = tl.load(stamps + source), tl.load(pages + source)
+            high = tl.load(bounds + source * 2 * D + c, mask=c < D)
+            low = tl.load(bounds + source * 2 * D + D + c, mask=c < D)
+            for start in range(0, SIZE, BLOCK_R):
+                row = start + tl.arange(0, BLOCK_R)
+                inside = (row < SIZE)[:, None] & (c < D)[None, :]
+                here = (source * SIZE + row).to(tl.int64)[:, None] * kv_row + c[None, :]
+                there = (to * SIZE + row).to(tl.int64)[:, None] * kv_row + c[None, :]
+                keys, values = tl.load(k + here, mask=inside), tl.load(v + here, mask=inside)
+                tl.store(k + there, keys, mask=inside)
+                tl.store(v + there, values, mask=inside)
+            tl.debug_barrier()  # all threads have read what the next turn writes to, and this one's marks
+            tl.store(stamps + to, stamp)
+            tl.store(pages + to, number)
+            tl.store(bounds + to * 2 * D + c, high, mask=c < D)
+            tl.store(bounds + to * 2 * D + D + c, low, mask=c < D)
+            tl.debug_barrier()
+            to = source
+    slot = tl.minimum(page, own - 1)
+    tl.store(pages + slot, page.to(tl.int64))
+    tl.store(stamps + slot, length.to(tl.int64))
+
+
+def replace_page(held: StampedPages, counts: PageCounts, window: int) -> None:
+    """Let a page that the newest token begins have a slot; in sequences in which it begins none, count alone.
+
+    Writes `held` and `full` of the counts. May be captured in a CUDA graph. Raises ValueError for shapes, dtypes or
+    strides that the kernel cannot read.
+    """
+    (b, num_kv_heads, num_rows, d), num_slots = held.k.shape, held.stamps.shape[2]
+    for name, x in (("k", held.k), ("v", held.v)):
+        require(name, x, held.k.shape, held.k.dtype)
+    require_whole("bounds", held.bounds, (b, num_kv_heads, num_slots, 2, d), held.k.dtype)
+    for name, x in (("stamps", held.stamps), ("pages", held.pages)):
+        require_whole(name, x, (b, num_kv_heads, num_slots), torch.int64)
+    for name, x in zip(counts._fields, counts, strict=True):
+        require_whole(name, x, (b,))
+    if not same_strides(held.k, held.v):
+        raise ValueError(f"k and v have different strides: {held.k.stride()} and {held.v.stride()}")
+    if not takes(held.k):
+        return replace_page_ref(held, counts, window)
+    size, block_d = num_rows // num_slots, power_of_two(d)
+    launch(
+        _replace_kernel,
+        (b * num_kv_heads,),
+        *(*held, *counts, *held.k.stride()[:3], num_slots, window),
+        HK=num_kv_heads,
+        SIZE=size,
+        D=d,
+        BLOCK_R=rows_at_once(size, block_d, BLOCK_ELEMENTS),
+        BLOCK_D=block_d,
+        BLOCK_S=min(1024, power_of_two(num_slots)),
+    )
+    return None
