@@ -269,5 +269,6 @@ def keep_nucleus(
         BLOCK_N=BLOCK_N,
         BLOCK_Y=max(16, power_of_two(size)),
         BLOCK_W=min(BLOCK_W, power_of_two(num_rows)),
+        warps=8,
     )
     return None
