@@ -213,7 +213,7 @@ class HostPagePool:
         """Put pages, t tensors [n, Hk, p, d], into their places `target`, n pages."""
         on_gpu, form = tensors[0].is_cuda, self.format
         # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
-        at_once = max(1, OFFLOAD_BYTES // self.page_bytes) if on_gpu else len(target)
+        at_once = max(1, OFFLOAD_BYTES // self.page_bytes) if on_gpu else max(1, len(target))
         if form is not None:  # which is worked out in fp32, in several steps
             at_once = max(1, at_once // 8 if on_gpu else form.at_once // target.shape[1])
         for part in slices(len(target), at_once):
