@@ -56,7 +56,7 @@ def test_every_command_shown_can_be_given(command):
     given = root.commands[name].make_context(name, rest, parent=typer.Context(root, info_name="kvcli")).params
     methods, profiles = (options.names(given.get(key), key) for key in ("method", "profile"))
     settings = options.assignments(given.get("settings") or [])
-    budgets = options.each(given.get("budget"), "--budget", options.positive_count)
+    budgets = options.each(given.get("budget"), "--budget", options.token_budget)
     bundled = [profile for profile in profiles if not profile.endswith(".toml")]
     if name not in ("methods", "doctor") and len(bundled) == len(profiles):
         variants(methods or ([] if profiles else ["freekv"]), profiles, budgets, settings)
