@@ -113,7 +113,7 @@ class Layer:
         start = len(self.k)
         vectors = [flat(self.plain(x, start + i)) for i, x in enumerate(q)]
         self.queries += vectors
-        if self.kind == "infllm":
+        if self.kind != "actqkv":
             probe = [sum(vector[c] for vector in vectors) / len(vectors) for c in range(len(vectors[0]))]
             scores = self.score(probe)
         else:
@@ -164,6 +164,8 @@ class Layer:
 
     def score(self, probe):
         """Probe [H * d] against each block key, its KV heads repeated for their groups."""
+        if self.kind == "lm_infinite":
+            return list(range(len(self.block_keys)))  # the newest
         scores = []
         for key in self.block_keys:
             heads_k, d = len(self.k[0]), len(self.k[0][0])

@@ -59,6 +59,7 @@ def rotary():
         ("actqkv", 33, False, "capped", 1),
         ("infllm", 75, True, "capped", 0),
         ("infllm", 33, True, "original", 0),
+        ("lm_infinite", 75, True, "capped", 0),
     ],
 )
 def test_every_window_and_every_step_match_the_oracle(kind, prompt, rope, positions, question, rotary):
