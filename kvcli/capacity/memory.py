@@ -47,11 +47,15 @@ Prompts = Sequence[int | PromptSize] | Mapping[int, int] | Mapping[PromptSize, i
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of a run: `weights`, `kv` of all sequences by tier, and the `workspace` of the longest prefill."""
+    """Bytes of a run: `weights`, `kv` of all sequences by tier, and the `workspace` of the longest prefill.
+
+    `states` of `kv` are what layers keep in a fixed size.
+    """
 
     weights: int
     kv: Footprint
     workspace: int
+    states: int = 0
 
     def on(self, device: torch.device) -> dict[str, int]:
         """Give the total by pool of memory; on a CPU both tiers are host memory."""
@@ -138,7 +142,8 @@ def need(
     workspace = _workspace(geometry, longest, window, prefill_buffers(device), max(longest, together))
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
-    return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace)
+    states = counted.total() * samples * (2 if audited else 1) * sum(layer.nbytes for layer in geometry.states)
+    return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace, states)
 
 
 def check(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import MODEL
+from kvcli.cli.options import Panel
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
 
@@ -15,7 +15,7 @@ from kvcli.errors import ExitCode
 def doctor(
     model: Annotated[
         str | None,
-        MODEL.option(
+        Panel("Model").option(
             "--model -m",
             "NAME",
             "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",

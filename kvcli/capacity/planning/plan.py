@@ -15,6 +15,7 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimat
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.profiles import Profile
 from kvcli.sizes import Share
+from kvcli.store.recurrent import state_marks
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
 
@@ -64,6 +65,7 @@ class CapacityPlan:
                 "weights": self.need.weights,
                 "kv_device": self.need.kv.device,
                 "kv_host": self.need.kv.host,
+                "states": self.need.states,
                 "workspace": self.need.workspace,
                 "runtime": RUNTIME_BYTES,
                 "needed": self.needed,
@@ -142,14 +144,15 @@ def _plan(
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
         times=estimate(subject, machine, resolved, method, context, batch),
-        disk=batch * context * _token_bytes(subject),
+        disk=batch * _saved_bytes(subject, context),
     )
 
 
-def _token_bytes(subject: PlannedRun) -> int:
-    """Bytes of a token's keys and values in all layers, as they are saved."""
-    layers = subject.geometry.layers
-    return subject.dtype.itemsize * sum(layer.token_size for layer in layers)
+def _saved_bytes(subject: PlannedRun, context: int) -> int:
+    """Bytes of a prompt's keys and values in all layers, and of the states beside them, as they are saved."""
+    geometry = subject.geometry
+    kept = len(state_marks(geometry.states, context)) * sum(layer.nbytes for layer in geometry.states)
+    return context * subject.dtype.itemsize * sum(layer.token_size for layer in geometry.layers) + kept
 
 
 def _times(times: Times) -> dict[str, Any]:

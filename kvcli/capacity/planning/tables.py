@@ -70,6 +70,7 @@ def _memory(plan: CapacityPlan) -> Table:
     rows = [
         ("weights", format_bytes(need.weights), "counted"),
         ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
+        *([("states, of it", format_bytes(need.states), "counted")] if need.states else []),
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
         ("workspace", format_bytes(need.workspace), "estimated"),
         ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),

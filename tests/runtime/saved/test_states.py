@@ -5,7 +5,8 @@ import torch
 from families import tiny_checkpoint
 from saving import QUESTIONS, TEXT, run, tokens
 
-from kvcli.capacity.memory import kv_footprint
+from kvcli.capacity.planning.estimate import Machine, PlannedRun
+from kvcli.capacity.planning.plan import plan
 from kvcli.conformance.models import tiny_model
 from kvcli.conformance.runs import in_memory
 from kvcli.errors import ExitCode, KvcliError
@@ -92,11 +93,15 @@ def test_a_turn_reads_from_where_the_state_was_kept(family):
     )
 
 
-def test_the_plan_counts_states(path):
-    checkpoint = open_checkpoint(ModelSpec(path, device="cpu"))
-    profile, states = resolve_profile("freekv"), sum(layer.nbytes for layer in checkpoint.geometry.states)
-    planned = kv_footprint(profile, checkpoint.geometry, 500, torch.float32, 480)
-    without = kv_footprint(
-        profile, type(checkpoint.geometry)(**{**vars(checkpoint.geometry), "states": ()}), 500, torch.float32, 480
-    )
-    assert 0 < states == planned.device - without.device
+def test_a_run_holds_what_was_planned(path, tmp_path):
+    """KV and states of a run, and what it saves, are those of its plan."""
+    folder = tmp_path / "notes"
+    report = run(path, ("why?",), "full", save=folder)
+    checkpoint, (sequence,) = open_checkpoint(ModelSpec(path, device="cpu")), report.sequences
+    subject = PlannedRun(checkpoint.config, checkpoint.dtype, checkpoint.geometry)
+    machine = Machine(torch.device("cpu"), {"host": 1 << 40}, None, here=False)
+    (planned,) = plan(subject, machine, [("full", resolve_profile("full"))], [sequence.prompt_tokens], [1], 8)
+    assert planned.need.kv.device == report.memory.device_kv_bytes
+    assert planned.need.states == sum(layer.nbytes for layer in checkpoint.geometry.states) > 0
+    token = 4 * sum(layer.token_size for layer in subject.geometry.layers)
+    assert planned.disk == report.saved[0].bytes + sequence.prompt_tokens % PAGE * token
