@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcli.cli import options
-from kvcli.cli.options import Panel
+from kvcli.cli.options import MODEL
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
 
@@ -15,10 +15,11 @@ from kvcli.errors import ExitCode
 def doctor(
     model: Annotated[
         str | None,
-        Panel("Model").option(
+        MODEL.option(
             "--model -m",
             "NAME",
             "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",
+            env=False,
         ),
     ] = None,
     dtype: options.DType = "auto",
