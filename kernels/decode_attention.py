@@ -27,20 +27,20 @@ def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> T
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """Attend with the fastest kernel of the device; same result as the reference within rounding."""
     if takes(q):
-        return _attend_rows(q, k, v, softmax)
+        return attend_rows(q, k, v, softmax)
     if k.shape[1] >= LONG and q.dtype == torch.float32 and onednn_suits(v):
         return _attend_long(_by_group(q, k), k, v, softmax).reshape(q.shape[0], -1)
     return _finish(q, *block_attention(_by_group(q, k), k, v, softmax), softmax)
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Attend on a GPU: every row is a slot of one token."""
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:
+    """Attend on a GPU: every row is a slot of one token; of the rows those that are `kept`, [Hk, n] bool."""
     if not same_strides(k, v):
         k, v = k.contiguous(), v.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
     rows = PagedKV(k[None], v[None], lengths, SlotLayout.everything(k.shape[1]))
-    slot_attention(q[None], rows, softmax, out[None])
+    slot_attention(q[None], rows, softmax, out[None], kept=None if kept is None else kept[None])
     return out
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels._triton import takes
 from kvcli.kernels.block_attention import add_sinks, block_attention
+from kvcli.kernels.decode_attention import attend_rows
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
@@ -138,6 +140,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: So
     q [H, d], k, v [Hk, n, d], at least one valid key in each row -> [H, d]. What stands in rows that are not valid does
     not matter, as long as it is finite.
     """
+    if takes(q):
+        return attend_rows(q, k, v, softmax, valid.contiguous())
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
     mask = valid[:, None].expand(-1, heads.shape[1], -1)  # [Hk, G, n]
     out, lse = block_attention(heads, k, v, softmax, mask=mask)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from kvcli.kernels import _triton
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.int4_estimate import ragged_attention
@@ -43,10 +44,12 @@ def test_equal_channels_quantise_without_a_range():
     assert torch.allclose(scores, torch.full((1, 1, 2), 4.2))
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "n", "d"), [(6, 2, 13, 16), (4, 4, 7, 8), (8, 1, 65, 80), (6, 2, 1, 16)])
-def test_each_head_attends_to_its_own(heads, kv_heads, n, d, sinks, softcap):
+def test_each_head_attends_to_its_own(heads, kv_heads, n, d, sinks, softcap, by_kernel, monkeypatch):
+    monkeypatch.setattr(_triton, "on_cpu", by_kernel)
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(*shape, generator=generator) for shape in ((heads, d), (kv_heads, n, d), (kv_heads, n, d)))
     softmax = Softmax(d**-0.5, softcap, torch.randn(heads, generator=generator) if sinks else None)
