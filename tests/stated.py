@@ -1,9 +1,15 @@
 """Methods that state their steps, with settings small enough for short prompts to outgrow them."""
 
 import pytest
+import torch
+from engine import new_method
 
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names
 from kvcli.methods.card import GRAPH, gpu_step_of, read_card
+from kvcli.models.geometry import LayerGeometry
+
+H, HK, D = 4, 2, 16
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12, "local": 1}
 SMALL |= {"outliers": 2, "group": 8}
@@ -24,3 +30,16 @@ def variants(served=GRAPH, **changed):
             wanted = settings(name, **switch, **{key: value for key, value in changed.items() if key in fields})
             if gpu_step_of(get_method(name), get_method(name).Config(**wanted)) == served:
                 yield pytest.param(name, wanted if changed else switch, id="-".join([name, *switch]))
+
+
+def prefilled(name, wanted, length, num_layers):
+    """A method of layers that have read a prompt, on the CPU, with room for nine tokens more."""
+    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(num_layers)]
+    method = new_method(name, wanted, layers, length + 9)
+    generator, softmax = torch.Generator().manual_seed(0), Softmax(D**-0.5)
+    for layer in range(num_layers):
+        k, v = torch.randn(2, HK, length, D, generator=generator)
+        q = torch.randn(H, length, D, generator=generator)
+        method.observe(layer, q, k, softmax)
+        method.prefill(layer, k, v, q[:, length - min(length, method.query_rows) :], softmax)
+    return method

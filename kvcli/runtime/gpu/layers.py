@@ -93,13 +93,14 @@ class PlannedLayer:
         if self.index is None:
             slot_attention(q, self.rows, softmax, out, new)
             return out
+        if self.ahead is not None:
+            self.streams.wait(self.ahead.done)
         if self.index.needs_newest:
             append_token(self.slots.by_position, new)
             self._take_in(new)
         if self.ahead is None:
             rows, kept = self._chosen(q, softmax)
         else:
-            self.streams.wait(self.ahead.done)
             rows, kept, self.ahead = self.rows, None, None
         slot_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
         if not self.index.needs_newest:

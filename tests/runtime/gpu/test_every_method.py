@@ -4,6 +4,7 @@ import pytest
 import torch
 from engine import run
 from families import VOCAB, tiny_model
+from races import Races
 from stated import STATED, settings, variants
 
 from kvcli.kernels import _triton
@@ -11,7 +12,7 @@ from kvcli.methods import get_method
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
+from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams
 
 # One has outgrown its budget, one does while it decodes, one never does.
 LENGTHS = (91, 33, 7)
@@ -38,14 +39,12 @@ class Watched:
         self.stepper.finish()
 
 
-def decoded(model, name, wanted, ids, steps, eos=(), over_slots=False):
+def decoded(model, name, wanted, ids, steps, eos=(), over_slots=None):
     """The finished sequences, and the logits [b, vocab] of every step."""
     made = []
 
     def step(hook, rope, sequences):
-        stepper = (
-            SlotStepper(hook, sequences, rope, streams=SerialStreams()) if over_slots else BlockingStepper(hook, rope)
-        )
+        stepper = SlotStepper(hook, sequences, rope, streams=over_slots) if over_slots else BlockingStepper(hook, rope)
         made.append(Watched(stepper))
         return made[0]
 
@@ -70,7 +69,7 @@ def assert_same(one, other, close=1e-3):
 def test_steps_are_those_of_the_blocking_pipeline(name, switch):
     """A ragged batch across page boundaries: the same tokens, sets, counts and statistics, logits within rounding."""
     case = (tiny_model("llama"), name, settings(name, **switch), prompts(*LENGTHS), STEPS)
-    assert_same(decoded(*case, over_slots=True), decoded(*case))
+    assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
 HELD = [
@@ -93,14 +92,14 @@ def test_steps_over_quantised_pages_of_the_host(name, wanted):
 @pytest.mark.parametrize("name", STATED)
 def test_sequences_that_have_room_for_less_than_the_budget(name):
     case = (tiny_model("llama"), name, settings(name), prompts(7, 12), 4)
-    assert_same(decoded(*case, over_slots=True), decoded(*case))
+    assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("name", STATED)
 def test_steps_with_sliding_layers_chunks_softcaps_and_attention_sinks(name, family):
     case = (tiny_model(family), name, settings(name), prompts(75, 45), 9)
-    assert_same(decoded(*case, over_slots=True), decoded(*case))
+    assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
 @pytest.mark.parametrize("name", [name for name in STATED if get_method(name).no_latents is None])
@@ -115,7 +114,7 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
     (first, *others), _ = decoded(model, name, settings(name), ids, 20)
     stop = next(token for token in first.token_ids[2:] if all(token not in each.token_ids for each in others))
     case = (model, name, settings(name), ids, 20, (stop,))
-    overlapped, logits = decoded(*case, over_slots=True)
+    overlapped, logits = decoded(*case, over_slots=SerialStreams())
     assert_same((overlapped, logits), decoded(*case))
     assert len(logits[-1]) < len(logits[0])
 
@@ -125,15 +124,24 @@ BY_KERNELS += [(name, "deepseek_v3", {}) for name in ("freekv", "raas")]
 
 
 @pytest.mark.parametrize(("name", "family", "wanted"), BY_KERNELS, ids=str)
-def test_steps_by_kernels(name, family, wanted, monkeypatch):
-    """The same by the Triton kernels, under their interpreter."""
-    case = (tiny_model(family), name, settings(name, **wanted), prompts(69), 4)
+def test_steps_by_kernels_in_streams(name, family, wanted, monkeypatch):
+    """The same by the Triton kernels, under their interpreter; what two streams touch is in order."""
+    model = tiny_model(family)
+    case = (model, name, settings(name, **wanted), prompts(69), 4)
     expected = decoded(*case)
-    start = SlotPipeline.start
+    races = Races(monkeypatch, model.parameters())
+    start, step = SlotPipeline.start, SlotStepper._run
 
     def started(self):
         monkeypatch.setattr(_triton, "on_cpu", True)  # from here on: the prompt was read before
         start(self)
 
+    def watched(self):
+        with races:
+            step(self)
+
     monkeypatch.setattr(SlotPipeline, "start", started)
-    assert_same(decoded(*case, over_slots=True), expected)
+    monkeypatch.setattr(SlotStepper, "_run", watched)
+    assert_same(decoded(*case, over_slots=CudaStreams(torch.device("cpu"))), expected)
+    assert races.accesses > 0
+    assert races.found == set()

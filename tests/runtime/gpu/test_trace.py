@@ -4,18 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine import new_method
 from fake_cuda import CUDA, Watch, fake_cuda, on_fake_cuda
-from stated import variants
+from stated import HK, D, H, prefilled, variants
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
 
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.softmax import Softmax
-from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import SerialStreams
 
-H, HK, D, LAYERS, LENGTH = 4, 2, 16, 3, 131
+LAYERS, LENGTH = 3, 131
 # Kernels of a layer beside the model's own: Triton kernels, operations of torch.
 BUDGET = {
     "arkvale": (4, 0),
@@ -57,19 +55,6 @@ class FakeRotary:
         return Rotation(*tables, *names)
 
 
-def prefilled(name, wanted, length):
-    """A method of layers that have read a prompt, on the CPU."""
-    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(LAYERS)]
-    method = new_method(name, wanted, layers, length + 9)
-    generator, softmax = torch.Generator().manual_seed(0), Softmax(D**-0.5)
-    for layer in range(LAYERS):
-        k, v = torch.randn(2, HK, length, D, generator=generator)
-        q = torch.randn(H, length, D, generator=generator)
-        method.observe(layer, q, k, softmax)
-        method.prefill(layer, k, v, q[:, length - min(length, method.query_rows) :], softmax)
-    return method
-
-
 def moved(method):
     """Let a method's caches be on the fake device, with their host memory where it is."""
     method.context.tiers = replace(method.context.tiers, device=CUDA)
@@ -86,7 +71,7 @@ def moved(method):
 
 def traced(name, wanted, lengths, monkeypatch, streams=None):
     """Run two steps of a batch: what the second one launched, by kind, and what it should not have done."""
-    methods = [prefilled(name, wanted, length) for length in lengths]
+    methods = [prefilled(name, wanted, length, LAYERS) for length in lengths]
     softmax, b = Softmax(D**-0.5), len(lengths)
     with fake_cuda(monkeypatch) as (launched, mode):
         streams = streams or SerialStreams()

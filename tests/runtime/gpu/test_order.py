@@ -1,0 +1,112 @@
+"""What `races` has to find: steps whose streams do not wait for each other, or share what they may not."""
+
+import pytest
+import torch
+from races import Races
+from stated import HK, D, H, prefilled
+
+from kvcli.kernels import _triton
+from kvcli.kernels.softmax import Softmax
+from kvcli.runtime.gpu import layers
+from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.streams import CudaStreams
+
+LENGTH, LAYERS, STEPS = 42, 2, 2  # the second step fills a page
+PAGES = {"budget": 20, "sink": 4, "window": 4, "page_size": 4, "dense_layers": 0}
+ALL_TURN, NONE_TURN = ("freekv", PAGES | {"tau": 1.0}), ("freekv", PAGES | {"tau": 0.0})  # but for the first step
+QUEST, INFINIGEN = ("quest", PAGES), ("infinigen", {"budget": 20, "dense_layers": 0})
+
+
+def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None):
+    """What the streams of some steps do out of order; queries, keys and values are the caller's again after each."""
+    prepared = prefilled(*method, LENGTH, LAYERS)
+    races, softmax = Races(monkeypatch), Softmax(D**-0.5)
+    monkeypatch.setattr(_triton, "on_cpu", True)
+    pipeline = SlotPipeline([prepared], [LENGTH], streams(torch.device("cpu")))
+    pipeline.start()
+    plant(pipeline)
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(), races:
+        for _ in range(STEPS):
+            pipeline.advance()
+            for layer in range(LAYERS):
+                q, k, v = (torch.randn(1, heads, 1, D, generator=generator) for heads in (H, HK, HK))
+                if layer + 1 in pipeline.foretold:
+                    pipeline.foretell(layer + 1, q[:, :, 0], softmax.scale)
+                pipeline(layer, q, k, v, softmax)
+                for x in (q, k, v):
+                    x.fill_(float("nan"))
+            pipeline.settle()
+    return races.found
+
+
+@pytest.mark.parametrize("method", [ALL_TURN, NONE_TURN, QUEST], ids=str)
+def test_all_is_in_order(method, monkeypatch):
+    assert steps(method, monkeypatch) == set()
+
+
+class NobodyWaits(CudaStreams):
+    def wait(self, point): ...
+
+
+class NoEnd(CudaStreams):
+    def join(self): ...
+
+
+class EarlyRecall(CudaStreams):
+    """The recall streams forget the first or the last point that they should wait for."""
+
+    forgotten = 0
+
+    def submit(self, name, work, after):
+        if name.startswith("recall"):
+            after = [point for index, point in enumerate(after) if index != self.forgotten]
+            after = after or [0 * self.mark()]
+        return super().submit(name, work, after)
+
+
+class EarlyAfterCorrection(EarlyRecall):
+    forgotten = 1
+
+
+@pytest.mark.parametrize(
+    ("method", "streams", "what"),
+    [
+        (ALL_TURN, NobodyWaits, "fill_ writes in main what _attend_kernel reads in stream"),
+        (NONE_TURN, NoEnd, "_correct_kernel writes in main what _resolve_kernel reads in stream"),
+        (NONE_TURN, EarlyRecall, "_gather_kernel writes in stream"),
+        (ALL_TURN, EarlyAfterCorrection, "_filled_kernel reads in stream"),
+        (QUEST, EarlyRecall, "_filled_kernel reads in stream"),
+    ],
+    ids=str,
+)
+def test_a_wait_that_is_missing_is_found(method, streams, what, monkeypatch):
+    assert any(what in found for found in steps(method, monkeypatch, streams))
+
+
+def test_a_list_of_misses_that_layers_share_is_found(monkeypatch):
+    def share(pipeline):
+        first, *others = (layer.recalls for layer in pipeline.layers)
+        for recalls in others:
+            recalls.later = first.later
+
+    found = steps(NONE_TURN, monkeypatch, plant=share)
+    assert any("_resolve_kernel writes" in each and "_gather_kernel" in each for each in found)
+
+
+def test_queries_that_are_not_copied_are_found(monkeypatch):
+    decide = layers.Speculation.decide
+
+    def keep(self, q, rows):
+        decide(self, q, rows)
+        self.query = q
+
+    monkeypatch.setattr(layers.Speculation, "decide", keep)
+    assert any("fill_ writes in main what _score_kernel reads" in each for each in steps(NONE_TURN, monkeypatch))
+
+
+def test_a_choice_ahead_whose_queries_are_let_go_is_found(monkeypatch):
+    kept = layers.Ahead
+    monkeypatch.setattr(layers, "Ahead", lambda q, done: kept(None, done))
+    found = steps(INFINIGEN, monkeypatch)
+    assert any(each.startswith("freed in main while") for each in found)
