@@ -73,8 +73,10 @@ def block_attention(
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
-def sliding_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> tuple[Tensor, Tensor] | None:
-    """Causal attention to the last `window` keys, fused: None where the device has no kernel for it.
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Causal attention, to the last `window` keys, in one launch: None where the device has no kernel for it.
 
     Shapes: q [H, m, d], k and v [Hk, n, d], whose last ones belong together -> out [H, m, d], lse [H, m].
     """
@@ -85,8 +87,8 @@ def sliding_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window:
         *by_token,
         *(None, None, q.shape[1], k.shape[1], 0.0, True, False),
         scale=softmax.scale,
-        window_size_left=window - 1,
-        window_size_right=0,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )
     return out[0].transpose(0, 1), lse[0]
 

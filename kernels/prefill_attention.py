@@ -17,8 +17,8 @@ from kvcli.kernels.block_attention import (
     add_sinks,
     block_attention,
     block_attention_ref,
+    causal_attention,
     merge_blocks,
-    sliding_attention,
 )
 from kvcli.kernels.softmax import Softmax
 
@@ -54,7 +54,7 @@ def prefill_attention(
         return torch.cat([prefill_attention(q[:, new], k[:, seen], v[:, seen], softmax) for new, seen in pieces], 1)
     if window is not None and n > window:
         first = max(0, n - m - window + 1)
-        fused = sliding_attention(q, k[:, first:], v[:, first:], softmax, window)
+        fused = causal_attention(q, k[:, first:], v[:, first:], softmax, window)
         if fused is not None:
             return _finish(q, *fused, softmax)
         parts = []
@@ -64,16 +64,23 @@ def prefill_attention(
             first = max(0, last - (stop - start) - window + 1)
             parts.append(_sliding_block(q[:, start:stop], k[:, first:last], v[:, first:last], softmax, window))
         return torch.cat(parts, 1)
-    # Each query head of a group against the diagonal square: the causal kernels want as many rows as keys.
-    heads = q.view(k.shape[0], -1, m, q.shape[-1])  # [Hk, G, m, d]
-    squares = [
-        block_attention(heads[:, g], k[:, n - m :], v[:, n - m :], softmax, causal=True) for g in range(heads.shape[1])
-    ]
-    out = torch.stack([part for part, _ in squares], 1).flatten(1, 2)  # [Hk, G*m, d]
-    lse = torch.stack([part for _, part in squares], 1).flatten(1, 2)  # [Hk, G*m]
+    out, lse = _diagonal(q, k[:, n - m :], v[:, n - m :], softmax)
     if n > m:
         out, lse = merge_blocks((out, lse), block_attention(_fold(q, k), k[:, : n - m], v[:, : n - m], softmax))
     return _finish(q, out, lse, softmax)
+
+
+def _diagonal(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend causally with q [H, m, d] to as many keys: out [Hk, G*m, d], lse [Hk, G*m]."""
+    fused = causal_attention(q, k, v, softmax)
+    if fused is not None:
+        out, lse = fused
+        return _fold(out, k), lse.reshape(k.shape[0], -1)
+    # Each query head of a group for itself: other causal kernels want as many rows as keys.
+    heads = q.view(k.shape[0], -1, *q.shape[1:])  # [Hk, G, m, d]
+    squares = [block_attention(heads[:, g], k, v, softmax, causal=True) for g in range(heads.shape[1])]
+    out, lse = (torch.stack(parts, 1).flatten(1, 2) for parts in zip(*squares, strict=True))
+    return out, lse
 
 
 def _sliding_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> Tensor:

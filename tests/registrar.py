@@ -13,6 +13,9 @@ class FakeRegistrar:
         self.begun = threading.Event()  # that something is being registered
         self.held, self.sizes, self.threads, self.busy = {}, [], set(), False
 
+    def settle(self):
+        self.settled = threading.current_thread()
+
     def register(self, address, size):
         self.begun.set()
         assert self.go.wait(10)

@@ -22,7 +22,7 @@ from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
-from kvcli.runtime.prefill import CHUNK
+from kvcli.runtime.prefill import chunk_length
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
@@ -139,7 +139,7 @@ def need(
             kv += Footprint(sequences * held.device, sequences * held.host)
     longest = max(counted).tokens
     window = planned(longest).prefill_window
-    workspace = _workspace(geometry, longest, window, prefill_buffers(device), max(longest, together))
+    workspace = _workspace(geometry, longest, window, device, max(longest, together))
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (2 if audited else 1) * sum(layer.nbytes for layer in geometry.states)
@@ -236,10 +236,10 @@ def _counted(prompts: Prompts) -> Counter[PromptSize]:
     return counted
 
 
-def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers: int, together: int) -> int:
+def _workspace(geometry: ModelGeometry, length: int, window: int | None, device: torch.device, together: int) -> int:
     """Elements that the prefill holds beside weights and caches.
 
-    As long as the prompt are `buffers` layers' KV and the rotary tables (cosines and sines); as long as all that is
+    As long as the prompt are a layer's KV in each buffer and the rotary tables (cosines, sines); as long as all that is
     read `together`, the hidden states in and out and what is looked up in the tables; as long as a chunk, the
     intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as long as it.
     """
@@ -251,6 +251,6 @@ def _workspace(geometry: ModelGeometry, length: int, window: int | None, buffers
         length_kv = together = min(length, window)
     else:
         length_kv = length
-    chunk = min(length, CHUNK if window is None else window)
+    chunk = min(length, chunk_length(device) if window is None else window)
     tables = length * 2 * rotary
-    return tables + length_kv * buffers * kv + together * per_token + chunk * per_chunk_token
+    return tables + length_kv * prefill_buffers(device) * kv + together * per_token + chunk * per_chunk_token

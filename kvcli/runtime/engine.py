@@ -31,7 +31,7 @@ from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
-from kvcli.runtime.prefill import CHUNK, Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
+from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -150,7 +150,7 @@ class Engine:
         ids: Sequence[int],
         methods: Sequence[AnyMethod],
         advance: Callable[[int], None] = lambda _: None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> list[Tensor]:
         """Read one prompt into methods of equal capacity; returns for each the logits [vocab] of the next token.
 
@@ -164,7 +164,7 @@ class Engine:
         branches: Branches,
         methods: Sequence[Sequence[AnyMethod]],
         advance: Callable[[int], None] = lambda _: None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         watchers: Sequence[PrefillConsumer] = (),
     ) -> list[list[Tensor]]:
         """Read prompts that begin alike, each into methods of its own; returns their logits as `prefill` does.

@@ -30,8 +30,10 @@ from kvcli.runtime.recurrent import PrefillStates, state_takers
 from kvcli.store.cache import both
 from kvcli.store.prefill_offloader import PrefillOffloader
 
-# Tokens of a chunk: long enough for full-speed matrix products, short enough that the widest intermediate is small.
-CHUNK = 1024
+
+def chunk_length(device: torch.device) -> int:
+    """Tokens of a chunk: enough for full-speed matrix products, and so few that the widest intermediate is small."""
+    return 4096 if device.type == "cuda" else 1024
 
 
 class PrefillConsumer(Protocol):
@@ -177,7 +179,7 @@ def prefill(
     consumer: PrefillConsumer,
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Read a prompt of s >= 1 tokens into `consumer`; returns the logits [vocab] of the token that follows.
 
@@ -193,7 +195,7 @@ def prefill_branches(
     consumers: Sequence[PrefillConsumer],
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Read prompts that begin alike, each into its consumer -> logits [b, vocab] of the tokens that follow them.
 
@@ -203,14 +205,14 @@ def prefill_branches(
     attention = PrefillAttention(branches, consumers, layers, device)
     tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
     positions = torch.tensor([branches.positions], device=device)  # [1, n]
-    ends, geometry = branches.ends(), hook.geometry
+    ends, geometry, size = branches.ends(), hook.geometry, chunk or chunk_length(device)
     takers = [state_takers(consumer) for consumer in consumers]
     known = None if branches.known is None else branches.known.fill_state
     states = PrefillStates(geometry.states, device, takers, attention.start, attention.lengths, branches.skip, known)
     marks = {mark - branches.skip for taker in takers[0] for mark in taker.state_marks if geometry.states}
     stops = sorted({0, *ends, *(mark for mark in marks if mark > 0)})
     whole = [slice(*pair) for pair in pairwise(stops)]
-    parts = [part for piece in whole for part in _chunks(piece.start, piece.stop, chunk)]
+    parts = [part for piece in whole for part in _chunks(piece.start, piece.stop, size)]
     kept = iter(geometry.states)
     at_once = [layer.state is not None and not next(kept).resumes for layer in geometry.decoder]
     last = torch.tensor(ends[-len(branches.rests) :], device=device) - 1

@@ -160,14 +160,19 @@ def test_fused_attention_plans_few_shapes(monkeypatch, m, n, causal, with_cudnn,
 
 
 @pytest.mark.parametrize("variant", ["plain", "sinks"])
-@pytest.mark.parametrize(("m", "n", "window"), [(1, 40, 7), (33, 90, 13), (33, 33, 20), (50, 90, 80)])
-def test_windows_of_a_prompt_on_a_gpu(monkeypatch, m, n, window, variant):
+@pytest.mark.parametrize(("m", "n", "window"), [(1, 40, 7), (33, 90, 13), (33, 33, 20), (50, 90, 80), (33, 33, None)])
+def test_windows_and_diagonals_of_a_prompt_on_a_gpu(monkeypatch, m, n, window, variant):
+    """All query heads in one launch."""
     q, k, v, softmax = inputs(6, 2, m, n, 16, variant=variant)
+    launches = []
 
     def flash(q, k, v, cum_q, cum_k, rows, keys, dropout, causal, debug, *, scale, window_size_left, window_size_right):
         """Aligned at the last row and key, as torch's operator is; [1, tokens, heads, d]."""
-        assert (rows, keys, causal, window_size_right) == (q.shape[1], k.shape[1], True, 0)
-        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).triu(keys - rows - window_size_left)
+        launches.append(q.shape[2])
+        assert (rows, keys, causal) == (q.shape[1], k.shape[1], True)
+        assert window_size_right == (None if window is None else 0)
+        left = n if window is None else window_size_left
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).triu(keys - rows - left)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
         out, lse = block_attention_ref(q, k, v, Softmax(scale), mask)
@@ -175,16 +180,17 @@ def test_windows_of_a_prompt_on_a_gpu(monkeypatch, m, n, window, variant):
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     monkeypatch.setattr(block, "_backend", lambda *_, **__: SDPBackend.FLASH_ATTENTION)
-    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
+    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m).triu(n - m - (window or n) + 1)
     expected = explicit(q, k, v, softmax, mask)
     assert relative_rms(prefill_attention(q, k, v, softmax, window), expected) < 1e-5
+    assert launches == [6]
 
 
 def test_windows_by_the_operators_own_rules(monkeypatch):
     monkeypatch.setattr(block, "_backend", lambda *_, **__: SDPBackend.CUDNN_ATTENTION)
     with FakeTensorMode():
         q, k = (torch.empty(heads, t, 128, dtype=torch.bfloat16) for heads, t in ((8, 1024), (2, 5119)))
-        out, lse = block.sliding_attention(q, k, k, Softmax(0.1), 4096)
+        out, lse = block.causal_attention(q, k, k, Softmax(0.1), 4096)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
 

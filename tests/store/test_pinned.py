@@ -1,12 +1,14 @@
 """Pinned memory with a registrar that only takes notes, and pools whose pages lie in several pieces of it."""
 
 import copy
+import os
 import re
 import threading
 import weakref
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from kvcli.kernels.host_pages import HostPages
 from kvcli.store import host_pool as host_module
 from kvcli.store.cache import Tiers
 from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pinned import CudaHostRegistrar, PinnedAllocator
+from kvcli.store.pinned import CudaHostRegistrar, PinnedAllocator, nearby_cpus
 
 HK, P, D = 3, 4, 5
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -299,3 +301,33 @@ def test_cuda_is_asked_to_map_memory_and_its_refusals_have_reasons(monkeypatch):
         registrar.register(4096, 100)
     with pytest.raises(RuntimeError, match="code 712"):
         registrar.unregister(4096)
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("0-2,8-9\n", {0, 1, 2, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())])
+def test_the_processors_near_a_device_are_those_of_its_memory_node(text, cpus, tmp_path, monkeypatch):
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    if text is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(text)
+    assert nearby_cpus(torch.device("cuda", 0), tmp_path) == cpus
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_pinning_thread_alone_moves_to_the_processors_near_the_device(there, monkeypatch):
+    """Where the process may not use them, or none are known, it stays where it is."""
+    allowed = os.sched_getaffinity(0)
+    near = {min(allowed)} if there else {max(allowed) + 1000}
+    monkeypatch.setattr("kvcli.store.pinned.nearby_cpus", lambda _: near)
+    registrar = CudaHostRegistrar(torch.device("cuda", 0))
+    monkeypatch.setattr(registrar, "register", lambda address, size: None)
+    monkeypatch.setattr(registrar, "unregister", lambda address: None)
+    ran_on = []
+    monkeypatch.setattr(
+        registrar, "settle", lambda: (CudaHostRegistrar.settle(registrar), ran_on.append(os.sched_getaffinity(0)))
+    )
+    memory = PinnedAllocator(registrar)
+    memory.allocate((4,), torch.float32).result()
+    memory.close()
+    assert ran_on == [near if there else allowed]
+    assert os.sched_getaffinity(0) == allowed
