@@ -47,6 +47,7 @@ class Transformers:
     noise: RandomKV
     offloading: bool = False
     kind: str = "peer"
+    pipeline: None = None
     profile: None = None
 
     @property

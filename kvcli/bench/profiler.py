@@ -16,7 +16,17 @@ import torch
 from kvcli.bench.peers import Transformers, left_out, peer_profiles
 from kvcli.bench.report import Case, ProfileReport
 from kvcli.bench.rounds import Rounds
-from kvcli.bench.runs import Candidate, ContextSource, Decoding, Entry, Load, RandomContext, ReadContext, seeded_tokens
+from kvcli.bench.runs import (
+    Candidate,
+    ContextSource,
+    Decoding,
+    Entry,
+    Load,
+    RandomContext,
+    ReadContext,
+    pipeline_on,
+    seeded_tokens,
+)
 from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV
@@ -139,8 +149,10 @@ def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Lo
             memory.check(profile, checkpoint, prompts, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
         except KvcliError as error:
             errors += [] if kind == "peer" else [error]
-            settings = None if kind == "peer" else profile.as_dict()
-            refused[load, label] = Case(label, kind, load.context, load.batch, settings, error=error.what)
+            settings = pipeline = None
+            if kind != "peer":
+                settings, pipeline = profile.as_dict(), pipeline_on(checkpoint.device, profile)
+            refused[load, label] = Case(label, kind, load.context, load.batch, settings, pipeline, error=error.what)
     if len(errors) == len(loads) * len(request.entries):
         raise errors[0]
     for load in loads if reads else []:

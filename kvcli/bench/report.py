@@ -80,8 +80,9 @@ class Counts:
 class Case:
     """One method or peer at one context in tokens and batch size.
 
-    `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's, `floor_ms` the
-    roofline. A case that could not run has the reason in `error` and no figures.
+    `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`); None
+    for peers. `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's,
+    `floor_ms` the roofline. A case that could not run has the reason in `error` and no figures.
     """
 
     label: str
@@ -89,6 +90,7 @@ class Case:
     context: int
     batch: int
     profile: dict[str, Any] | None = None
+    pipeline: str | None = None
     runs_ms: list[float] = field(default_factory=list)
     step_ms: Spread | None = None
     tokens_per_s: float | None = None

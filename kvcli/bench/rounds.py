@@ -74,19 +74,16 @@ class Rounds:
     def _case(self, candidate: Candidate) -> Case:
         label, load = candidate.label, self.load
         profile = None if candidate.profile is None else candidate.profile.as_dict()
+        known = label, candidate.kind, load.context, load.batch, profile, candidate.pipeline
         if label in self.errors:
-            return Case(label, candidate.kind, load.context, load.batch, profile, error=self.errors[label])
+            return Case(*known, error=self.errors[label])
         own, last = self.medians[label], self.last[label]
         # The baseline is the first that did not fail; Ctrl-C can leave it one round more than the others.
         first = next(each.label for each in self.candidates if each.label not in self.errors)
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]
         return Case(
-            label=label,
-            kind=candidate.kind,
-            context=load.context,
-            batch=load.batch,
-            profile=profile,
+            *known,
             runs_ms=own,
             step_ms=Spread.of(own),
             tokens_per_s=1000 * load.batch / statistics.median(own),

@@ -21,6 +21,7 @@ from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.variants import Variant, ablated
 from kvcli.methods.base import AnyMethod
+from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
@@ -150,8 +151,17 @@ class Candidate(Protocol):
     def profile(self) -> Profile | None:
         """Method and settings, for those of kvcli."""
 
+    @property
+    def pipeline(self) -> str | None:
+        """What runs its steps, as in `report.Case.pipeline`."""
+
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
+
+
+def pipeline_on(device: torch.device, profile: Profile) -> str:
+    """What runs the steps of a profile on a device, as in `report.Case.pipeline`."""
+    return gpu_step_of(get_method(profile.method), profile.settings) if device.type == "cuda" else BLOCKING
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,11 @@ class Decoding:
     profile: Profile
     model: Model
     source: ContextSource
+
+    @property
+    def pipeline(self) -> str:
+        """What serves the method on the model's device."""
+        return pipeline_on(self.model.device, self.profile)
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode by the loop of `kvcli generate`, which is what is timed."""
@@ -177,13 +192,15 @@ class Decoding:
                 ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
-            overlapped = self.model.device.type == "cuda" and methods[0].step_plan is not None
-            if timeline.enabled and overlapped:
+            captured = self.pipeline == GRAPH
+            if timeline.enabled and captured:
                 replays = stack.enter_context(traced())
-            elif timeline.enabled:
+            elif timeline.enabled and self.pipeline == BLOCKING:  # there are no modules between pieces
                 stack.enter_context(module_spans(self.model.module, timeline))
             for _ in ready.decode(
-                sequences, Timeline() if overlapped else timeline, "overlapped" if overlapped else "blocking"
+                sequences,
+                Timeline() if captured else timeline,
+                "blocking" if self.pipeline == BLOCKING else "overlapped",
             ):
                 pass
         counters = [sequence.counters for sequence in sequences]

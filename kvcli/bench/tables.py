@@ -29,14 +29,14 @@ def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]
 
 def steps_table(cases: Sequence[Case]) -> Table:
     """Tabulate step times with their spread, the speedup over the first case, and transfers."""
-    times = ("", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline")
+    times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline")
     moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host")
     return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
 
 
 def _steps_row(case: Case) -> tuple[str, ...]:
     if case.step_ms is None:
-        return (case.label, case.error or "-", *["-"] * 11)
+        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 11)
     step, counts = case.step_ms, case.counts
     corrected = missed = recalled = exposed = "-"
     if counts is not None:
@@ -48,6 +48,7 @@ def _steps_row(case: Case) -> tuple[str, ...]:
             exposed = f"{_sum(counts.bytes_exposed) / moved:.0%}" if moved else "-"
     return (
         case.label,
+        case.pipeline or "-",
         duration(step.median),
         f"{duration(step.least)} to {duration(step.most)}",
         f"{case.tokens_per_s:,.1f}",

@@ -20,6 +20,8 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.methods.steps.plan import FromHost
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.prefill import chunk_length
@@ -139,11 +141,28 @@ def need(
             kv += Footprint(sequences * held.device, sequences * held.host)
     longest = max(counted).tokens
     window = planned(longest).prefill_window
+    if device.type == "cuda" and not audited and gpu_step_of(get_method(profile.method), profile.settings) == GRAPH:
+        widest = max(layer.head_dim for layer in geometry.layers)
+        kinds = [planned(size.tokens) for size in counted]
+        kv = Footprint(_in_slots(kinds, counted.total() * samples, widest), kv.host)
     workspace = _workspace(geometry, longest, window, device, max(longest, together))
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (2 if audited else 1) * sum(layer.nbytes for layer in geometry.states)
     return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace, states)
+
+
+def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> int:
+    """Bytes of a batch on a device over slots: a layer's tensors lie side by side, all as long as the longest.
+
+    `methods` has one for each kind of sequence. Keys that are rebuilt are rotated by tables of all positions, in fp32.
+    """
+    held = [[method.caches[layer].footprint().device for method in methods] for layer in range(len(methods[0].caches))]
+    plan, tables = methods[0].step_plan, 0
+    if plan is not None and isinstance(plan.fetch, FromHost) and plan.fetch.rebuild is not None:
+        longest = max(method.context.capacity for method in methods)
+        tables = 2 * longest * head_dim * torch.float32.itemsize
+    return sequences * sum(map(max, held)) + tables
 
 
 def check(

@@ -20,6 +20,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import variants
 from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec, load_model
+from kvcli.runtime import engine
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -71,6 +72,7 @@ def test_there_is_a_case_for_everything_asked_for(outcome):
         assert case.step_ms.least <= case.step_ms.median <= case.step_ms.most
         assert case.tokens_per_s == pytest.approx(1000 * case.batch / case.step_ms.median)
         assert case.error is None
+        assert case.pipeline == (None if case.kind == "peer" else "blocking")
 
 
 def test_parts_add_up_to_the_step(outcome):
@@ -139,6 +141,19 @@ def test_every_method_runs_on_made_up_kv_and_its_spans_make_up_the_step(model, m
     covered = [sum(step.exposed.values()) / 1000 / ms for step, ms in zip(parts, run.steps_ms, strict=True)]
     assert statistics.median(covered) == pytest.approx(1, abs=0.02)
     assert all(step.exposed["attention"] > 0 for step in parts)
+
+
+@pytest.mark.parametrize("served", ["graph", "piecewise"])
+def test_a_run_goes_through_the_pipeline_that_its_row_names(model, served, monkeypatch):
+    each, made = entry("quest" if served == "graph" else "infllm"), []
+    monkeypatch.setattr("kvcli.bench.runs.pipeline_on", lambda *_: served)
+    for name in ("SlotStepper", "PiecewiseStepper", "BlockingStepper"):
+        kind = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args, kind=kind: made.append(kind.__name__) or kind(*args))
+    source = RandomContext(RandomKV(0, model.device, model.dtype))
+    run = Decoding(each.label, each.kind, each.profile, model, source).run(Load(200, 2, 1, 4), Timeline())
+    assert made == [{"graph": "SlotStepper", "piecewise": "PiecewiseStepper"}[served]]
+    assert len(run.steps_ms) == 4
 
 
 def test_runs_take_turns_and_each_is_followed_by_the_one_taken_apart(checkpoint, monkeypatch):

@@ -2,15 +2,19 @@ import time
 
 import pytest
 import torch
-from engine import run
+from driver import storage_bytes
+from engine import SPARE, run
 from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
+from stated import STATED, settings
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.gpu.streams import SerialStreams
 from kvcli.runtime.sampling import Sampling
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
@@ -145,3 +149,23 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     with pytest.raises(KvcliError, match="10,000,000,000,000,000,000 tokens") as caught:
         memory.need(profile("full"), geometry, torch.float32, [10**19], 0, 1)
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name):
+    """Its sequences, of different lengths, lie side by side as long as the longest; and what keys are rotated by."""
+    model, lengths, made = tiny_model("llama"), (91, 33, 60), []
+
+    def step(hook, rope, sequences):
+        made.append(SlotStepper(hook, sequences, rope, streams=SerialStreams()))
+        return made[0]
+
+    run(model, name, settings(name), [list(range(3, 3 + length)) for length in lengths], 3, step=step)
+    slots = [layer.slots for layer in made[0].pipeline.layers]
+    held = [x for each in slots for x in (each.rows.k, each.rows.v, *each.tensors.values())]
+    rotations = {id(rotary): rotary for each in slots for rotary in each.rotary if rotary is not None}.values()
+    held += [table for rotary in rotations if rotary._tables is not None for table in rotary._tables[:2]]
+    shipped = Profile(name, name, "", "", get_method(name).Config(**settings(name)))
+    geometry = geometry_of(model.config, torch.float32)
+    wanted = memory.need(shipped, geometry, torch.float32, lengths, 3 + SPARE, 1, device=torch.device("cuda"))
+    assert 0.9 * wanted.kv.device <= storage_bytes(held) <= wanted.kv.device + 1024  # numbers of each sequence
