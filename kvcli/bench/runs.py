@@ -20,6 +20,7 @@ from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.variants import Variant, ablated
+from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
 from kvcli.models.loading import Model

@@ -162,7 +162,7 @@ def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> in
     if plan is not None and isinstance(plan.fetch, FromHost) and plan.fetch.rebuild is not None:
         longest = max(method.context.capacity for method in methods)
         tables = 2 * longest * head_dim * torch.float32.itemsize
-    return sequences * sum(map(max, held)) + tables
+    return sequences * (sum(map(max, held)) + methods[0].states.footprint().device) + tables
 
 
 def check(
