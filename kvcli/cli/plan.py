@@ -41,6 +41,10 @@ def plan(
         int, _RUN.option("--max-tokens", "TOKENS", "Longest output.", positive_count, env=True)
     ] = 256,
     device: Annotated[str, options.device(_MACHINE)] = "auto",
+    gpu: Annotated[
+        str | None,
+        _MACHINE.option("--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."),
+    ] = None,
     device_memory: Annotated[
         int | None,
         _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE),
@@ -64,6 +68,9 @@ def plan(
         int | None,
         _MACHINE.option("--disk", "SIZE", "Rate of the disk that KV is saved on, bytes a second, as in 2GB.", _SIZE),
     ] = None,
+    advise: Annotated[
+        bool, _RUN.flag("--advise", "Search methods and forms of KV; show what fits, and how to run it.")
+    ] = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -75,18 +82,32 @@ def plan(
 
     Reads a config.json and needs no weights. The rates of this machine and the times of
     a few layers are measured in seconds; --device-memory and --host-memory plan for
-    another machine instead, and --bandwidth, --bus and --compute give its rates.
+    another machine instead, and --bandwidth, --bus and --compute give its rates; --gpu
+    knows all but --host-memory of some. --advise searches methods and forms of KV: of
+    each method the most exact form that fits, the fastest step first.
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
     check_files({"-o": output}, model=model, profiles=names(profile, "--profile"), settings=settings)
+    if advise and method is None and profile is None:
+        from kvcli.capacity.planning.advice import METHODS as TRIED
+
+        method = ",".join(TRIED)
     chosen = compared(method, profile, settings, budget, kv_dtype)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
+    if gpu is not None:
+        from kvcli.capacity.planning.advice import published
+
+        known = published(gpu)
+        of_gpu = {"--device-memory": known.memory, "--bandwidth": known.bandwidth, "--bus": known.bus}
+        sizes = {**of_gpu, "--compute": known.compute} | {
+            name: size for name, size in sizes.items() if size is not None
+        }
     told: dict[str, float] = {name: size for name, size in sizes.items() if size is not None}
 
-    from kvcli.capacity.planning import tables
+    from kvcli.capacity.planning import advice, tables
     from kvcli.capacity.planning.plan import plan as plan_all
     from kvcli.ui import console
 
@@ -99,17 +120,28 @@ def plan(
         beyond = subject.geometry.beyond_positions(max(contexts) + max_tokens, model or "the demo model")
         if beyond is not None:
             observer.notice(beyond)
-        observer.stage("plan", len(chosen) * len(contexts) * len(batches))
-        plans = []
         labelled = [(variant.label, variant.profile) for variant in chosen]
+        if advise:
+            labelled = [form for each in labelled for form in advice.forms(*each)]
+        observer.stage("plan", len(labelled) * len(contexts) * len(batches))
+        plans = []
         for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk):
             plans.append(each_plan)
             observer.advance()
+    if advise:
+        plans = advice.best(plans)
+    commands = [{"command": advice.command(model, entry)} if advise else {} for entry in plans]
     if as_json:
-        text = json.dumps(_as_dict(model, subject, machine, [entry.as_dict() for entry in plans])) + "\n"
+        found = [entry.as_dict() | line for entry, line in zip(plans, commands, strict=True)]
+        text = json.dumps(_as_dict(model, subject, machine, found)) + "\n"
     else:
         title = f"{model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}, {max_tokens:,} tokens of output"
         notes = tables.notes(plans, machine.rates, machine.here)
+        notes += [(entry.label, line["command"]) for entry, line in zip(plans, commands, strict=True) if line]
+        if advise and not any(entry.fits for entry in plans):
+            notes.append(("advice", "nothing that was tried fits: these lack least"))
+        if gpu is not None:
+            notes.append(("GPU", f"{gpu}: {published(gpu).source}"))
         text = console.render_tables(tables.tables(title, plans), output is not None, notes)
     write_result(output, text)
 

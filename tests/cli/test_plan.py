@@ -126,3 +126,27 @@ def test_a_broken_config_is_named(warm, tmp_path):
     assert result.returncode in (1, 2)
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_advice_is_the_most_exact_form_that_fits_and_how_to_run_it(warm):
+    arguments = ("plan", "-m", "llama-3.1-8b", "--advise", "--method", "full,freekv", "--context", "128K")
+    small = ("--gpu", "rtx-4090", "--host-memory", "12GiB")
+    (found,) = json.loads(warm(*arguments, *small, "--json").stdout)["plans"]
+    assert found["fits"]
+    assert found["profile"]["settings"]["kv_dtype"] == "int8"  # as the model computes it, 15 GiB would be needed
+    assert found["memory"]["free"] == {"device": 24 * 10**9, "host": 12 << 30}
+    assert (
+        found["command"] == "kvcli generate -m llama-3.1-8b DOCUMENT --method freekv --kv-dtype int8 --max-tokens 256"
+    )
+    text = warm(*arguments, "--gpu", "rtx-4090", "--host-memory", "1GiB", COLUMNS="200").stdout
+    assert "nothing that was tried fits" in text
+    assert "Ada" in text
+
+
+def test_a_gpu_that_is_not_listed_is_refused_and_sizes_beside_a_name_count_more(warm):
+    assert_refused(warm("plan", "--gpu", "voodoo", "--host-memory", "1GiB"), 2, "'voodoo'", "rtx-4090")
+    assert_refused(warm("plan", "--gpu", "l4"), 2, "--host-memory")
+    told = ("--gpu", "l4", "--device-memory", "20GiB", "--host-memory", "8GiB", "--method", "full")
+    body = json.loads(warm("plan", "-m", "llama-3.1-8b", *told, "--json").stdout)
+    assert body["machine"]["free"]["device"] == 20 << 30
+    assert body["machine"]["ceilings"]["read"]["median"] == 300e9
