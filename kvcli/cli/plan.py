@@ -96,15 +96,14 @@ def plan(
     chosen = compared(method, profile, settings, budget, kv_dtype)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
-    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
+    sizes: dict[str, float | None] = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
     if gpu is not None:
         from kvcli.capacity.planning.advice import published
 
         known = published(gpu)
-        of_gpu = {"--device-memory": known.memory, "--bandwidth": known.bandwidth, "--bus": known.bus}
-        sizes = {**of_gpu, "--compute": known.compute} | {
-            name: size for name, size in sizes.items() if size is not None
-        }
+        sizes["--device-memory"] = device_memory or known.memory
+        sizes |= {"--bandwidth": bandwidth or known.bandwidth, "--bus": bus or known.bus}
+        sizes["--compute"] = rates["--compute"] or known.compute
     told: dict[str, float] = {name: size for name, size in sizes.items() if size is not None}
 
     from kvcli.capacity.planning import advice, tables
