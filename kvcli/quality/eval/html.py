@@ -9,11 +9,17 @@ import altair as alt
 from kvcli.quality.eval import layout
 from kvcli.quality.eval.layout import DepthHeatMap
 from kvcli.quality.eval.suite import PERPLEXITY
-from kvcli.quality.eval.table import EvaluationTable
+from kvcli.quality.eval.table import EvaluationTable, VariantCost
 from kvcli.ui.html import PALETTE, Page, chart_of
 
 _ROW = 26  # pixels of a row of a heat map
 _MARK = 0.014  # width of a mark as a part of the axis
+_AXES = (
+    ("attended", "tokens attended per KV head and step"),
+    ("device", "KV on the device, MiB"),
+    ("moved", "KiB moved to the device a step"),
+    ("step", "time of a step, ms"),
+)
 _LOW = 60  # per cent, below which the axis of scores starts at 0
 
 
@@ -32,6 +38,12 @@ def page(table: EvaluationTable) -> str:
             _trade(rows),
             "Mean score against tokens attended per KV head and step; marks in one place stand side by side.",
         )
+    curves = [row for row in rows if row["budget"] is not None]
+    if len({row["budget"] for row in curves}) > 1:
+        made.section(
+            "Score against cost", "A line a method, its budgets from small to large; bars are a standard error."
+        )
+        made.charts((_curve(curves, *axis), f"Mean score against {axis[1]}.") for axis in _AXES)
     maps = layout.heat_maps(table)
     if maps:
         made.section("Needle grid", "Score in per cent by the depth of the needle and the tokens of the document.")
@@ -61,8 +73,14 @@ def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
                         "method": variant.name,
                         "variant": variant.label,
                         "length": "files" if length is None else f"{length:,}",
-                        "score": layout.mean([result.score for result in found]).value,
+                        "score": (score := layout.mean([result.score for result in found])).value,
+                        "low": score.value - (score.stderr or 0.0),
+                        "high": score.value + (score.stderr or 0.0),
                         "attended": sum(read) / len(read),
+                        "budget": variant.budget,
+                        "device": (cost := VariantCost.sum([result.cost for result in found])).device_kv_bytes / 2**20,
+                        "moved": (cost.bytes_to_device_step or 0.0) / 2**10,
+                        "step": cost.step_ms,
                     }
                 )
     return rows
@@ -94,6 +112,28 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
         .properties(height=320)
     )
     return points
+
+
+def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str) -> alt.LayerChart:
+    base = chart_of([row for row in rows if row[figure] is not None]).encode(
+        x=alt.X(f"{figure}:Q", title=title, scale=alt.Scale(zero=False, padding=12), axis=alt.Axis(tickCount=5)),
+        color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
+        detail="length:N",
+        tooltip=[
+            "variant:N",
+            "length:N",
+            alt.Tooltip("score:Q", format=".1f"),
+            alt.Tooltip(f"{figure}:Q", format=",.2f"),
+        ],
+    )
+    scores = alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
+    lines = base.mark_line(strokeOpacity=0.5).encode(y=scores, order="attended:Q")
+    points = base.mark_point(filled=True, opacity=1).encode(
+        y=scores, shape=alt.Shape("length:N", title="prompt tokens")
+    )
+    errors = base.mark_rule().encode(y="low:Q", y2="high:Q")
+    layered: alt.LayerChart = (lines + errors + points).properties(height=260)
+    return layered
 
 
 def _apart(rows: Sequence[dict[str, Any]], height: float) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from train import Stage, Trainer, loss_and_hits
 from writer import IGNORED, VALUE, Writer, passage
 
 MICRO = (Stage(72, 2, 2), Stage(320, 1, 3, rate=(2e-3, 1e-4), short=0.5, kinds={"facts": 1.0}))
-SIZE = {"width": 64, "layers": 2, "length": 1024}
+SIZE = {"width": 128, "layers": 2, "length": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +121,13 @@ def test_training_sequences_have_the_format_of_the_chat_template(tokenizer, writ
     assert writer.tags == ["code"] * 3
 
 
-def test_a_start_that_attends_one_to_six_tokens_back(tokenizer):
+def test_a_start_that_attends_one_two_and_five_tokens_back(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(demo_config(len(tokenizer), 512, layers=2), attn_implementation="eager")
     initialise(model)
     ids = torch.randint(3, len(tokenizer), (1, 301))
     probabilities = model(ids, output_attentions=True).attentions[0][0]  # [H, s, s]
-    for head, shift in enumerate(range(1, 7)):
+    for head, shift in enumerate((1, 2, 5)):
         assert probabilities[head].diagonal(-shift).mean() > 0.7
 
 
@@ -138,7 +138,7 @@ def test_a_start_that_repeats_what_followed_before(tokenizer):
     segment = torch.randint(3, len(tokenizer), (4, 60))
     with torch.no_grad():
         predicted = model(segment.repeat(1, 2)).logits[:, 60:-1].argmax(-1)
-    assert (predicted == segment[:, 1:]).float().mean() > 0.2
+    assert (predicted == segment[:, 1:]).float().mean() > 0.6
 
 
 def test_two_trainings_with_one_seed_are_equal_and_another_seed_differs():

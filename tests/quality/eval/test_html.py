@@ -52,3 +52,27 @@ def test_points_in_one_place_stand_side_by_side():
     (trade,) = charts(made(1.0))
     places = [(row["shown"], row["score"]) for row in trade["data"]["values"]]
     assert len(set(places)) == len(places) == 6
+
+
+def test_several_budgets_are_curves_with_their_standard_errors():
+    variants = [Variant("full", None, resolve_profile(method="full"))]
+    variants += [
+        Variant(name, budget, resolve_profile(method=name, overrides={"budget": budget}))
+        for name in ("quest", "freekv")
+        for budget in (2048, 4096)
+    ]
+    cell = Cell("vt", 8192, None, "recall", 2, lambda _: None)
+    answers = [
+        replace(ONE, length=8192, depth=None, index=index, variant=variant.label, score=float(index))
+        for variant in variants
+        for index in range(2)
+    ]
+    text = page(
+        EvaluationTable({}, {"model": "demo", "tasks": ["vt"]}, "", variants, results([cell], variants, answers), True)
+    )
+    assert "<h2>Score against cost</h2>" in text
+    curves = [chart for chart in charts(text) if "layer" in chart]
+    assert [chart["layer"][0]["encoding"]["x"]["field"] for chart in curves] == ["attended", "device", "moved", "step"]
+    rows = curves[0]["data"]["values"]
+    assert {row["method"] for row in rows} == {"quest", "freekv"}
+    assert {(row["low"], row["score"], row["high"]) for row in rows} == {(0.0, 50.0, 100.0)}
