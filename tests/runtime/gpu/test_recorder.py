@@ -63,7 +63,7 @@ class Device:
         made = {
             "CUDAGraph": Graph,
             "stream": stream,
-            "Stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
+            "Stream": lambda *_, **__: SimpleNamespace(wait_stream=lambda _: None),
             "current_stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
             "graph_pool_handle": lambda: (0, 1),
             "synchronize": lambda _: None,
