@@ -193,8 +193,8 @@ def _count(rng: random.Random, writer: Writer, length: int) -> None:
 
 def json_records(rng: random.Random, writer: Writer, length: int) -> None:
     """Records in filler, to be turned into JSON."""
-    most = max((length - 40) // 24, 1)
-    drawn = [records.record(rng, number) for number in range(1, rng.randint(max(most // 3, 1), min(most, 48)) + 1)]
+    most = min(max((length - 40) // 24, 1), 48)
+    drawn = [records.record(rng, number) for number in range(1, rng.randint(max(most // 3, 1), most) + 1)]
     answer = f"[{', '.join(text for _, text in drawn)}]"
     left = length - 1 - writer.cost(records.QUESTION, answer) - sum(writer.count(" " + text) for text, _ in drawn)
     placed = [(rng.random(), sentence) for group in writer.filler(rng, max(left, 0)) for sentence in group]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvcli.quality.eval.example import conversation
 from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_row, recall
 
 MODEL = Path(__file__).parents[2] / "kvcli" / "models" / "demo"
@@ -40,9 +41,13 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, text: str, new_tokens: int = _NEW_TOKENS) -> str:
-    """Return the greedy answer to `text` as one user message."""
+def answer(
+    model: Any, tokenizer: Any, text: str, new_tokens: int = _NEW_TOKENS, turns: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Return the greedy answer to one user message, or to the last of `turns` behind it (answer and next question)."""
     messages = [{"role": "user", "content": text}]
+    for told, asked in turns:
+        messages += [{"role": "assistant", "content": told}, {"role": "user", "content": asked}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=new_tokens, do_sample=False)
     text_out: str = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -80,7 +85,9 @@ def measure(
         row = row_at(index)
         if hidden:
             row = hide(row, row_at(rows + index))
-        total += recall(answer(model, tokenizer, row.input), row.outputs)
+        room = max(_NEW_TOKENS, count_tokens(row.answer) * 5 // 4)
+        _, turns = conversation(row.turns, row.question)
+        total += recall(answer(model, tokenizer, row.input, room, turns), row.outputs)
     return Measured(task, length, rows, round(100.0 * total / rows, 1))
 
 

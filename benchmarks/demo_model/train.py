@@ -42,9 +42,9 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage(160, 16, 600, dense=0.4, rate=(3e-3, 3e-3)),
-    Stage(320, 12, 1200, dense=0.25, rate=(3e-3, 2.5e-3)),
-    Stage(640, 8, 1200, dense=0.15, rate=(2.5e-3, 2e-3)),
+    Stage(160, 16, 300, dense=0.25),
+    Stage(320, 12, 1200, dense=0.15),
+    Stage(640, 8, 1300),
     Stage(1280, 5, 1000, short=0.2),
     Stage(2560, 3, 800, rate=(2e-3, 1.5e-3), short=0.4),
     Stage(4096, 2, 700, rate=(1.5e-3, 1e-3), short=0.4),

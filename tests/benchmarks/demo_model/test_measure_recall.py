@@ -92,3 +92,7 @@ def test_tokenizer_loads_by_auto_class():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     assert tokenizer.chat_template
     assert tokenizer.model_max_length >= 8192
+
+
+def test_the_last_of_several_turns_is_what_is_measured(loaded):
+    assert measure(*loaded, "turns", 700, 2).recall == 100

@@ -64,7 +64,7 @@ def test_positions_grow_and_reach_beyond_the_sequence():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [160, 400, 1000])
+@pytest.mark.parametrize("length", [160, 400, 1000, 6000])
 def test_question_batches_fit_and_mark_what_is_to_be_found(tokenizer, writer, kind, length):
     batch = question_batch(kind, random.Random(5), writer, length=length, size=3, reach=length)
     assert batch.ids.shape == (3, length)
