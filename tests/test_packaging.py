@@ -132,8 +132,8 @@ def test_wheel_and_source_distribution_hold_every_file_once(tmp_path: Path) -> N
 
     expected = {path.relative_to(tree).as_posix() for path in (tree / "kvcli").rglob("*") if path.is_file()}
     for name in linked:
-        files = [path for path in (tree / name).iterdir() if path.suffix in (".py", ".toml")]
-        expected |= {f"kvcli/{path.parent.name}/{path.name}" for path in files}
+        files = [path for path in (tree / name).rglob("*") if path.suffix in (".py", ".toml")]
+        expected |= {f"kvcli/{Path(name).name}/{path.relative_to(tree / name).as_posix()}" for path in files}
     assert {name for name in wheel if not re.match(r"[^/]+\.(dist-info|data)/", name)} == expected
     assert any(name.endswith(".data/data/share/man/man1/kvcli.1") for name in wheel)
     packed = members(source)

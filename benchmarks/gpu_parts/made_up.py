@@ -33,12 +33,12 @@ class SharedHost(Tiers):
     pool: Tensor | None = None
     asked: list[int] = field(default_factory=list)
 
-    def on_host_async(self, *shape: int) -> Future[Tensor]:
-        """Give a view of the pool; what is larger than the pool gets memory of its own."""
+    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None) -> Future[Tensor]:
+        """Give a view of the pool; what is larger, or of another dtype, gets memory of its own."""
         assert self.pool is not None
         size = math.prod(shape)
-        if size > len(self.pool):
-            return super().on_host_async(*shape)
+        if size > len(self.pool) or dtype not in (None, self.pool.dtype):
+            return super().on_host_async(*shape, dtype=dtype)
         places = (len(self.pool) - size) // _ALIGNED + 1
         start = sum(self.asked) // _ALIGNED % places * _ALIGNED
         self.asked.append(-(-size // _ALIGNED) * _ALIGNED)

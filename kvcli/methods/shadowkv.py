@@ -108,7 +108,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         "twice the rank": {"rank": 320},  # figure 9
         "fp8": {"fp8": True},
     }
-    true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20}
+    true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20, "fp8": False}
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:
         """Keep values in host memory and the rest in its several forms on the device."""

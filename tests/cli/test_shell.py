@@ -132,7 +132,7 @@ def test_shell_completion():
         "_KVCLI_COMPLETE" in kvcli("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
     )
     completed = kvcli(_KVCLI_COMPLETE="complete_bash", COMP_WORDS="kvcli generate --method fr", COMP_CWORD="3")
-    assert completed.stdout.split() == ["freekv"]
+    assert completed.stdout.split() == ["freekv", "freekv_layer"]
 
 
 def test_help_tells_the_defaults_that_a_profile_decides():

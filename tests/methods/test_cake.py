@@ -84,7 +84,7 @@ def test_the_cascade_ends_where_one_cut_would_and_never_holds_more(read, monkeyp
 
     def watched(*arguments):
         moved = hold(*arguments)
-        tensors = [x for cache in method.caches for x in (cache.k, cache.v, cache.positions) if not x.is_meta]
+        tensors = [x for cache in method.caches for x in (cache.kv, cache.positions) if not x.is_meta]
         held.append(storage_bytes(tensors))
         return moved
 

@@ -175,7 +175,7 @@ def test_memory_of_dropped_tokens_is_given_back():
     assert planned.device - method.footprint().device == dropped * 2 * (
         2 * 16 * 4 + 4
     )  # 2 KV heads: K, V of d 16, where
-    storage = storage_bytes([x for cache in method.caches for x in (cache.k, cache.v, cache.positions)])
+    storage = storage_bytes([x for cache in method.caches for x in (cache.kv, cache.positions)])
     assert storage == method.footprint().device
 
 

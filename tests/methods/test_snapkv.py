@@ -39,7 +39,7 @@ def test_every_step_matches_the_oracle(prompt, variant):
     rows = min(prompt, settings["budget"]) + STEPS
     cache = method.retrieval[1]
     assert cache.footprint().device == rows * HK * (2 * D * 4 + 4)  # KV and position
-    assert storage_bytes([cache.k, cache.v, cache.positions]) == cache.footprint().device
+    assert storage_bytes([cache.kv, cache.positions]) == cache.footprint().device
 
 
 def test_two_sequences_side_by_side():
