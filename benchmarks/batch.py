@@ -251,7 +251,7 @@ def kills(folder: Path) -> dict:
     killed, lines = 0, []
     while killed < wanted_kills:
         process = start(folder, *arguments)
-        time.sleep(drawn.uniform(0.8, 2.6))
+        time.sleep(drawn.uniform(0.6, 1.8))
         os.kill(process, signal.SIGKILL)
         if ended(process) >= 0:
             break  # it had ended before
