@@ -16,7 +16,7 @@ Asked = tuple[str, str, Sequence[str], str]
 """Question, answer, the strings in it to find, and what it counts as in the log."""
 
 _AT_ONCE = 0.2  # share of the usual questions whose answer begins with the value; the others' begins with a sentence
-_ALL_AT_ONCE = 0.3  # share of the documents about which nothing but single codes is asked, all at once
+_ALL_AT_ONCE = 0.15  # share of the documents about which nothing but single codes is asked, all at once
 _RESTATED = 0.3  # share of the facts that the document says again shortly after
 _HOPS = 4
 _NEAR = 4  # pairs that share a name
@@ -34,7 +34,7 @@ class Facts:
         self.chains: list[list[str]] = []  # names, the one that holds the number first
         self.numbers: list[str] = []  # of the chains
         self.links: list[tuple[str, str]] = []  # a variable whose value is the name of a single fact
-        makers = [self._single, self._single, *rng.sample([self._many, self._pairs, self._chain, self._link], 2)]
+        makers = [self._single, self._single, self._many, *rng.sample([self._pairs, self._chain, self._link], 2)]
         weights = [rng.random() for _ in makers]
         while len(self.statements) < count and len(self._names) > 2 * _HOPS:
             rng.choices(makers, weights)[0]()
@@ -78,20 +78,23 @@ class Facts:
         rng = self._rng
         if self._at_once:
             return self._ask_code_at_once(rng.choice(list(self.codes)), lookups.DIRECT_QUESTION, "direct")
-        kinds = [(self._ask_code, 3.0)]
-        kinds += [(self._ask_values, 2.0)] * bool(self.several) + [(self._ask_chain, 2.0)] * bool(self.chains)
-        kinds += [(self._ask_names, 1.5)] * (len(self.codes) >= 2) + [(self._ask_late, 1.0)] * bool(self.links)
+        kinds = [(self._ask_code, 1.5)]
+        kinds += [(self._ask_values, 5.0)] * bool(self.several) + [(self._ask_chain, 1.0)] * bool(self.chains)
+        kinds += [(self._ask_names, 2.0)] * (len(self._alone()) >= 2) + [(self._ask_late, 1.0)] * bool(self.links)
         chosen = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
-        return chosen(min(most, len(self.codes)))
+        return chosen(min(most, len(self._alone())))
 
-    def _told(self, names: Sequence[str]) -> tuple[str, list[str]]:
-        text = " ".join(phrases.CODE_ANSWER.format(name=name, value=self.codes[name]) for name in names)
+    def _alone(self) -> list[str]:
+        return [name for name in self.codes if " " not in name]
+
+    def _told(self, names: Sequence[str], form: str = phrases.SEVERAL_ANSWER) -> tuple[str, list[str]]:
+        text = " ".join(form.format(name=name, value=self.codes[name]) for name in names)
         return text, [*(self.codes[name] for name in names), *(" " + name for name in names)]
 
     def _ask_code(self, most: int) -> Asked:
         del most
         name = self._rng.choice(list(self.codes))
-        answer, wanted = self._told([name])
+        answer, wanted = self._told([name], phrases.CODE_ANSWER)
         question, way = self._rng.choice(phrases.CODE_QUESTIONS), self._rng.random()
         if way < _AT_ONCE:
             return self._ask_code_at_once(name, question, "mixed")
@@ -104,7 +107,7 @@ class Facts:
         return question.format(name=name), lookups.DIRECT_ANSWER.format(value=value), [value], tag
 
     def _ask_names(self, most: int) -> Asked:
-        names = self._rng.sample(list(self.codes), self._rng.randint(2, max(most, 2)))
+        names = self._rng.sample(self._alone(), self._rng.randint(2, max(most, 2)))
         answer, wanted = self._told(names)
         return phrases.NAMES_QUESTION.format(names=phrases.listing(names)), answer, wanted, "names"
 
@@ -112,7 +115,7 @@ class Facts:
         del most
         name = self._rng.choice(list(self.several))
         values = self.several[name]
-        answer = phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(values))
+        answer = " ".join(phrases.SEVERAL_ANSWER.format(name=name, value=value) for value in values)
         return phrases.VALUES_QUESTION.format(name=name), answer, values, "values"
 
     def _ask_chain(self, most: int) -> Asked:
@@ -125,7 +128,7 @@ class Facts:
 
     def _ask_late(self, most: int) -> Asked:
         variable, late = self._rng.choice(self.links)
-        names = self._rng.sample([name for name in self.codes if name != late] or [late], max(min(most, 12) - 1, 1))
+        names = self._rng.sample([name for name in self._alone() if name != late] or [late], max(min(most, 12) - 1, 1))
         told, wanted = self._told(names)
         last, _ = self._told([late])
         question = lookups.LATE_QUESTION.format(names=phrases.listing(names), variable=variable)
@@ -134,12 +137,21 @@ class Facts:
         return question, f"{told} {link} {last}", wanted, "late"
 
 
+def _fitting(rng: random.Random, writer: Writer, room: int, *, at_once: bool) -> Facts:
+    """Return facts that fill between a tenth and all of `room` tokens, some of them being said again."""
+    count = max(int(room / (14 * 12 ** rng.random())), 1)
+    while True:
+        said = Facts(rng, count, at_once)
+        if count == 1 or 1.2 * sum(writer.count(" " + text) for group in said.statements for text in group) < room:
+            return said
+        count = max(count * 3 // 4, 1)
+
+
 def facts(rng: random.Random, writer: Writer, length: int) -> None:
     """Facts of all kinds in filler, with questions of all kinds."""
     share = rng.uniform(0.3, 0.6) if length <= 1024 else rng.uniform(0.1, 0.35)
     room = int(length * (1 - share))
-    spacing = 14 * 12 ** rng.random()
-    said = Facts(rng, max(int(room / spacing), 1), at_once=rng.random() < _ALL_AT_ONCE)
+    said = _fitting(rng, writer, room, at_once=rng.random() < _ALL_AT_ONCE)
     placed: list[tuple[float, str, bool]] = []
     for group in said.statements:
         for place, text in zip(sorted(rng.random() for _ in group), group, strict=True):
@@ -152,7 +164,9 @@ def facts(rng: random.Random, writer: Writer, length: int) -> None:
         placed += [(place + index * 1e-6, text, False) for index, text in enumerate(sentences)]
     placed.sort(key=lambda item: item[0])
     writer.start([text for _, text, _ in placed], frozenset(i for i, item in enumerate(placed) if item[2]))
-    most = rng.choice((2, 4, 6, 6)) if rng.random() < 0.8 else max(int(length * share / 30), 2)
+    most = max(int(length * share / 12), 2)  # names whose question and answer fit
+    if rng.random() < 0.8:
+        most = min(rng.choice((2, 4, 6, 6)), most)
     while len(writer.ids) < length:
         writer.ask(*said.ask(most))
 
@@ -165,7 +179,7 @@ def _ask_draft(writer: Writer, draft: Draft, wanted: Sequence[str], tag: str, ki
 def lists(rng: random.Random, writer: Writer, length: int) -> None:
     """Lists of words: frequent ones, common ones, and how often one of them occurs."""
     request = RowRequest(rng, length - 24, writer.count, depth=None)
-    task = rng.choices((frequent_words, common_words, counting.occurrences), (0.55, 0.15 * (length > 700), 0.3))[0]
+    task = rng.choices((frequent_words, common_words, counting.occurrences), (0.6, 0.15 * (length > 700), 0.25))[0]
     if task is frequent_words:
         draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
         writer.start([draft.document], kind=1)

@@ -1,6 +1,6 @@
 """Answers that look something up every few tokens, and answers whose end needs what nothing named before.
 
-`long_lookup` asks for the codes of hundreds of names: with the default of 200 the answer has some 2,000 tokens, and
+`long_lookup` asks for the codes of hundreds of names: with the default of 280 the answer has some 1,700 tokens, and
 what it needs next is known only when it is due. `late_needle` first asks for some codes and then for the code of a name
 that only the document says: neither that name nor its code occurs in the question, and only that code is scored.
 Methods that choose once, at the end of the prompt, cannot know what will be needed. `direct` is the opposite: the
@@ -27,7 +27,7 @@ def direct(request: RowRequest) -> Draft:
     return hidden_facts(request, [(name, value)], [request.drawn_depth()], question, answer)
 
 
-def long_lookup(request: RowRequest, queries: int = 200) -> Draft:
+def long_lookup(request: RowRequest, queries: int = 280) -> Draft:
     """Facts about `queries` names and no others, all of them asked for; fewer where the length does not allow it."""
     longest = max(NAMES, key=lambda name: request.count_tokens(f" {name}"))
     stated = phrases.CODE_FACTS[-1].format(name=longest, value="000000000")
@@ -47,7 +47,7 @@ def late_needle(request: RowRequest, queries: int = 12, spacing: int = 160) -> D
     link = phrases.VARIABLE_VALUE.format(name=variable, value=late[0])
     names = phrases.listing([name for name, _ in asked])
     question = LATE_QUESTION.format(names=names, variable=variable)
-    told = [phrases.CODE_ANSWER.format(name=name, value=value) for name, value in (*asked, late)]
+    told = [phrases.SEVERAL_ANSWER.format(name=name, value=value) for name, value in (*asked, late)]
     answer = " ".join([*told[:-1], link, told[-1]])
     return hidden_facts(request, facts, [request.drawn_depth()], question, answer, extra=[link])
 

@@ -42,7 +42,7 @@ def multiquery(request: RowRequest, queries: int = 4, spacing: int = 160) -> Dra
     facts = named_facts(rng, min(max(request.length // spacing, queries), len(NAMES)))
     asked = facts[:queries]
     question = phrases.NAMES_QUESTION.format(names=phrases.listing([name for name, _ in asked]))
-    answer = " ".join(phrases.CODE_ANSWER.format(name=name, value=value) for name, value in asked)
+    answer = " ".join(phrases.SEVERAL_ANSWER.format(name=name, value=value) for name, value in asked)
     depths = [request.drawn_depth(), *(rng.random() for _ in range(queries - 1))]
     return hidden_facts(request, facts, depths, question, answer)
 
@@ -60,7 +60,7 @@ def multivalue(request: RowRequest, values: int = 4, spacing: int = 160) -> Draf
     drawn = random_values(rng, values + others)
     facts = list(zip([name] * values + rest, drawn, strict=True))
     question = phrases.VALUES_QUESTION.format(name=name)
-    answer = phrases.VALUES_ANSWER.format(name=name, values=phrases.listing(drawn[:values]))
+    answer = " ".join(phrases.SEVERAL_ANSWER.format(name=name, value=value) for value in drawn[:values])
     return hidden_facts(request, facts, depths, question, answer)
 
 

@@ -18,9 +18,10 @@ CODE_QUESTIONS: tuple[str, ...] = (
 )
 
 CODE_ANSWER = "The access code of {name} is {value}."
+SEVERAL_ANSWER = "{name} is {value}."
+"""One sentence of an answer that tells several codes."""
 
 VALUES_QUESTION = "What are all the access codes of {name}?"
-VALUES_ANSWER = "The access codes of {name} are {values}."
 
 NAMES_QUESTION = "What are the access codes of {names}?"
 
@@ -36,7 +37,6 @@ _ALL = (
     *CODE_QUESTIONS,
     CODE_ANSWER,
     VALUES_QUESTION,
-    VALUES_ANSWER,
     NAMES_QUESTION,
     VARIABLE_VALUE,
     VARIABLE_QUESTION,

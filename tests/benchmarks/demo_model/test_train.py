@@ -92,7 +92,7 @@ def test_what_is_asked_stands_in_the_document(seed):
     text = " ".join(statement for group in said.statements for statement in group)
     for _ in range(20):
         question, answer, wanted, tag = said.ask(4)
-        assert all(value in answer for value in wanted)
+        assert all(value in " " + answer for value in wanted)
         assert all(value in text for value in wanted)
         assert question.endswith(("?", "."))
         assert tag in ("code", "pair", "direct", "mixed", "names", "values", "chain", "late")
@@ -165,11 +165,13 @@ def test_plain_products_attend_as_the_fused_kernel_does(monkeypatch):
     assert plain.item() == pytest.approx(fused.item(), rel=0.01)
 
 
-def test_training_lowers_the_loss():
-    stage = Stage(72, 2, 40, dense=0.0, kinds={"facts": 1.0})
+def test_training_lowers_the_loss(monkeypatch):
+    stage = Stage(72, 2, 60, dense=0.0, kinds={"facts": 1.0})
     trainer = Trainer([stage], seed=1, **SIZE)
-    losses = [trainer.step(stage)[0] for _ in range(40)]
-    assert sum(losses[-5:]) < sum(losses[:5])
+    batch = trainer.batch(stage)
+    monkeypatch.setattr(trainer, "batch", lambda stage: batch)
+    losses = [trainer.step(stage)[0] for _ in range(60)]
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):

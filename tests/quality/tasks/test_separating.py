@@ -46,13 +46,14 @@ def test_a_count_is_that_of_the_list():
         assert got.outputs == (f"{name} occurs {count} times",)
 
 
-def test_a_long_lookup_asks_for_every_fact_and_takes_two_thousand_tokens():
+def test_a_long_lookup_asks_for_every_fact_and_takes_many_tokens():
     got = row("long_lookup", length=4096)
     facts = dict(STATED.findall(got.document))
     assert set(facts.values()) == set(got.outputs)
     assert all(re.search(rf"\b{name}\b", got.question) for name in facts)
     assert len(facts) > 150
-    assert count_tokens(got.answer) > 1500
+    assert count_tokens(got.answer) > 1200
+    assert len(row("long_lookup", length=8192).outputs) == 280
     assert len(row("long_lookup", length=800).outputs) < 50
 
 
@@ -65,7 +66,7 @@ def test_a_late_needle_is_named_by_the_document_alone():
     variable = re.search(rf"The value of (\w+) is {late}\.", got.document).group(1)
     assert got.question.endswith(f"the value of {variable}?")
     assert got.answer.index(value) > 0.8 * len(got.answer)
-    assert len(re.findall(r"access code of", got.answer)) == 13
+    assert len(re.findall(r"\w+ is \d{9}\.", got.answer)) == 13
 
 
 def test_turns_ask_for_different_facts_and_score_the_last():
