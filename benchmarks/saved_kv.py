@@ -9,17 +9,21 @@ the system's cache. These files hold documents of several lengths (`--loaded`), 
 longest is needed. Each ratio is one of neighbours in time; medians, least and most are over the rounds. Memory is what
 a process of its own holds more than before.
 
+A load ends with all pages in pools of host memory, held against their checksums. Plain reads go two ways: into one
+block again and again, which is the disk's rate; and into as much new memory as a load's pools take
+(`plain_read_into_memory`), which the system has to find and clear for them as well. Ratios to both are given.
+
 The question's own tokens are timed on a document whose KV is in memory, and without the time of putting it in place;
 `question_without_document_s` is what they take alone, without attention to the document.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -40,6 +44,7 @@ from kvcli.runtime.saved.reader import SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving
 from kvcli.store.cache import Tiers
 from kvcli.store.host_memory import host_memory
+from kvcli.store.pages import slices
 
 BLOCK = 8 << 20
 QUESTION = 32  # tokens
@@ -62,15 +67,21 @@ def prefill(ready: Engine, ids: list[int], target: Path | None) -> tuple[float, 
     return read, time.perf_counter() - begun
 
 
-def plain_read(folder: Path) -> float:
-    """Read the data of all files, block by block past the cache; returns bytes a second."""
-    memory, size, begun = host_memory((BLOCK,), torch.uint8), 0, time.perf_counter()
+def plain_read(folder: Path, into_memory: bool = False) -> float:
+    """Read the data of all files, block by block past the cache; returns bytes a second.
+
+    Into one block again and again, or `into_memory` that is new and kept, a piece for each file.
+    """
+    memory, kept, size, begun = host_memory((BLOCK,), torch.uint8), [], 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with UnbufferedFile(path) as file:
-            stop = path.stat().st_size
-            for start, end in pairwise([*range(ALIGNMENT, stop, BLOCK), stop]):
-                file.read_into(memory[: end - start], start)
-                size += end - start
+            data = path.stat().st_size - ALIGNMENT
+            if into_memory:
+                kept.append(host_memory((data,), torch.uint8))
+            for part in slices(data, BLOCK):
+                target = kept[-1][part] if into_memory else memory[: part.stop - part.start]
+                file.read_into(target, ALIGNMENT + part.start)
+            size += data
     return size / (time.perf_counter() - begun)
 
 
@@ -82,13 +93,13 @@ def opened(folder: Path) -> SavedKV:
 
 
 def load(folder: Path) -> float:
-    """Load all layers, as fast as they come; returns bytes a second."""
+    """Load all layers into pools of host memory, as fast as they come; returns bytes a second."""
     with opened(folder) as saved:
-        manifest = saved.segments[0].manifest
-        entry, begun = manifest.layers[0], time.perf_counter()
-        kv = host_memory((2, entry.num_kv_heads, saved.length, entry.head_dim), manifest.dtype)
-        for layer in range(len(manifest.layers)):
-            saved.fill(layer, kv)
+        pools, begun = [], time.perf_counter()
+        for layer in range(len(saved.segments[0].manifest.layers)):
+            saved.check(layer)
+            pools.append(saved.pool())
+            saved.keep(pools[-1])
         return saved.bytes_read / (time.perf_counter() - begun)
 
 
@@ -149,28 +160,36 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
         writer.prefill(each.index, k, v, kv[:, :0], Softmax(1.0))
     writer.finish()
     there, size = InMemory(kv), writer.bytes_written
-    reads, loads, firsts, questions, alone = ([] for _ in range(5))
+    reads, news, loads, firsts, questions, alone = ([] for _ in range(6))
     first_token(ready, asked, folder)
     for _ in range(rounds):
         reads.append(plain_read(folder))
+        news.append(plain_read(folder, into_memory=True))
         loads.append(load(folder))
         firsts.append(first_token(ready, asked, folder))
         questions.append(there.own_tokens(ready, asked))
         alone.append(first_token(ready, asked[-QUESTION:], None))
     shutil.rmtree(folder)
+
+    def to_parts(rates: list[float]) -> dict[str, float]:
+        """First tokens beside reading the file at these rates and the question's own tokens, round for round."""
+        rows = zip(firsts, rates, questions, strict=True)
+        return spread([first / (size / rate + own) for first, rate, own in rows])
+
     return {
         "tokens": tokens,
         "bytes": size,
         "plain_read_bytes_per_s": spread(reads),
+        "plain_read_into_memory_bytes_per_s": spread(news),
         "load_bytes_per_s": spread(loads),
         "load_to_plain_read": spread([load / read for load, read in zip(loads, reads, strict=True)]),
+        "load_to_plain_read_into_memory": spread([load / read for load, read in zip(loads, news, strict=True)]),
         "plain_read_s": spread([size / read for read in reads]),
         "question_s": spread(questions),
         "question_without_document_s": spread(alone),
         "first_token_s": spread(firsts),
-        "first_token_to_read_and_question": spread(
-            [first / (size / read + own) for first, read, own in zip(firsts, reads, questions, strict=True)]
-        ),
+        "first_token_to_read_and_question": to_parts(reads),
+        "first_token_to_read_into_memory_and_question": to_parts(news),
     }
 
 
@@ -201,7 +220,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write: the disk that is measured")
     parser.add_argument("--held", type=int, metavar="N", help="only the memory of N questions, in bytes")
     add_output(parser, "saved_kv")
-    given = parser.parse_args()
+    given, before = parser.parse_args(), os.getloadavg()
     config = shortened(read_config(ModelSpec(given.shape, load_format="dummy")), given.layers, 2)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     document = [5 + at % 1000 for at in range(given.context // PAGE * PAGE)]
@@ -225,6 +244,7 @@ def main() -> None:
         "shape": given.shape,
         "layers": given.layers,
         "context": len(document),
+        "load_average": [*before, *os.getloadavg()],
         "prefill_s": spread(plain),
         "prefill_saving_s": spread(saving),
         "saving_to_plain_prefill": spread([after / before for after, before in zip(saving, plain, strict=True)]),

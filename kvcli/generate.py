@@ -136,7 +136,7 @@ class Generation:
                     if each.error is not None and each.cached:  # what was asked for by name is an error of the run
                         self.observer.notice(each.error)
             if kept is not None:
-                kept.finish(self.report(), self.observer.notice)
+                kept.finish(self.report(), self.observer.failure)
 
     def _read(self, ready: Engine, runner: PrefillRunner) -> Generator[Step, None, None]:
         """Read what has not been read in a run that is gone on with."""
@@ -157,14 +157,14 @@ class Generation:
                 yield [(sequence, piece)]
             if kept is not None and self.sequences:
                 kept.lent_bytes = runner.kept.host
-                kept.save(self.sequences, self.observer.notice)
+                kept.save(self.sequences, self.observer.failure)
         prepare(self.audits)
 
     def _decode(self, ready: Engine) -> Generator[Step, None, None]:
         for step in ready.decode(self.sequences, self.timeline, self.pipeline):
             yield step
             if self.kept is not None:
-                self.kept.step(self.sequences, self.observer.notice)
+                self.kept.step(self.sequences, self.observer.failure)
             conclude(self.audits)
             prepare(self.audits)
         for sequence in self.sequences:

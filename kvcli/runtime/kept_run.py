@@ -121,6 +121,7 @@ class KeptRun:
     def __init__(self, journal: Journal, asked: Asked, prompts: Sequence[EncodedPrompt], every: int):
         self.journal, self.asked, self.prompts, self.every = journal, asked, prompts, every
         self._steps = 0
+        self._behind = False  # the disk did not take the last state
         self.lent_bytes = 0  # of host memory, that no sequence counts as its own
 
     @classmethod
@@ -225,29 +226,35 @@ class KeptRun:
             raise KvcliError(what, f"take kvcli {self.asked.kvcli}") from error
         return sequences
 
-    def step(self, sequences: Sequence[RunningSequence], notice: Callable[[str], None]) -> None:
+    def step(self, sequences: Sequence[RunningSequence], failure: Callable[[str], None]) -> None:
         """Note a step of all sequences, and keep their state after every so many."""
         self._steps += 1
         if self._steps % self.every == 0:
-            self.save(sequences, notice)
+            self.save(sequences, failure)
 
-    def save(self, sequences: Sequence[RunningSequence], notice: Callable[[str], None]) -> None:
-        """Keep the state of all sequences that were read; where the disk does not take it, the run goes on without."""
+    def save(self, sequences: Sequence[RunningSequence], failure: Callable[[str], None]) -> None:
+        """Keep the state of all sequences that were read.
+
+        Where the disk does not take it, the run goes on without; `failure` is told, once until it takes one again.
+        """
         state = capture(list(sequences), self.journal.written)
         made = [(sequence.index, sequence.method.context.capacity) for sequence in sequences]
         state.tree = {"sequences": made, "lent_bytes": self.lent_bytes, "state": state.tree}
         try:
             self.journal.write(state)
+            self._behind = False
         except OSError as error:
-            notice(self._unwritten(error))
+            if not self._behind:
+                failure(self._unwritten(error))
+            self._behind = True
 
-    def finish(self, report: Report, notice: Callable[[str], None]) -> None:
+    def finish(self, report: Report, failure: Callable[[str], None]) -> None:
         """Keep what came of it, and no state any more."""
         try:
             self.journal.add(_REPORT, report.to_json().encode())
             self.journal.forget()
         except OSError as error:
-            notice(self._unwritten(error))
+            failure(self._unwritten(error))
 
     def report(self) -> Report | None:
         """What came of it; None while it has not finished."""

@@ -25,5 +25,9 @@ class Observer:
     def notice(self, message: str) -> None:
         """Take a warning or note that the user should read, one line."""
 
+    def failure(self, message: str) -> None:
+        """Take what was asked for and is not done, though the run goes on, one line; it is no note to be left out."""
+        self.notice(message)
+
     def step(self, done: int, total: int) -> None:
         """Note that decode step `done` of at most `total` has ended."""

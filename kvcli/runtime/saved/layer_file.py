@@ -88,19 +88,17 @@ def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Seque
     """
     page_bytes = math.prod(pages.shape[1:]) * pages.element_size()
     total = (os.fstat(file.fd).st_size - ALIGNMENT) // page_bytes
-    read = 0
-    for part in slices(len(pages), CHECKED_PAGES):
-        at = first + part.start
-        count = min(CHECKED_PAGES, total - at)
-        here = pages[part]
-        block = here if count == len(here) else host_memory((count, *pages.shape[1:]), pages.dtype)
-        file.read_into(as_bytes(block), ALIGNMENT + at * page_bytes)
-        if checksum(as_bytes(block)) != checksums[at // CHECKED_PAGES]:
-            raise DamagedError(f"a checksum of pages {at:,} to {at + count - 1:,} is wrong")
-        if block is not here:
-            here.copy_(block[: len(here)])
-        read += count * page_bytes
-    return read
+    stop = min(total, -(-(first + len(pages)) // CHECKED_PAGES) * CHECKED_PAGES)
+    if (count := stop - first) < len(pages):
+        raise DamagedError("it ends too early")
+    block = pages if count == len(pages) else host_memory((count, *pages.shape[1:]), pages.dtype)
+    file.read_into(as_bytes(block), ALIGNMENT + first * page_bytes)
+    for number, part in enumerate(slices(count, CHECKED_PAGES), first // CHECKED_PAGES):
+        if checksum(as_bytes(block[part])) != checksums[number]:
+            raise DamagedError(f"a checksum of pages {first + part.start:,} to {first + part.stop - 1:,} is wrong")
+    if block is not pages:
+        pages.copy_(block[: len(pages)])
+    return count * page_bytes
 
 
 def checksum(block: Tensor) -> str:

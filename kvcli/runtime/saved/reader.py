@@ -36,6 +36,9 @@ from kvcli.store.recurrent import cut_at
 READERS = 2
 """Threads that read: the disk has work while one of them sums up what it has read."""
 
+READ_BYTES = 8 << 20
+"""About as much is read at once: enough for the disk's full rate, and for what Python adds to be little beside it."""
+
 AHEAD_BYTES = 8 << 20
 """As much is read ahead, or else the next layer: small ones would leave the disk without work in between."""
 
@@ -185,9 +188,10 @@ class SavedKV:
         shape = (pages, *self.segments[0].manifest.shape(layer)[1:])
         if free is None or free.result().shape != shape:
             free = self.tiers.on_host_async(*shape)
+        at_once = max(1, READ_BYTES // (CHECKED_PAGES * free.result()[:1].nbytes)) * CHECKED_PAGES
         parts, start = [], 0
         for number, segment in enumerate(self.segments):
-            for part in slices(min(segment.pages, pages - start), CHECKED_PAGES):
+            for part in slices(min(segment.pages, pages - start), at_once):
                 target = slice(start + part.start, start + part.stop)
                 parts.append(self._threads.submit(self._read_part, number, layer, free, target, part.start))
             start += segment.pages

@@ -142,6 +142,10 @@ class RunConsole(Observer):
         if not self._quiet:
             print_note(message, self._console)
 
+    def failure(self, message: str) -> None:
+        """Show it as a note, in a quiet run as well."""
+        print_note(message, self._console)
+
     def step(self, done: int, total: int) -> None:
         """Show the decode steps as a bar where no text shows them."""
         if done > 1:

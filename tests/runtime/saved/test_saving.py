@@ -80,7 +80,7 @@ def spoil(folder, change):
     path = folder / MANIFEST
     data = json.loads(path.read_text())
     change(data)
-    path.write_text(json.dumps(data))
+    path.write_text(json.dumps(data, separators=(",", ":")))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_manifest_from_before_a_field_came_is_whole(folder):
     data = json.loads(path.read_text())
     del data["reading"], data["layers"][0]["parts"], data["checksum"]
     body = json.dumps(data, separators=(",", ":"))
-    path.write_text(json.dumps({**data, "checksum": xxhash.xxh3_64_hexdigest(body.encode())}))
+    path.write_text(f'{body[:-1]},"checksum":"{xxhash.xxh3_64_hexdigest(body.encode())}"}}')
     assert read_manifest(folder).model_copy(update={"checksum": expected.checksum}) == expected
 
 
