@@ -100,7 +100,7 @@ class LanguageModel:
             prompt: the question after each of them, or several; without it the texts stand alone.
             options: `method`, `profile`, `system`, `raw`, `question_first`, `chat_template_kwargs`, `audit`,
                 `pipeline`, `checkpoint` (a directory that `resume` goes on with), `every`, `kv`, `save_kv`, `kv_cache`
-                (directories), `kv_cache_size` (bytes, or text such as "200GiB") and `observer` (a
+                (directories), `kv_cache_size` (bytes, or text such as "200GiB"), `lossless` and `observer` (a
                 `kvcli.telemetry.observer.Observer`) as on the command line, settings of the sampling and of the method.
 
         Returns:
@@ -133,14 +133,15 @@ class LanguageModel:
 
         Args:
             document: a text.
-            options: as in `generate`, but for `audit`, `pipeline`, `checkpoint`, `every` and `num_samples`.
+            options: as in `generate`, but for `audit`, `lossless`, `pipeline`, `checkpoint`, `every` and `num_samples`.
 
         Raises:
             KvcliError: an unknown name or a bad value, or a document that will not fit.
         """
         request, observer = request_of([document or "-"], None, **options)
-        if request.sampling.num_samples > 1 or request.audit or request.keep or request.pipeline != "auto":
-            raise usage_error("a chat takes no num_samples, audit, checkpoint or pipeline", "leave it out")
+        watched = request.audit or request.lossless
+        if request.sampling.num_samples > 1 or watched or request.keep or request.pipeline != "auto":
+            raise usage_error("a chat takes no num_samples, audit, lossless, checkpoint or pipeline", "leave it out")
         model, checkpoint = self.loaded, self.checkpoint
         settings = (request.profile, request.sampling, request.template, document)
         return Chat(Dialogue(model, checkpoint, *settings, observer))

@@ -10,13 +10,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
-from kvcli.inputs.profiles import reference_profile
 from kvcli.models.loading import Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
 from kvcli.request import GenerationRequest, begin_to_keep, capacities, check, choose_pipeline, open_library
-from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
+from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.saved.library import KVLibrary
@@ -120,12 +120,13 @@ class Generation:
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
-        request, reference = self.request, reference_profile() if self.request.audit is not None else None
-        kept = self.kept
+        request, kept = self.request, self.kept
+        beside = request.beside(self.model.device.type)
         ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice)
         with ready_for as ready, nullcontext() if kept is None else closing(kept):
             runner = PrefillRunner(
-                *(ready, request.profile, request.sampling, self.observer, self.timeline, reference, self.library)
+                *(ready, request.profile, request.sampling, self.observer, self.timeline, beside, self.library),
+                exact=request.lossless is not None,
             )
             try:
                 yield from self._read(ready, runner)
@@ -161,7 +162,7 @@ class Generation:
         prepare(self.audits)
 
     def _decode(self, ready: Engine) -> Generator[Step, None, None]:
-        for step in ready.decode(self.sequences, self.timeline, self.pipeline):
+        for step in ready.decode(self.sequences, self.timeline, self.pipeline, lossless=self.request.lossless):
             yield step
             if self.kept is not None:
                 self.kept.step(self.sequences, self.observer.failure)
@@ -186,7 +187,7 @@ class Generation:
         for audit in self.audits:
             by_index[audit.sequence.index] = replace(by_index[audit.sequence.index], fidelity=audit.summary())
         samples = request.sampling.num_samples
-        kv = sum((sequence.method.footprint() for sequence in self.sequences), self.loaded)
+        kv = sum((sequence.footprint() for sequence in self.sequences), self.loaded)
         entries = [
             by_index.get(index * samples + sample) or _unread(prompt, sample)
             for index, prompt in enumerate(self.prompts)

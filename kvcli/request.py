@@ -11,13 +11,13 @@ from kvcli.capacity import memory, pipelines
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
 from kvcli.inputs.kv_options import KVOptions
-from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint
-from kvcli.runtime.engine import Pipeline
 from kvcli.runtime.kept_run import EVERY, Asked, Keep, KeptRun
+from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.sizes import parse_bytes
@@ -37,11 +37,19 @@ class GenerationRequest:
     audit: int | None = None
     """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
     pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
-    """How a step runs, see `kvcli.runtime.engine.Pipeline`."""
+    """How a step runs, see `kvcli.runtime.pipeline.Pipeline`."""
     keep: Keep | None = None
     """Where to keep the run, so that `resume` can go on with it."""
     kv: KVOptions = field(default_factory=KVOptions)
     """Where prompts' KV is taken from, and saved to."""
+    lossless: int | None = None
+    """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
+
+    def beside(self, device: str) -> Profile | None:
+        """The profile of the second method that each sequence brings on a type of device, if it does."""
+        if self.lossless is not None:
+            return verifying_profile(device)
+        return None if self.audit is None else reference_profile()
 
 
 def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
@@ -83,7 +91,7 @@ def check(
         sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
         together = max(together, sum(lengths) - common * (len(group) - 1))
     memory.check(
-        *(request.profile, checkpoint, sizes, request.sampling, request.audit is not None),
+        *(request.profile, checkpoint, sizes, request.sampling, request.beside(checkpoint.device.type)),
         loaded=loaded,
         together=together,
         layers_beside=2 * ((request.kv.save or request.kv.cache) is not None)
@@ -99,12 +107,13 @@ def check(
 
 
 def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:
-    """Choose how steps run; those that are `traced`, audited or kept are blocking.
+    """Choose how steps run; those that are `traced`, audited, kept or checked are blocking.
 
     Raises:
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
-    watching = "--audit" if request.audit is not None else "--trace" if traced else None
+    asked = {"--lossless": request.lossless, "--audit": request.audit, "--trace": traced or None}
+    watching = [option for option, value in asked.items() if value is not None]
     return pipelines.choose(request.pipeline, request.profile, checkpoint, watching, request.keep is not None)
 
 
@@ -137,6 +146,7 @@ def request_of(
     save_kv: str | Path | None = None,
     kv_cache: str | Path | None = None,
     kv_cache_size: int | str | None = None,
+    lossless: int | None = None,
     observer: Observer | None = None,
     **settings: Any,
 ) -> tuple[GenerationRequest, Observer]:
@@ -166,5 +176,6 @@ def request_of(
         pipeline=pipeline,
         keep=None if checkpoint is None else Keep(Path(checkpoint), every),
         kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
+        lossless=lossless,
     )
     return request, observer or Observer()

@@ -27,9 +27,10 @@ from kvcli.methods.base import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import ModelSpec, load_model
-from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams, Streams
+from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.counters import Count, Counters

@@ -17,7 +17,7 @@ import torch
 
 from kvcli.capacity import cgroup
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.profiles import Profile, reference_profile
+from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
@@ -109,16 +109,16 @@ def need(
     prompts: Prompts,
     max_tokens: int,
     samples: int,
-    audited: bool = False,
+    beside: Profile | None = None,
     device: torch.device = CPU,
     together: int = 0,
     layers_beside: int = 0,
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
-    An audited run holds, beside each sequence, the cache of full attention. The prefill's workspace depends on the
-    kind of `device`, and on the most tokens of several prompts that are read `together`. KV of so many `layers_beside`
-    is on its way to or from the disk.
+    Every sequence holds a second method's KV, of the profile `beside`, where there is one. The prefill's workspace
+    depends on the kind of `device`, and on the most tokens of several prompts that are read `together`. KV of so many
+    `layers_beside` is on its way to or from the disk.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -136,19 +136,19 @@ def need(
             if common:
                 method.share(planned(tokens), common)
             held = method.footprint()
-            if audited:
-                held += kv_footprint(reference_profile(), geometry, tokens + max_tokens, dtype, tokens)
+            if beside is not None:
+                held += kv_footprint(beside, geometry, tokens + max_tokens, dtype, tokens)
             kv += Footprint(sequences * held.device, sequences * held.host)
     longest = max(counted).tokens
     window = planned(longest).prefill_window
-    if device.type == "cuda" and not audited and gpu_step_of(get_method(profile.method), profile.settings) == GRAPH:
+    if device.type == "cuda" and beside is None and gpu_step_of(get_method(profile.method), profile.settings) == GRAPH:
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
         kv = Footprint(_in_slots(kinds, counted.total() * samples, widest), kv.host)
     workspace = _workspace(geometry, longest, window, device, max(longest, together))
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
-    states = counted.total() * samples * (2 if audited else 1) * sum(layer.nbytes for layer in geometry.states)
+    states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
     return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace, states)
 
 
@@ -170,7 +170,7 @@ def check(
     checkpoint: Checkpoint,
     prompts: Prompts,
     sampling: Sampling,
-    audited: bool = False,
+    beside: Profile | None = None,
     *,
     loaded: bool = False,
     together: int = 0,
@@ -198,7 +198,7 @@ def check(
             sizes,
             sampling.max_tokens,
             sampling.num_samples,
-            audited,
+            beside,
             device,
             together,
             layers_beside,
@@ -223,7 +223,7 @@ def check(
         f"{run} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
         f"{format_bytes(free[pool])} are free",
-        f"{least}; or {way_out}" + (", or leave --audit out" if audited else ""),
+        f"{least}; or {way_out}" + (", or leave out what --audit or --lossless hold beside it" if beside else ""),
         ExitCode.WILL_NOT_FIT,
     )
 

@@ -1,27 +1,33 @@
 """How the steps of a run can go on a machine; found out before the weights are read."""
 
+from collections.abc import Sequence
+
 from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, PIECEWISE, gpu_step_of
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.compiled import cpp_compiler
-from kvcli.runtime.engine import Pipeline
+from kvcli.runtime.pipeline import Pipeline
 
 
 def choose(
-    wanted: str, profile: Profile, checkpoint: Checkpoint, watching: str | None = None, kept: bool = False
+    wanted: str, profile: Profile, checkpoint: Checkpoint, watching: Sequence[str] = (), kept: bool = False
 ) -> Pipeline:
     """Choose how steps run, `wanted` being a pipeline or "auto".
 
-    `watching` is the option that looks into their phases, where one does; `kept` ones are taken down by --checkpoint.
+    `watching` are the options that look into their phases or take them back; `kept` ones are taken down by
+    --checkpoint.
 
     Raises:
         KvcliError: what is wanted cannot do what else is (usage).
     """
-    if kept and watching == "--audit":
-        raise usage_error("--audit compares with a second KV, which --checkpoint does not keep", "leave one out")
-    obstacle = _obstacle(wanted, profile, checkpoint, watching, kept)
+    if {"--audit", "--lossless"} <= {*watching}:
+        raise usage_error("--lossless writes the text of full attention, which --audit compares with", "leave one out")
+    second = next((option for option in watching if option != "--trace"), None)
+    if kept and second is not None:
+        raise usage_error(f"{second} compares with a second KV, which --checkpoint does not keep", "leave one out")
+    obstacle = _obstacle(wanted, profile, checkpoint, watching[0] if watching else None, kept)
     if wanted == "auto":
         return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
     if wanted != "blocking" and obstacle is not None:
@@ -33,7 +39,7 @@ def choose(
 def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: str | None, kept: bool) -> str | None:
     """Say why steps can be nothing but blocking, if so."""
     if watching is not None:
-        return f"{watching} looks into the phases of a step"
+        return f"{watching} {'takes steps back' if watching == '--lossless' else 'looks into the phases of a step'}"
     compiled_here = wanted == "compiled" and checkpoint.device.type == "cpu"
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"

@@ -107,6 +107,16 @@ def generate(
             " can and nothing looks into its phases.",
         ),
     ] = "auto",
+    lossless: Annotated[
+        int | None,
+        METHOD.option(
+            "--lossless",
+            "N",
+            "Write the text of full attention: the method drafts N tokens, which full attention, its KV in host memory,"
+            " checks in one pass.",
+            at_least(1, whole),
+        ),
+    ] = None,
     timeline: Annotated[
         bool, OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
     ] = False,
@@ -176,6 +186,7 @@ def generate(
         beside: dict[str, object] = {
             "--num-samples": num_samples > 1,
             "--audit": audit,
+            "--lossless": lossless,
             "--trace": trace,
             "--checkpoint": checkpoint,
         }
@@ -189,7 +200,8 @@ def generate(
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     keep = None if checkpoint is None else Keep(checkpoint, every)
-    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, audit, pipeline, keep, saved_kv)
+    how = (audit, pipeline, keep, saved_kv, lossless)
+    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, *how)
     spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
     try:
         if turns:

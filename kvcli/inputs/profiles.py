@@ -127,6 +127,11 @@ def reference_profile() -> Profile:
     return resolve_profile(method="full")
 
 
+def verifying_profile(device: str) -> Profile:
+    """The profile of full attention as it checks drafts on a type of device: on a GPU its KV lies in host memory."""
+    return resolve_profile(method="offload" if device == "cuda" else "full")
+
+
 def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, list[str]]:
     """Find the name of a profile, what it holds, and the names of all settings of its method."""
     from kvcli.methods.card import setting_names

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig
@@ -59,6 +60,21 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         self.count(layer, Count.BYTES_EXPOSED, late)
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
+
+    @override
+    def retrieve_window(
+        self, layer: int, cache: TokenMajorCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> Tensor:
+        """Attend likewise; of the first layer nothing comes early, for its newest tokens may be taken back before."""
+        self.count(layer, Count.BYTES_TO_HOST, cache.append_window(k, v))
+        with self.span("recall", layer):
+            seen_k, seen_v, late = self.prefetcher.fetch(cache)
+            if (following := self.following[layer]) > layer:
+                self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
+        self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
+        self.count(layer, Count.BYTES_EXPOSED, late)
+        with self.span("attention", layer):
+            return prefill_attention(q, seen_k, seen_v, softmax)
 
     @override
     def footprint(self) -> Footprint:

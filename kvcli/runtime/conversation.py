@@ -21,7 +21,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.loading import Model
-from kvcli.runtime.engine import Engine, Pipeline, engine
+from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.reader import SavedKV

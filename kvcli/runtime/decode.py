@@ -71,17 +71,23 @@ class BlockingStepper(Stepper):
     @override
     @torch.inference_mode()
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
-        methods, device = [sequence.method for sequence in batch], self.hook.model.device
-        rows = [*batch, *[batch[-1]] * (self.rows - len(batch))]
-        tokens = torch.tensor([[sequence.token_ids[-1]] for sequence in rows], device=device)  # [b, 1]
-        positions = torch.tensor([[sequence.length] for sequence in rows], device=device)  # [b, 1]
-        self.rope.use([sequence.method.context.capacity for sequence in rows])
-        held = [sequence.method.states for sequence in rows]
+        newest = [(sequence.method, sequence.token_ids[-1], sequence.length) for sequence in batch]
+        return [(row, None) for row in self.run(*zip(*newest, strict=True))]
+
+    def run(self, methods: Sequence[AnyMethod], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Run a token for each method, at its position -> logits [b, vocab] of the next ones."""
+        device, more = self.hook.model.device, max(0, self.rows - len(methods))
+        ids, places = (
+            torch.tensor([[each] for each in [*row, *row[-1:] * more]], device=device) for row in (tokens, positions)
+        )  # [b, 1] each
+        rows = [*methods, *[methods[-1]] * more]
+        self.rope.use([method.context.capacity for method in rows])
+        held = [method.states for method in rows]
         if not self.states.of(held):
             self.states = BatchStates(self.hook.geometry.states, held)
         with next_queries(self.hook, methods):
-            logits = self.hook.run(BlockingPipeline(methods), tokens, positions, 1, self.states)  # [b, 1, vocab]
-        return [(row[0], None) for row in logits[: len(batch)]]
+            logits = self.hook.run(BlockingPipeline(methods), ids, places, 1, self.states)  # [b, 1, vocab]
+        return logits[: len(methods), 0]
 
     @override
     def finish(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,29 +18,22 @@ from torch import Tensor, nn
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
-from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
-from kvcli.runtime.compiled import CompiledStepper
-from kvcli.runtime.decode import BlockingStepper, Stepper, decode
+from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
-from kvcli.runtime.gpu.piecewise import PiecewiseStepper
-from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
+from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
 from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
-
-Pipeline = Literal["blocking", "overlapped", "compiled"]
-"""How a step runs: phase after phase; on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases are
-neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
 
@@ -233,22 +226,14 @@ class Engine:
         timeline: Timeline | None = None,
         pipeline: Pipeline = "blocking",
         rows: int = 1,
+        lossless: int | None = None,
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
         """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`.
 
-        Into a blocking pipeline others may join; `rows` is the least number of rows of its steps.
+        Into a blocking pipeline others may join; `rows` is the least number of rows of its steps. With `lossless`
+        sequences bring a `reference`, which checks so many drafts in a pass.
         """
-        stepper: Stepper
-        if pipeline == "blocking":
-            stepper = BlockingStepper(self.hook, self.rope, rows)
-        elif pipeline == "compiled" and self.model.device.type == "cpu":
-            stepper = CompiledStepper(self.hook, self.rope)
-        elif gpu_step_of(type(sequences[0].method), sequences[0].method.config) == GRAPH and alike(
-            [each.method for each in sequences]
-        ):
-            stepper = SlotStepper(self.hook, sequences, self.rope, self.notice, pipeline == "compiled")
-        else:
-            stepper = PiecewiseStepper(self.hook, sequences, self.rope, self.notice)
+        stepper = stepper_for(self.hook, self.rope, sequences, pipeline, self.notice, rows, lossless)
         return decode(stepper, sequences, timeline or Timeline())
 
     def prepared(self, name: str) -> Any:
@@ -266,11 +251,6 @@ class Engine:
             self.rope.use([len(repeated.ids)])
             _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, repeated)
         return _HEAD_SCORES[self.model.module]
-
-
-def alike(methods: Sequence[AnyMethod]) -> bool:
-    """Tell whether all have the same settings: a budget that is a share comes to another one for each prompt."""
-    return all(method.config == methods[0].config for method in methods)
 
 
 def shared_windows(branches: Branches, methods: Sequence[AnyMethod], window: int) -> int:

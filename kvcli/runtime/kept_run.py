@@ -24,7 +24,8 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.methods import get_method
 from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint, ModelSpec
-from kvcli.runtime.engine import Engine, Pipeline
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.journal import Journal

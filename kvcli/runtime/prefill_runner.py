@@ -52,8 +52,8 @@ class PrefillRunner:
     """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
 
     With `reference`, a profile, every sequence brings a method object of that profile, too, which has read the same
-    prompt. `kept` counts what sequences have in host memory of what a `library` loaded. `advance` is called as in
-    `Engine.prefill_branches`, by default it is the observer's.
+    prompt; where it is to be `exact`, its first token is that one's. `kept` counts what sequences have in host memory
+    of what a `library` loaded. `advance` is called as in `Engine.prefill_branches`, by default it is the observer's.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class PrefillRunner:
         reference: Profile | None = None,
         library: KVLibrary | None = None,
         advance: Callable[[int], None] | None = None,
+        exact: bool = False,
     ):
+        self.exact = exact
         self.engine, self.sampling, self.library = engine, sampling, library
         self.profiles = [profile] if reference is None else [profile, reference]
         self.observer, self.timelines = observer, [timeline, Timeline()]  # the reference's work is not the run's
@@ -215,7 +217,7 @@ class PrefillRunner:
                     own, shared_bytes = len(prompt.ids) - reading.shared, method.footprint().shared
                     sequence.kv = KVOrigin(own, reading.shared, shared_bytes=shared_bytes)
                 sequence.prefill_ms = 0.0 if row else prefill_ms
-                piece = sequence.accept(reading.logits[row][0])
+                piece = sequence.accept(reading.logits[row][-1 if self.exact else 0])
                 sequence.ttft_ms = 1000 * (time.perf_counter() - self.started)
                 yield sequence, piece
 

@@ -1,5 +1,8 @@
 """From logits to the next token: greedy, or drawn after transformers' own warpers."""
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Callable, Iterable
 from typing import ClassVar, cast
 
@@ -69,6 +72,12 @@ class Sampler:
             self.warpers.append(TopPLogitsWarper(sampling.top_p))
         if sampling.min_p:
             self.warpers.append(MinPLogitsWarper(sampling.min_p))
+
+    def ahead(self) -> Sampler:
+        """Copy it, to draw what this one will draw from the same logits."""
+        other = copy.copy(self)
+        other.generator = self.generator.clone_state()
+        return other
 
     def __call__(self, logits: Tensor) -> int:
         """Choose from logits [vocab]."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvcli.methods.base import AnyMethod
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
+from kvcli.store.footprint import Footprint
 from kvcli.store.state import Settled
 from kvcli.telemetry import report
 from kvcli.telemetry.counters import Counters
@@ -44,6 +45,8 @@ class RunningSequence:
     question: str | None = None
     id: str | None = None
     kv: report.KVOrigin = field(default_factory=report.KVOrigin)
+    drafts: report.DraftCounts | None = None
+    """Where full attention checks what the method drafts."""
     logits: Tensor | None = None
     """What the newest token was chosen from: [vocab]."""
 
@@ -56,6 +59,10 @@ class RunningSequence:
     def length(self) -> int:
         """Tokens in the cache: the newest one has no KV yet."""
         return self.prompt_tokens + len(self.token_ids) - 1
+
+    def sampler_ahead(self) -> Callable[[Tensor], int]:
+        """Make a sampler that chooses as this sequence's will, from the same random numbers."""
+        return self.sampler.ahead() if isinstance(self.sampler, Sampler) else self.sampler
 
     @property
     def greedy(self) -> bool:
@@ -88,6 +95,18 @@ class RunningSequence:
         self.finish_reason = reason
         return self.detokenizer.finish()
 
+    def footprint(self) -> Footprint:
+        """Count the bytes that the sequence holds in each tier.
+
+        Where drafts are checked, the method is a copy of the first one, which is gone: what it shares is its own.
+        """
+        held = self.method.footprint()
+        if self.drafts is None:
+            return held
+        assert self.reference is not None
+        shared = self.kv.shared_bytes
+        return Footprint(held.device, held.host + held.shared - shared, shared) + self.reference.footprint()
+
     def settled(self) -> list[Settled]:
         """What a step gave stays, its counts among it: blocking steps have counted all of their work."""
         return [Settled(each, 0, len(each)) for each in (self.token_ids, self.decode_ms, self.counters.counts)]
@@ -112,4 +131,5 @@ class RunningSequence:
             id=self.id,
             kv=self.kv,
             budget=getattr(self.method.config, "budget", None),
+            drafts=self.drafts,
         )

@@ -42,6 +42,18 @@ class TokenMajorCache(LayerCache):
         self.held += 1
         return self._moved(1)
 
+    def append_window(self, k: Tensor, v: Tensor) -> int:
+        """Store n tokens k, v [Hk, n, d] behind the others; returns the bytes written to the host."""
+        start, n = self.held, k.shape[1]
+        self._put(slice(start, start + n), [x.transpose(0, 1) for x in (k, v)])
+        self.length += n
+        self.held += n
+        return self._moved(n)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens from `length` on; for a cache that holds all of them."""
+        self.length = self.held = length
+
     def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
         if self.format is None:

@@ -105,6 +105,18 @@ class Step:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """How full attention agreed with what a method drafted: its passes, the tokens drafted and those accepted.
+
+    A pass gives one token more than it accepts.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
 class KVOrigin:
     """Where the KV of a prompt's tokens came from; the three counts of tokens add up to the prompt.
 
@@ -130,7 +142,7 @@ class Sequence:
     Questions on one document are read together: the first one's `prefill_ms` is the time of all, that of the others 0.
 
     `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
-    attention, see `kvcli.quality.fidelity`.
+    attention, see `kvcli.quality.fidelity`. `drafts` counts what full attention checked, None where it did not.
     """
 
     source: str
@@ -151,6 +163,7 @@ class Sequence:
     id: str | None = None
     kv: KVOrigin = field(default_factory=KVOrigin)
     budget: int | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)

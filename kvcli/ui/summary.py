@@ -102,6 +102,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     for key, value in sequence.method.items():
         if isinstance(value, int | float | str):  # longer data is for the JSON
             rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
+    if (drafts := sequence.drafts) is not None:
+        each = f"{(drafts.accepted + drafts.passes) / drafts.passes:.2f} tokens a pass of full attention"
+        rows.append(("drafts accepted", f"{rate(drafts.accepted, drafts.drafted)} · {each}"))
     rows += fidelity_rows(sequence.fidelity)
     asked, budget = report.profile.get("settings", {}).get("budget"), sequence.budget
     if budget is not None and asked != budget:

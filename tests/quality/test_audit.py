@@ -10,7 +10,7 @@ from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
 from kvcli.inputs.encoding import Template, encode
-from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.profiles import reference_profile, resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
 from kvcli.quality.fidelity import Passage, measure
@@ -101,7 +101,8 @@ def test_its_memory_is_planned(checkpoint, monkeypatch):
     opened = open_checkpoint(checkpoint)
     sampling = Sampling(max_tokens=16, num_samples=2)
     plain, audited = (
-        memory.need(FREEKV, opened.geometry, opened.dtype, [100, 200], 16, 2, audit).kv for audit in (False, True)
+        memory.need(FREEKV, opened.geometry, opened.dtype, [100, 200], 16, 2, beside).kv
+        for beside in (None, reference_profile())
     )
     kv_of_a_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in opened.geometry.layers)
     assert audited.device - plain.device == 2 * (116 + 216) * kv_of_a_token
@@ -110,7 +111,7 @@ def test_its_memory_is_planned(checkpoint, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda _: enough)
     memory.check(FREEKV, opened, [3000], sampling)
     with pytest.raises(KvcliError) as refused:
-        memory.check(FREEKV, opened, [3000], sampling, audited=True)
+        memory.check(FREEKV, opened, [3000], sampling, beside=reference_profile())
     assert refused.value.exit_code == ExitCode.WILL_NOT_FIT
     assert "--audit" in refused.value.hint
 

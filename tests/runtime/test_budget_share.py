@@ -70,7 +70,7 @@ def test_every_method_takes_the_tokens_that_a_share_comes_to(name):
 
 def test_budgets_that_differ_are_no_step_of_one_graph(monkeypatch):
     served = []
-    monkeypatch.setattr("kvcli.runtime.engine.PiecewiseStepper", lambda *given: served.append(given) or Stop())
+    monkeypatch.setattr("kvcli.runtime.pipeline.PiecewiseStepper", lambda *given: served.append(given) or Stop())
 
     class Stop(PiecewiseStepper):
         def __init__(self):

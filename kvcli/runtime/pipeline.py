@@ -1,0 +1,46 @@
+"""The ways in which a step of a batch can run, and which of them serves a run."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from kvcli.methods.base import AnyMethod
+from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.models.rope import Rope
+from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.compiled import CompiledStepper
+from kvcli.runtime.decode import BlockingStepper, Stepper
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
+from kvcli.runtime.gpu.stepper import SlotStepper
+from kvcli.runtime.lossless import LosslessStepper
+from kvcli.runtime.sequence import RunningSequence
+
+Pipeline = Literal["blocking", "overlapped", "compiled"]
+"""How a step runs: phase after phase; on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases are
+neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
+
+
+def stepper_for(
+    hook: Hook,
+    rope: Rope,
+    sequences: Sequence[RunningSequence],
+    pipeline: Pipeline,
+    notice: Callable[[str], None],
+    rows: int = 1,
+    lossless: int | None = None,
+) -> Stepper:
+    """Make what steps these sequences; parameters as in `kvcli.runtime.engine.Engine.decode`."""
+    if lossless is not None:
+        return LosslessStepper(hook, rope, sequences, lossless)
+    if pipeline == "blocking":
+        return BlockingStepper(hook, rope, rows)
+    if pipeline == "compiled" and hook.model.device.type == "cpu":
+        return CompiledStepper(hook, rope)
+    method = sequences[0].method
+    if gpu_step_of(type(method), method.config) == GRAPH and alike([each.method for each in sequences]):
+        return SlotStepper(hook, sequences, rope, notice, pipeline == "compiled")
+    return PiecewiseStepper(hook, sequences, rope, notice)
+
+
+def alike(methods: Sequence[AnyMethod]) -> bool:
+    """Tell whether all have the same settings: a budget that is a share comes to another one for each prompt."""
+    return all(method.config == methods[0].config for method in methods)
