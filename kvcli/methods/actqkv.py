@@ -5,19 +5,15 @@ from the mean of all queries so far, per channel in units of their variance (equ
 cosine. Where the prompt is a document and a question, the question is read first, alone; its queries make a second
 probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
 
-In decode the query itself is the probe, and the layers share their budget: a layer takes of what is left the part that
-the entropy of its scores has in the entropies of itself and the layers still to come (equation 12), for which the
-means of their last 100 steps stand; before each layer has one, the split is even. What a layer really gets, rounded
-and clamped, is what the next ones lack; so the layers' mean keeps to the budget, unless a clamp binds. The clamps are
-parts of the budget, so that they scale with it. While the context fits into the budget there is no cut-off.
+In decode the query itself is the probe, and the layers share their budget by the entropies of their scores
+(`kvcli.methods._cut_off`); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
+with it. While the context fits into the budget there is no cut-off.
 
 Windows, blocks, representatives, positions and exactness are InfLLM's. Keys have their KV heads repeated for the query
 heads they serve. A question longer than a window counts by its last tokens.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -25,13 +21,12 @@ from typing_extensions import override
 
 from kvcli.kernels.block_scores import cosine_scores, density, dot_scores
 from kvcli.methods._activation import EPS, Moments, activation_probe, merge_moments, moments_of
+from kvcli.methods._cut_off import CutOff
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.blocks import BlockCache
-
-RECENT_STEPS = 100  # steps whose entropies make a layer's mean
 
 
 class ActQKVConfig(InfLLMConfig):
@@ -57,31 +52,6 @@ class ActQKVConfig(InfLLMConfig):
     def slots(self) -> int:
         """Retrieved blocks that the device has room for, per layer: the most that the cut-off gives."""
         return round(self.cutoff_most * self.pages.selected)
-
-
-class CutOff:
-    """Divides `blocks` a layer among `layers` by their entropies, layer after layer within each step."""
-
-    def __init__(self, layers: Sequence[int], blocks: int, least: int, most: int):
-        self.layers, self.blocks, self.least, self.most = list(layers), blocks, least, most
-        self.recent: dict[int, deque[float]] = {layer: deque(maxlen=RECENT_STEPS) for layer in layers}
-        self.means: dict[int, float] = {}
-        self.remaining = 0.0
-
-    def allot(self, layer: int, entropy: float, candidates: int) -> int:
-        """Give `layer` its blocks of this step, at most `candidates`."""
-        if layer == self.layers[0]:
-            self.remaining = len(self.layers) * self.blocks
-        rest = self.layers[self.layers.index(layer) + 1 :]
-        if len(self.means) == len(self.layers):
-            share = entropy / (entropy + sum(self.means[other] for other in rest))
-        else:
-            share = 1 / (1 + len(rest))
-        given = min(candidates, max(self.least, min(self.most, round(share * self.remaining))))
-        self.remaining -= given
-        self.recent[layer].append(entropy)
-        self.means[layer] = fmean(self.recent[layer])
-        return given
 
 
 class ActQKV(InfLLM):

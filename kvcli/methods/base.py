@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods._latents import tiers_for
+from kvcli.methods._windows import AttendsWindows
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry, StateGeometry
@@ -219,12 +220,9 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         Sliding and dense layers attend exactly.
         """
         if layer in self.retrieval:
+            assert isinstance(self, AttendsWindows), f"{type(self).__name__} has no retrieve_window"
             return self.retrieve_window(layer, self.retrieval[layer], q, k, v, softmax)
         return self.plain[layer].attend_window(q, k, v, softmax)
-
-    def retrieve_window(self, layer: int, cache: CacheT, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Do what `attend_window` says in a layer of `new_cache`; for methods with a `prefill_window`."""
-        raise NotImplementedError
 
     @property
     def preview(self) -> Sequence[int]:

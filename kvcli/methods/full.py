@@ -35,10 +35,9 @@ class Full(Method[FullConfig, DenseCache]):
     def step_plan(self) -> StepPlan:
         return StepPlan()
 
-    @override
     def retrieve_window(
         self,
-        layer: int,
+        layer: int,  # noqa: ARG002
         cache: DenseCache,
         q: Tensor,
         k: Tensor,

@@ -1,10 +1,9 @@
 """ReFreeKV: pruning after prefill by a threshold that suits every input (arXiv 2502.16886, section 3).
 
 Once, when a layer's prompt is read: its tokens are ranked by position, the sinks first and then from the newest to the
-oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row. A' is the
-mean of the last `rows` rows of a head, for each token over those that see it, and the norm ||A'|| the mean over the
-heads: one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep their positions, and
-generated tokens are never dropped.
+oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row
+(`kvcli.methods._norm_cut`): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
+their positions, and generated tokens are never dropped.
 
 Decided where paper and reference code differ: the sinks are kept unconditionally and stay out of the norm. With them
 inside, a heavy sink alone makes up the norm and nothing else is kept.
@@ -21,17 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods._norm_cut import mean_row, norm_cut
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pages import slices
 from kvcli.store.pruned import PrunedCache
 from kvcli.telemetry.counters import Count
-
-ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
 
 
 class ReFreeKVConfig(HostKVConfig):
@@ -96,7 +92,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         chosen = torch.arange(sink, length, device=k.device)
         if layer >= self.config.dense_layers and length > sink:
             with self.span("prune", layer):
-                weights = self._mean_row(q, k, softmax)[:, sink:]  # [H, s - sink]
+                weights = mean_row(q, k, softmax)[:, sink:]  # [H, s - sink]
                 if self.config.ranking == "attention":  # the most attended take the place of the newest
                     chosen = chosen[weights.mean(0).argsort(stable=True)]
                     weights = weights[:, chosen - sink]
@@ -130,26 +126,3 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
             return {}
         kept = [self.kept[layer] for layer in sorted(self.kept)]
         return {"realised_budget": sum(kept) / len(kept) / self.prompt_tokens, "kept_tokens": kept}
-
-    def _mean_row(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-        """A' [H, s]: mean weight of each token over the last rows, q [H, r, d], that see it."""
-        rows, length = q.shape[1], k.shape[1]
-        total = torch.zeros(q.shape[0], length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for part in slices(rows, ROWS_AT_ONCE):
-            seen = length - rows + part.stop
-            total[:, :seen] += last_rows(q[:, part], k[:, :seen], softmax).sum(1)  # of [H, r, s]
-        seen_by = (length - torch.arange(length, device=q.device)).clamp(max=rows)
-        return total / seen_by
-
-
-def norm_cut(weights: Tensor, threshold: float) -> int:
-    """Count the newest tokens that hold nearly all of an attention row's norm (section 3.2).
-
-        N_j = mean over heads of sqrt(sum of a_t^2 over the newest j tokens)      least j with 1 - N_j / N_s < T
-
-    `weights` a [H, s], s >= 1, oldest token first. All tokens where no j is enough, as with T = 0. All norms come from
-    one cumulative sum, in float64 for the sake of long rows.
-    """
-    norms = weights.flip(-1).to(torch.float64).square_().cumsum(-1).sqrt_().mean(0)  # [s]
-    short = norms[-1] - norms >= threshold * norms[-1]
-    return min(int(short.sum()) + 1, len(norms))

@@ -20,9 +20,6 @@ Decided where the paper is silent:
 - `svd_refresh` is the variant that FreeKV compared with (arXiv 2505.13109, appendix A): every so many generated tokens
   a new factor is made of all exact keys seen, and the tokens stored are carried over to it (`LowRankKeys.refresh`).
 - The factorisation is by the Gram matrix, as good as an SVD in fp32 and faster; `kvcli.kernels.low_rank` has numbers.
-
-Bytes: the paper's formula for the memory saved (appendix A.2) lacks a factor, the width of a token's keys, in the term
-for selected chunks and outliers; `memory_saving` has it, which makes 6.26 of the paper's 7.08 in its example.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.shadow import ShadowCache, ShadowLayout
+from kvcli.store.shadow_stats import summarise
 
 
 class ShadowKVConfig(HostKVConfig):
@@ -137,31 +135,5 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
             return cache.attend(q, softmax)
 
     def statistics(self) -> dict[str, Any]:
-        """Say how well the keys are kept and what that saves; nothing where nothing was factorised.
-
-        `key_error` is the relative error (Frobenius) of the prompt's keys as stored, the worst of all layers and layer
-        by layer. `memory_saving` is the factor of the paper's appendix A.2 as corrected, `bytes_saved` the same in
-        bytes, both for the tokens that are kept in this way. `outlier_bytes_on_host`: values of outliers lie in host
-        memory as well, where a chunk's place is its number; the paper leaves them out.
-        """
-        active = {layer: cache for layer, cache in self.retrieval.items() if cache.active}
-        if not active:
-            return {}
-        errors = {layer: cache.keys.error or 0.0 for layer, cache in active.items()}
-        full = kept = 0
-        for cache in active.values():
-            width = cache.k.shape[0] * cache.k.shape[2]
-            full += 2 * cache.covered * width * cache.k.element_size()
-            kept += cache.layout.elements(cache.covered, width, cache.keys.rank) * cache.k.element_size()
-        pages = self.context.counters.cache()
-        return {
-            "rank": max(cache.keys.rank for cache in active.values()),
-            "key_error": max(errors.values()),
-            "outlier_bytes_on_host": sum(
-                cache.resident.shape[0] * cache.layout.outliers * cache.values.block_bytes for cache in active.values()
-            ),
-            "hit_rate": pages.hits / pages.pages_requested if pages.pages_requested else 0.0,
-            "memory_saving": full / kept,
-            "bytes_saved": full - kept,
-            "layers": [{"layer": layer, "key_error": error} for layer, error in errors.items()],
-        }
+        """Say how well the keys are kept and what that saves; nothing where nothing was factorised."""
+        return summarise(self.retrieval, self.context.counters.cache())

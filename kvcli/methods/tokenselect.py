@@ -26,7 +26,7 @@ from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Choice, Chosen, StepIndex, StepPlan
+from kvcli.methods.steps.plan import Choice, Chosen, ScoredIndex, StepIndex, StepPlan
 from kvcli.methods.steps.token_scores import KeyChannelScores
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.channel_scored import ChannelScoredCache
@@ -123,6 +123,7 @@ class KeptVote(Choice):
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
+        assert isinstance(index, ScoredIndex)
         query = q.flatten(1).float()
         if self.query.numel() == 0:
             self.query = torch.zeros_like(query)

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.store.cache import Footprint, Tiers
+from kvcli.store.footprint import Footprint
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled, raw
+from kvcli.store.tiers import Tiers
 
 PIECE_BYTES = 256 << 20
 """About as much is pinned at once: small enough that the first layer need not wait for long."""

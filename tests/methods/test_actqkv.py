@@ -11,7 +11,8 @@ from driver import HK, SOFTMAX, D, H, layers
 from engine import SPARE, in_memory, new_method, profile_of, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli.methods.actqkv import ActQKVConfig, CutOff
+from kvcli.methods._cut_off import CutOff
+from kvcli.methods.actqkv import ActQKVConfig
 from kvcli.methods.base import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed

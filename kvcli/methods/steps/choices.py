@@ -7,7 +7,7 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.plan import Choice, Chosen, ScoredIndex, StepIndex
 
 
 class BestScores(Choice):
@@ -36,6 +36,7 @@ class NearBest(Choice):
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
+        assert isinstance(index, ScoredIndex)
         scores, rows = index.scores(q, softmax, heads), self.slots.rows  # [b, Hk, n]
         near = scores >= scores.amax(2, keepdim=True) - self.alpha
         wanted = (near.sum((1, 2)) // heads.shape[1]).clamp(1, rows.layout.selected).int()

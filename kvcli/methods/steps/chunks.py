@@ -12,10 +12,10 @@ from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import StepIndex
+from kvcli.methods.steps.plan import ScoredIndex
 
 
-class LandmarkScores(StepIndex):
+class LandmarkScores(ScoredIndex):
     """The softmax of each query head over the mean keys of chunks, `means`, and its maximum over the group.
 
     Outliers, `excluded`, score less than any other. What is generated changes nothing.

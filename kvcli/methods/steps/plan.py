@@ -3,12 +3,14 @@
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.host_pages import HostPages
@@ -22,8 +24,8 @@ from kvcli.methods.steps.eviction import Eviction
 RecallBy = Literal["gather", "copy"]
 
 
-class StepIndex:
-    """What the pages of a layer of a batch are scored by."""
+class StepIndex(ABC):
+    """What the pages of a layer of a batch are chosen by."""
 
     needs_newest: bool
     """Whether the newest token is appended, and `update` called, before scoring; else after attention."""
@@ -35,26 +37,39 @@ class StepIndex:
         """Give the lengths [b] and the layout that say what can be chosen."""
         return self.slots.rows.lengths, self.slots.rows.layout
 
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
-        """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
-
-        heads [b, Hk] bool: only these KV heads need to be scored.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def best(
         self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
     ) -> None:
-        """Choose what scores best with queries q, for the KV heads `heads`; `wanted` [b] int32 where it is less."""
-        scores = self.scores(q, softmax, heads)
-        topk_pages_device(scores, *self.scored, selection, heads, wanted, self.slots.rows.arrived)
+        """Choose what scores best with queries q [b, H, d], for the KV heads `heads` [b, Hk] bool.
 
+        `wanted` [b] int32 where it is less than there are places for.
+        """
+
+    @abstractmethod
     def update(self, new: NewToken, host: HostPages | None) -> None:
         """Take in the newest tokens, which are appended, or what they have completed, and write that to `host`.
 
         Where the newest are not needed before scoring, `new` is the caller's again by then.
         """
-        raise NotImplementedError
+
+
+class ScoredIndex(StepIndex):
+    """An index whose scores are written down before any is chosen."""
+
+    @abstractmethod
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
+        """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
+
+        heads [b, Hk] bool: only these KV heads need to be scored.
+        """
+
+    @override
+    def best(
+        self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
+    ) -> None:
+        scores = self.scores(q, softmax, heads)
+        topk_pages_device(scores, *self.scored, selection, heads, wanted, self.slots.rows.arrived)
 
 
 class Chosen(NamedTuple):

@@ -13,11 +13,11 @@ from kvcli.kernels.one_bit_scores import one_bit_scores_device
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import StepIndex
+from kvcli.methods.steps.plan import ScoredIndex
 from kvcli.methods.steps.rows import put_rows
 
 
-class OneBitScores(StepIndex):
+class OneBitScores(ScoredIndex):
     """Scores by `codes` and `ranges` of full groups, see `kvcli.store.one_bit.OneBitIndex`; pooled over the group.
 
     The tokens of a group can be selected as soon as it is full: it is quantised before scoring.
@@ -43,7 +43,7 @@ class OneBitScores(StepIndex):
             take_in_filled_page(self.slots.rows, host=host)
 
 
-class KeyChannelScores(StepIndex):
+class KeyChannelScores(ScoredIndex):
     """Scores by the first `channels` of the keys, pooled over the group or, `together`, over all query heads."""
 
     needs_newest = False
@@ -63,7 +63,7 @@ class KeyChannelScores(StepIndex):
         """Do nothing: attention puts the key where it is scored."""
 
 
-class PartialKeyScores(StepIndex):
+class PartialKeyScores(ScoredIndex):
     """Scores by a few columns of the keys, `keys`, in a `basis` of their head; the best head of a group counts."""
 
     needs_newest = True

@@ -1,0 +1,76 @@
+"""The memory that KV lives in: what a device holds, and what the host keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.quantised_blocks import KVDtype
+from kvcli.store.host_memory import host_memory
+from kvcli.store.pinned import PinnedAllocator, pinned_allocator
+from kvcli.store.staging import PinnedStaging, pinned_staging
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The memory that KV lives in: `device` computes, `host` keeps what the device has no room for.
+
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
+    `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
+    goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is
+    in `dtype`, but in host memory as `kv_dtype` says.
+    """
+
+    device: torch.device
+    host: torch.device
+    dtype: torch.dtype
+    pinned: PinnedAllocator | None = None
+    staging: PinnedStaging | None = None
+    parts: int = 2
+    kv_dtype: KVDtype = "auto"
+
+    @classmethod
+    def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
+        """Choose the host tier that belongs to a compute device."""
+        if device.type == "cuda":
+            return cls(device, torch.device("cpu"), dtype, pinned_allocator(device), pinned_staging(device))
+        return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
+
+    def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate uninitialised device memory."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def on_host(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate uninitialised host memory.
+
+        Raises:
+            KvcliError: the system pins no more (will not fit).
+        """
+        return self.on_host_async(*shape, dtype=dtype).result()
+
+    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None) -> Future[Tensor]:
+        """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls."""
+        if self.pinned is not None:
+            return self.pinned.allocate(shape, dtype or self.dtype)
+        ready: Future[Tensor] = Future()
+        kind, on_meta = dtype or self.dtype, self.host.type == "meta"
+        ready.set_result(torch.empty(shape, dtype=kind, device=self.host) if on_meta else host_memory(shape, kind))
+        return ready
+
+    def gathered(
+        self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Make a tensor of this shape on the device of rows that `gather` collects in host memory.
+
+        `gather(rows, part)` has to fill `rows` with rows `part` of the result; see `PinnedStaging.upload`.
+        """
+        target = self.on_device(*shape, dtype=dtype)
+        if self.staging is None:
+            gather(target, slice(shape[0]))
+        else:
+            self.staging.upload(target, gather)
+        return target
