@@ -69,7 +69,7 @@ class Oracle:
 @pytest.mark.parametrize("prompt", [75, 21])  # retrieving from the first step; growing out of the budget
 @pytest.mark.parametrize(("part", "top"), [(0.5, 2), (1.0, 4), (0.1, 1)])
 def test_every_step_matches_the_oracle(prompt, part, top):
-    stream = Stream(prompt, steps=110, seed=prompt)
+    stream = Stream(prompt, steps=60, seed=prompt)
     oracle = Oracle(stream, top)
     for step, method, out in stream.run("arkvale", {**SETTINGS, "top_part": part}):
         assert same(out, oracle.step(step)), f"output of step {step}"
@@ -77,11 +77,11 @@ def test_every_step_matches_the_oracle(prompt, part, top):
             held = [set(pages) for pages in method.retrieval[1].resident.tolist()]
             assert held == [set(pages) for pages in oracle.held], f"pages held after step {step}"
     cache = method.context.counters.cache()
-    active = sum(prompt + step + 1 > SETTINGS["budget"] for step in range(110))
+    active = sum(prompt + step + 1 > SETTINGS["budget"] for step in range(stream.steps))
     assert cache.pages_requested == active * HK * SELECTED
     assert 0 < cache.misses == oracle.misses
     assert cache.bytes_to_device == oracle.misses * 2 * P * D * 4
-    assert cache.bytes_to_host == (prompt + 110) // P * HK * 2 * P * D * 4
+    assert cache.bytes_to_host == (prompt + stream.steps) // P * HK * 2 * P * D * 4
 
 
 def test_fewer_pages_are_recalled_the_fewer_must_be_the_best():

@@ -17,7 +17,7 @@ from kvcli.methods.cake import capped_shares
 from kvcli.models.geometry import geometry_of
 from kvcli.store.pruned import PrunedCache
 
-STEPS = 100
+STEPS = 60
 SETTINGS = {"budget": 24, "window": 5, "kernel": 3, "gamma": 20.0, "tau1": 1.5, "tau2": 0.7}
 TOKEN = HK * (2 * D * 4 + 4)  # bytes of a token of a layer: K, V, position
 

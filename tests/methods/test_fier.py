@@ -16,7 +16,7 @@ BUDGET, GROUP = 37, 8
 SETTINGS = {"budget": BUDGET, "group": GROUP, "dense_layers": 1}
 VARIANTS = [{}, {"sink": 3, "window": 5}, {"window": 13, "group": 4}, {"group": 1}, {"pooling": "mean_qk"}]
 G = H // HK
-STEPS = 110
+STEPS = 60
 
 
 def softmax(values):

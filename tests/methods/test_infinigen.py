@@ -16,7 +16,7 @@ from kvcli.kernels.slot_layout import EMPTY
 BUDGET = 30
 SETTINGS = {"budget": BUDGET, "alpha": 0.8, "columns": 0.4, "rows": 50}
 VARIANTS = [{}, {"sink": 3, "window": 6}, {"columns": 1.0, "alpha": 3.0}, {"alpha": 0.0}, {"alpha": 50.0, "rows": 7}]
-STEPS = 100
+STEPS = 60
 
 
 class Oracle:

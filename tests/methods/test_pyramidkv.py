@@ -7,7 +7,7 @@ from driver import HK, SOFTMAX, Stream, layers
 from engine import new_method
 from eviction_oracle import Oracle, voted
 
-STEPS = 100
+STEPS = 60
 
 
 def budgets(count, prompt, budget, window, beta):

@@ -38,7 +38,7 @@ def selection_of(stream, head, queries, length):
 
 
 def test_every_step_matches_the_oracle():
-    stream = Stream(21, steps=110)
+    stream = Stream(21, steps=60)
     for step, method, out in stream.run("quest", {**SETTINGS, "dense_layers": 0}):  # noqa: B007 - read afterwards
         length = stream.prompt + step + 1
         for head in range(HK):
@@ -52,7 +52,7 @@ def test_every_step_matches_the_oracle():
             expected = (q @ k.T / math.sqrt(D)).softmax(-1) @ v
             assert torch.allclose(out[head * G : head * G + G].double(), expected, rtol=1e-4, atol=1e-5), f"step {step}"
     cache = method.context.counters.cache()
-    active = sum(stream.prompt + step + 1 > SETTINGS["budget"] for step in range(110))
+    active = sum(stream.prompt + step + 1 > SETTINGS["budget"] for step in range(stream.steps))
     assert cache.pages_requested == cache.hits == active * HK * SELECTED
     assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
 

@@ -72,7 +72,7 @@ def mean(values):
     [(11, 0.12, "max_s"), (1, 0.12, "mean_s"), (31, 0.12, "max_s"), (75, 0.08, "max_s"), (12, 0.0, "max_s")],
 )
 def test_every_step_matches_the_oracle(prompt, threshold, pooling):
-    stream = Stream(prompt, steps=150, seed=prompt)
+    stream = Stream(prompt, steps=90, seed=prompt)
     oracle = Oracle(stream, SETTINGS["budget"], threshold, {"max_s": max, "mean_s": mean}[pooling])
     for step, method, out in stream.run("raas", {**SETTINGS, "threshold": threshold, "pooling": pooling}):
         expected = oracle.step(prompt + step, stream.q[step])

@@ -62,7 +62,7 @@ def expected(stream, step, keep, compensation=True, sinks=None):
 @pytest.mark.parametrize("compensation", [True, False])
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 75])
 def test_every_step_matches_the_oracle(prompt, compensation, keep, heads_file):
-    stream = Stream(prompt, steps=110, seed=prompt)
+    stream = Stream(prompt, steps=60, seed=prompt)
     settings = {**SETTINGS, "compensation": compensation, "heads": heads_file([False, False], list(keep))}
     for step, method, out in stream.run("razor", settings):
         if step % 7 == 0 or step < 5:

@@ -22,7 +22,7 @@ C, SELECTED, OUTLIERS, LOCAL, RANK = 3, 4, 2, 2, 11  # chunks of 3 tokens; keys 
 SETTINGS = {"budget": C * SELECTED + 1, "chunk": C, "outliers": OUTLIERS, "local": LOCAL, "rank": RANK}
 TOTAL = SELECTED + OUTLIERS + LOCAL
 G = H // HK
-STEPS = 110
+STEPS = 60
 THETA = 1000.0
 
 

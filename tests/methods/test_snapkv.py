@@ -10,7 +10,7 @@ from families import VOCAB, tiny_model
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 
-STEPS = 110
+STEPS = 60
 SETTINGS = {"budget": 24, "window": 5, "kernel": 3}
 
 

@@ -11,7 +11,7 @@ from oracle import attention, best, dot, group, same, softmax
 
 BUDGET, SINK, WINDOW = 30, 3, 6
 SETTINGS = {"budget": BUDGET, "sink": SINK, "window": WINDOW}
-STEPS = 110
+STEPS = 60
 
 
 class Oracle:

@@ -6,7 +6,7 @@ from driver import HK, D, H, Stream, layers
 from engine import new_method
 from eviction_oracle import Oracle, best
 
-STEPS = 110
+STEPS = 60
 
 
 def mean_row(rows):

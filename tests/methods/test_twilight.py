@@ -15,7 +15,7 @@ from kvcli.methods import twilight
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 6  # in pages
 BUDGET = P * (SINK + WINDOW + SELECTED)
 SETTINGS = {"budget": BUDGET, "sink": P * SINK, "window": P * WINDOW, "page_size": P, "dense_layers": 1}
-STEPS = 110
+STEPS = 60
 
 
 def bounds_of(stream):
