@@ -61,7 +61,6 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
 
-    @override
     def retrieve_window(
         self, layer: int, cache: TokenMajorCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
