@@ -211,10 +211,11 @@ def test_progress_is_for_terminals():
     assert watch(terminal=True, quiet=True) == ""
 
 
-def test_a_quiet_run_still_says_what_was_not_done():
-    console = screen(terminal=False)
-    shown.RunConsole(Sink(), True, True, console).failure("kept: not written, No space left on device")
-    assert console.file.getvalue() == "kvcli: kept: not written, No space left on device\n"
+@pytest.mark.parametrize("text_on_screen", [True, False])
+def test_a_quiet_run_still_says_what_was_not_done(text_on_screen):
+    console = screen()
+    shown.RunConsole(Sink(), True, text_on_screen, console).failure("kept: not written, No space left on device")
+    assert console.file.getvalue() == "\n" * text_on_screen + "kvcli: kept: not written, No space left on device\n"
 
 
 def test_decode_shows_a_bar_only_where_no_text_grows():

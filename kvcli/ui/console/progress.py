@@ -143,7 +143,9 @@ class RunConsole(Observer):
             print_note(message, self._console)
 
     def failure(self, message: str) -> None:
-        """Show it as a note, in a quiet run as well."""
+        """Show it as a note, in a quiet run as well, and not at the end of a line of text that still grows."""
+        if self._text_on_screen:
+            self._console.print()
         print_note(message, self._console)
 
     def step(self, done: int, total: int) -> None:
