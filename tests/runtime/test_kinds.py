@@ -11,8 +11,8 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 
-STEPS = 18
-TEXT = 75
+STEPS = 12
+TEXT = 78  # two pages are filled
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *HYBRIDS])

@@ -15,7 +15,7 @@ from kvcli.runtime.gpu.streams import SerialStreams
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
 # One has outgrown its budget, one does while it decodes, one never does.
-LENGTHS = (91, 33, 7)
+LENGTHS = (91, 41, 7)
 
 
 def prompts():
@@ -32,12 +32,12 @@ def outcome(sequences):
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3", "phi3"])
 @pytest.mark.parametrize("method", ["full", "streaming", "freekv"])
 def test_every_family_and_method(family, method):
     model = tiny_model(family)
     settings = {"full": {}, "streaming": {"budget": 24}, "freekv": SMALL}[method]
-    steps = (model, method, settings, prompts(), 34)
+    steps = (model, method, settings, prompts(), 18)
     assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
 
 
@@ -56,7 +56,7 @@ def test_every_family_and_method(family, method):
     ids=str,
 )
 def test_every_setting(changed):
-    steps = (tiny_model("llama"), "freekv", SMALL | changed, prompts(), 34)
+    steps = (tiny_model("llama"), "freekv", SMALL | changed, prompts(), 18)
     assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
 
 
