@@ -95,3 +95,8 @@ def attention_implementation(model: Any) -> str:
 def can_set_attention(model: Any) -> bool:
     """Tell whether a model calls attention through transformers' interface, so that it can be replaced."""
     return bool(model._can_set_attn_implementation())
+
+
+def auto_class(auto: Any, config: type, model: type) -> Any:
+    """Derive one of transformers' auto classes that makes a model of this class of such a config."""
+    return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})

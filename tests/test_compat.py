@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_config, tiny_model
 from torch import nn
 from torch.nn.attention import SDPBackend
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvcli import compat
 
@@ -67,3 +68,11 @@ def test_a_models_attention_is_told_and_can_be_set():
     before = compat.attention_implementation(model)
     model.set_attn_implementation("eager")
     assert compat.attention_implementation(model) == "eager" != before
+
+
+def test_an_auto_class_makes_models_of_another_class():
+    config = tiny_config("llama")
+    own = type("Own", (LlamaForCausalLM,), {"__module__": LlamaForCausalLM.__module__})
+    with torch.device("meta"):
+        assert type(compat.auto_class(AutoModelForCausalLM, type(config), own).from_config(config)) is own
+        assert type(AutoModelForCausalLM.from_config(config)) is LlamaForCausalLM

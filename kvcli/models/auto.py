@@ -1,23 +1,68 @@
 """Which class of transformers makes a model of a config, how its rotary module is asked, and what it says."""
 
+from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
+    PreTrainedModel,
 )
+
+from kvcli.compat import auto_class
 
 Angles = tuple[Tensor, Tensor] | Tensor
 """What a rotary module gives: cosines and sines, or complex numbers (llama4, deepseek_v2)."""
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """Choose the class for a config: one for text alone or, where there is none, one that also sees images."""
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    """Choose the class for a config: one for text alone or, where there is none, the text side of another.
+
+    Of a model that also sees images or hears, the modules that text never passes are neither made nor loaded.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto, known = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+    else:
+        auto, known = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in known or config.get_text_config(decoder=True) is config:
+        return auto
+    whole = known[type(config)]
+    return auto if whole.config_class is not type(config) else auto_class(auto, type(config), _text_side(whole))
+
+
+@cache
+def _text_side(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Derive a class whose models hold the decoder, what it lies in, and the head that makes logits."""
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        _keep_only({decoder_of(self), self.get_output_embeddings()}, self)
+
+    return type(whole.__name__, (whole,), {"__module__": whole.__module__, "__init__": make})
+
+
+def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
+    """Take out of a module all that neither is one of those kept nor holds one."""
+    for name, child in list(module.named_children()):
+        if child in kept:
+            continue
+        if any(each in kept for each in child.modules()):
+            _keep_only(kept, child)
+        else:
+            delattr(module, name)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The stack of decoder layers inside a causal language model: its `layers`, and its `rotary_emb` if it has one."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    inner: nn.Module | None = getattr(decoder, "model", None)  # what it finds in llama4 is the whole model
+    return decoder if inner is None or hasattr(decoder, "layers") else inner
 
 
 def angles_at(rotary: nn.Module, like: Tensor, positions: Tensor, layer_type: str | None) -> Angles:

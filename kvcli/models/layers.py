@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import angles_at
+from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.latent import Latent, compressed
 from kvcli.models.state_cache import StateCache
 
@@ -111,13 +112,6 @@ class DecoderLayer(NamedTuple):
 
     attention: str | None
     state: str | None
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The stack of decoder layers inside a causal language model: its `layers`, and its `rotary_emb` if it has one."""
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    inner: nn.Module | None = getattr(decoder, "model", None)  # what it finds in llama4 is the whole model
-    return decoder if inner is None or hasattr(decoder, "layers") else inner
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:

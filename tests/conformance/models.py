@@ -86,7 +86,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DELTA = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
 _DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
@@ -96,7 +96,12 @@ _LINEAR = _alternating("linear_attention", _FULL)
 # tokens at once on from a state.
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": lambda: config_of(
-        "Qwen3NextConfig", num_experts=4, shared_expert_intermediate_size=32, layer_types=_LINEAR, **EXPERTS, **_DELTA
+        "Qwen3NextConfig",
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        layer_types=_LINEAR,
+        **_FEW_EXPERTS,
+        **_DELTA,
     ),
     "qwen3_5": lambda: config_of("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA),
     "nemotron_h": lambda: config_of(
@@ -111,7 +116,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_shared_expert_intermediate_size=32,
         n_group=1,
         topk_group=1,
-        **EXPERTS,
+        **_FEW_EXPERTS,
     ),
     "granitemoehybrid": lambda: config_of(
         "GraniteMoeHybridConfig",
@@ -150,8 +155,8 @@ LATENT = {"num_key_value_heads": HEADS, "head_dim": 8, "kv_lora_rank": 16, "v_he
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
 _YARN |= {"mscale": 1.0, "mscale_all_dim": 0.7}
-_DELTA = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": HEADS, "head_dim": HEAD_DIM}
-_DELTA |= {"short_conv_kernel_size": 4}
+_KIMI = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": HEADS, "head_dim": HEAD_DIM}
+_KIMI |= {"short_conv_kernel_size": 4}
 # Temperatures differ within a test's prompt.
 _LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
 _LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
@@ -186,9 +191,9 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         config_of("Llama4TextConfig", **_LLAMA4),
         {**_VISION, **_PATCHES, "intermediate_size": 128, "vision_output_dim": 32, "projector_output_dim": 32},
     ),
-    "deepseek_v2": lambda: config_of("DeepseekV2Config", **EXPERTS, **LATENT),
+    "deepseek_v2": lambda: config_of("DeepseekV2Config", **EXPERTS, **LATENT, q_lora_rank=None),
     "deepseek_v3": lambda: config_of("DeepseekV3Config", **EXPERTS, **LATENT, q_lora_rank=24, rope_parameters=_YARN),
-    "kimi_linear": lambda: config_of("KimiLinearConfig", **EXPERTS, **LATENT, linear_attn_config=_DELTA),
+    "kimi_linear": lambda: config_of("KimiLinearConfig", num_experts=4, **EXPERTS, **LATENT, linear_attn_config=_KIMI),
     "minicpm3": lambda: config_of("MiniCPM3Config", **LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **EXPERTS),
 }

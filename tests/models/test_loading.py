@@ -3,8 +3,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import EAGER, FAMILIES, VOCAB, tiny_checkpoint, tiny_config, tiny_model
+from families import (
+    EAGER,
+    FAMILIES,
+    VOCAB,
+    randomize,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models import place
@@ -30,6 +40,21 @@ def test_a_loaded_model_is_the_one_that_was_saved(family, tmp_path):
     assert (model.name, model.source) == (str(tmp_path), "directory")
     text = "Ünïcode, 123\n"
     assert model.tokenizer.decode(model.tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("family", ["gemma3_images", "qwen3_vl", "mistral3"])
+def test_what_only_images_pass_is_not_loaded(family, tmp_path):
+    config = tiny_config(family)
+    whole = randomize(AutoModelForImageTextToText.from_config(config, dtype=torch.float32)).eval()
+    tiny_tokenizer().save_pretrained(tmp_path)
+    whole.save_pretrained(tmp_path)
+    model = load_model(ModelSpec(str(tmp_path), device="cpu"))
+    names = [name for name, _ in model.module.named_parameters()]
+    assert not [name for name in names if not name.startswith(("model.language_model.", "lm_head."))]
+    assert model.geometry.weight_bytes == sum(weight.nbytes for weight in model.module.parameters())
+    assert model.geometry.weight_bytes < sum(weight.nbytes for weight in whole.parameters())
+    ids = torch.randint(6, VOCAB, (1, 37), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.module(ids).logits, whole(ids).logits)
 
 
 def test_tied_weights_are_not_missing(tmp_path):
