@@ -1,4 +1,4 @@
-"""`kvcli plan` against reality: memory and step time of ten combinations, planned from the config and then run.
+"""`kvcli plan` against reality: memory and step time of combinations, planned from the config and then run.
 
 Every repeat is two processes, one that counts and one that is timed; each does what `generate` does and plans half way
 through the decode steps as if it knew nothing of them. Figures are medians over the repeats, ratios too.
@@ -21,6 +21,7 @@ through the decode steps as if it knew nothing of them. Figures are medians over
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import gc
 import json
@@ -39,11 +40,12 @@ from typing import Any
 import torch
 from common import add_output, save, spread
 from random_weights import model_of
-from transformers import LlamaConfig
+from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
 
 from kvcli.capacity import memory
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
+from kvcli.capacity.planning.probe import shortened
 from kvcli.capacity.roofline import measure_rates
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import random_model
@@ -59,6 +61,47 @@ SHAPES = {
     "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
     "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "heads": (16, 4)},
 }
+# A hybrid, of which each fourth layer attends and the others keep a state, and latent attention; both with experts.
+KINDS: dict[str, PreTrainedConfig] = {
+    "hybrid": Qwen3NextConfig(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=352,
+        shared_expert_intermediate_size=352,
+        max_position_embeddings=131_072,
+    ),
+    "latent": DeepseekV2Config(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=None,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=352,
+        max_position_embeddings=131_072,
+    ),
+}
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}  # glibc's, in bytes
 COMBINATIONS = [  # shape, method, context, batch
     ("small", "streaming", 8192, 1),
@@ -71,11 +114,17 @@ COMBINATIONS = [  # shape, method, context, batch
     ("mid", "shadowkv", 4096, 1),
     ("wide", "full", 4096, 2),
     ("wide", "freekv", 4096, 1),
+    ("hybrid", "freekv", 4096, 1),
+    ("hybrid", "freekv", 16_384, 1),
+    ("latent", "freekv", 4096, 1),
+    ("latent", "freekv", 16_384, 1),
 ]
 
 
-def config_of(shape: str) -> LlamaConfig:
-    """The config of a shape of `SHAPES`."""
+def config_of(shape: str) -> PreTrainedConfig:
+    """The config of a shape of `SHAPES` or `KINDS`."""
+    if shape in KINDS:
+        return copy.deepcopy(KINDS[shape])
     sizes: dict[str, Any] = dict(SHAPES[shape])
     heads, kv_heads = sizes.pop("heads")
     return LlamaConfig(
@@ -109,14 +158,14 @@ def run(shape: str, method: str, context: int, batch: int, fill: bool) -> dict[s
 
     `fill`: write the caches when they are made, so that what is allocated is resident.
     """
-    little = config_of("small")
-    little.num_hidden_layers, little.vocab_size = 4, 1000
+    little = shortened(config_of(shape if shape in KINDS else "small"), 4, DTYPE.itemsize)
+    little.vocab_size = 1000
     _run(little, method, 3000, 1, fill, dict)
     return _run(config_of(shape), method, context, batch, fill, lambda: planned(shape, method, context, batch))
 
 
 def _run(
-    config: LlamaConfig, method: str, context: int, batch: int, fill: bool, between: Callable[[], dict[str, float]]
+    config: PreTrainedConfig, method: str, context: int, batch: int, fill: bool, between: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
     profile = resolve_profile(method)
     gc.collect()
@@ -229,7 +278,9 @@ def main() -> None:
     }
     off = ", ".join(f"{what} {share:.1%}" for what, share in worst.items())
     print(f"furthest off: {off}; load average {load:.1f} before")
-    save(args.output, {"shapes": SHAPES, "load_average": load, "rows": rows, "furthest_off": worst})
+    kinds = {name: KINDS[name].to_diff_dict() for name in KINDS if any(row["shape"] == name for row in rows)}
+    shapes = {name: SHAPES[name] for name in SHAPES if any(row["shape"] == name for row in rows)} | kinds
+    save(args.output, {"shapes": shapes, "load_average": load, "rows": rows, "furthest_off": worst})
 
 
 if __name__ == "__main__":

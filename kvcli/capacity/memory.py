@@ -7,7 +7,7 @@ The workspace of the prefill is an estimate of the largest tensors that exist at
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from kvcli.store.prefill_offloader import prefill_buffers
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
 CPU = torch.device("cpu")
+_AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
 
@@ -145,11 +146,11 @@ def need(
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
         kv = Footprint(_in_slots(kinds, counted.total() * samples, widest), kv.host)
-    workspace = _workspace(geometry, longest, window, device, max(longest, together))
+    workspace = _workspace(geometry, longest, window, device, max(longest, together), dtype.itemsize)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
-    return Need(geometry.weight_bytes, kv, dtype.itemsize * workspace, states)
+    return Need(geometry.weight_bytes, kv, workspace, states)
 
 
 def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> int:
@@ -255,8 +256,10 @@ def _counted(prompts: Prompts) -> Counter[PromptSize]:
     return counted
 
 
-def _workspace(geometry: ModelGeometry, length: int, window: int | None, device: torch.device, together: int) -> int:
-    """Elements that the prefill holds beside weights and caches.
+def _workspace(
+    geometry: ModelGeometry, length: int, window: int | None, device: torch.device, together: int, itemsize: int
+) -> int:
+    """Bytes that the prefill holds beside weights and caches.
 
     As long as the prompt are a layer's KV in each buffer and the rotary tables (cosines, sines); as long as all that is
     read `together`, the hidden states in and out and what is looked up in the tables; as long as a chunk, the
@@ -265,11 +268,19 @@ def _workspace(geometry: ModelGeometry, length: int, window: int | None, device:
     layer = max(geometry.layers, key=lambda layer: layer.token_size)
     kv, rotary = layer.token_size, layer.head_dim - (layer.latent or 0)
     per_token = 2 * geometry.hidden_size + 2 * rotary
-    per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-    if window is not None:
-        length_kv = together = min(length, window)
-    else:
-        length_kv = length
-    chunk = min(length, chunk_length(device) if window is None else window)
     tables = length * 2 * rotary
-    return tables + length_kv * prefill_buffers(device) * kv + together * per_token + chunk * per_chunk_token
+    if window is not None:
+        length = together = min(length, window)
+    chunk = min(length, chunk_length(device) if window is None else window)
+    per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
+    as_long = tables + length * prefill_buffers(device) * kv + together * per_token
+    in_layer = [itemsize * chunk * per_chunk_token, *_with_state(geometry, chunk, length, itemsize)]
+    return itemsize * as_long + max(in_layer)
+
+
+def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int) -> Iterator[int]:
+    """Bytes within each layer that keeps a state, those of its own input beside it: the layer's, and normalised."""
+    for layer in geometry.states:
+        tokens = chunk if layer.resumes else length
+        rounded = -(-tokens // _AT_ONCE) * _AT_ONCE  # so that few lengths are run
+        yield layer.temporaries(rounded) + 2 * tokens * geometry.hidden_size * itemsize

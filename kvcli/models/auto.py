@@ -26,9 +26,9 @@ def model_class(config: PreTrainedConfig) -> Any:
 
     Of a model that also sees images or hears, the modules that text never passes are neither made nor loaded.
     """
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        auto, known = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
-    else:
+    auto: Any = AutoModelForCausalLM
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
         auto, known = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) not in known or config.get_text_config(decoder=True) is config:
         return auto
@@ -37,7 +37,7 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 @cache
-def _text_side(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _text_side(whole: type[PreTrainedModel]) -> Any:
     """Derive a class whose models hold the decoder, what it lies in, and the head that makes logits."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:

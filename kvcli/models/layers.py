@@ -8,13 +8,13 @@ state into its cache keeps a state, of the shapes that it puts there. A layer ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
@@ -28,10 +28,13 @@ from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import angles_at
 from kvcli.models.auto import decoder_of as decoder_of
+from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
 from kvcli.models.state_cache import StateCache
+from kvcli.models.watching import PeakBytes, UseOf
 
 _PROBE = "kvcli_probe"
+_FEW = 16  # tokens
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """What modules of transformers call their cache."""
 # What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
@@ -94,12 +97,14 @@ class StateGeometry:
 
     `index` counts the layers that do, `number` is what the module calls itself. `resumes` tells whether the module
     takes several tokens at once on from a state; if not, it reads a prompt's beginning at once, the rest one by one.
+    `temporaries` tells how many bytes it takes beside its input while it reads so many tokens at once.
     """
 
     index: int
     number: int
     tensors: tuple[StateTensor, ...]
     resumes: bool
+    temporaries: Callable[[int], int] = field(compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +145,7 @@ class LayerFinder:
         self.states: list[StateGeometry] = []
         self.decoder: list[DecoderLayer] = []
         self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
-        self._alike: dict[Any, tuple[dict[str, Tensor], bool]] = {}  # states of modules of one form
+        self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
         rotary = getattr(decoder_of(model), "rotary_emb", None)
         # On the CPU: some choose their frequencies by the values of positions.
         self._rotary: nn.Module | None = None if rotary is None else type(rotary)(config=text)
@@ -174,17 +179,17 @@ class LayerFinder:
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
             return None, module
-        before, states = len(self._seen), getattr(self.text, "number_of_conv_states", 1)
-        cache = StateCache(_number(module), states=states)
-        rope = self._run(place, module, 1, cache, tree_leaves)
-        attends, tensors = len(self._seen) > before, cache.tensors()
+        before, state = len(self._seen), self._new_state(module)
+        rope = self._run(place, module, 1, state, tree_leaves)
+        attends, tensors = len(self._seen) > before, state.tensors()
         if attends:
             self.layers.append(self._attends(place, module, rope))
         if tensors:
             resumes = self._resumes(place, module, tensors)
-            self._keeps(module, tensors, resumes)
+            found = tensors, resumes, cache(partial(self._temporaries, place, module, resumes))
+            self._keeps(module, *found)
             if not attends:
-                self._alike[form] = tensors, resumes
+                self._alike[form] = found
         if not attends and not tensors:
             raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
@@ -204,14 +209,32 @@ class LayerFinder:
         width = None if latent is None else latent.rank
         return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked, width)
 
-    def _keeps(self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool) -> None:
+    def _keeps(
+        self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool, temporaries: Callable[[int], int]
+    ) -> None:
         parts = tuple(StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
-        self.states.append(StateGeometry(len(self.states), _number(module), parts, resumes))
+        self.states.append(StateGeometry(len(self.states), _number(module), parts, resumes, temporaries))
 
     def _resumes(self, place: int, module: nn.Module, tensors: dict[str, Tensor]) -> bool:
         recurrent = [tensor for name, tensor in tensors.items() if name.startswith("recurrent")]
         cache = StateCache(_number(module), tensors, started=True)
         return not recurrent or self._run(place, module, 2, cache, lambda _: recurrent)
+
+    def _new_state(self, module: nn.Module) -> StateCache:
+        return StateCache(_number(module), states=getattr(self.text, "number_of_conv_states", 1))
+
+    def _temporaries(self, place: int, module: nn.Module, resumes: bool, tokens: int) -> int:
+        """Count what a module takes; one that reads token by token is run for a few, and what it takes is linear."""
+
+        def most(tokens: int) -> int:
+            with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
+                self._run(place, module, tokens, self._new_state(module), lambda _: [])
+            return peak.most
+
+        if resumes or tokens <= 2 * _FEW:
+            return most(tokens)
+        few = most(_FEW)
+        return few + (tokens - _FEW) * (most(2 * _FEW) - few) // _FEW
 
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
@@ -232,7 +255,7 @@ class LayerFinder:
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
             taken = _parameters(module)
-            with _UseOf(watched(angles)) as use:
+            with UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:
             raise refusal(self.model.config, f"{type(module).__name__} has an unknown form ({error})") from error
@@ -249,23 +272,6 @@ class LayerFinder:
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         latent = Latent.of(module)
         return out if latent is None else latent.value(out), None
-
-
-class _UseOf(TorchFunctionMode):
-    """Watches whether one of some tensors is read by any torch function called inside."""
-
-    def __init__(self, tensors: list[Any]):
-        super().__init__()
-        self.tensors = tensors
-        self.found: bool = False
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        read = args[1:] if function is Tensor.copy_ else args
-        given = tree_leaves((read, kwargs))
-        self.found = self.found or any(each is tensor for each in given for tensor in self.tensors)
-        return function(*args, **(kwargs or {}))
 
 
 def _kind_of(text: PreTrainedConfig, place: int) -> str | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import storage_bytes
 from engine import SPARE, run
-from families import VOCAB, tiny_checkpoint, tiny_config, tiny_model
+from families import HEAD_DIM, HIDDEN, KV_HEADS, VOCAB, tiny_checkpoint, tiny_config, tiny_model
 from stated import STATED, settings
 
 from kvcli.capacity import memory
@@ -169,3 +169,15 @@ def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name):
     geometry = geometry_of(model.config, torch.float32)
     wanted = memory.need(shipped, geometry, torch.float32, lengths, 3 + SPARE, 1, device=torch.device("cuda"))
     assert 0.9 * wanted.kv.device <= storage_bytes(held) <= wanted.kv.device + 1024  # numbers of each sequence
+
+
+def test_what_a_recurrence_takes_while_it_reads_a_chunk_is_counted():
+    """The gated delta rule makes fp32 copies of its queries, keys and values, wider than all that an MLP makes."""
+    config = tiny_config("qwen3_5")
+    config.linear_key_head_dim = config.linear_value_head_dim = 64
+    geometry = geometry_of(config, torch.float32)
+    least = 4 * 3 * (4 + 4 + 4) * 64  # bytes a token: q and k repeated for 4 value heads, and v, each copied twice
+    one, two = (memory.need(profile("full"), geometry, torch.float32, [n], 1, 1).workspace for n in (512, 1024))
+    as_long = 512 * 4 * (2 * HIDDEN + 4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM)
+    assert two - one - as_long > 512 * least
+    assert geometry.states[0].temporaries is geometry.states[1].temporaries  # found once for both

@@ -185,3 +185,29 @@ def test_rates_are_shown_one_by_one():
         ("device to host", "2.0 GB/s"),
         ("matrix products", "0.125 TFLOP/s"),
     ]
+
+
+def floor(family):
+    geometry = geometry_of(tiny_config(family), torch.float32)
+    method = memory.planned_method(profile("full"), geometry, 200, torch.float32, 60)
+    return geometry, step_work(geometry, ITEM, [(method, LENGTH)])
+
+
+def test_the_floor_of_a_hybrid_counts_kv_of_the_layers_that_attend_and_the_states_of_the_others():
+    geometry, work = floor("qwen3_5")
+    convolution = (2 * 2 * 16 + 4 * 16) * 4  # channels of q and k (2 heads of 16) and v (4 of 16), the last 4 tokens'
+    recurrence = 4 * 16 * 16  # a matrix for each value head
+    assert work["mlp"].read == geometry.parts.used(1) + 2 * 2 * ITEM * (convolution + recurrence)  # read and written
+    assert work["attention"].read == 2 * LENGTH * TOKEN
+    assert work["attention"].operations == 2 * 2 * LENGTH * 4 * 2 * D  # 4 query heads, a key and a value of D each
+
+
+def test_the_floor_of_latent_attention_reads_a_latent_once_for_all_heads():
+    _, work = floor("deepseek_v3")
+    heads, rank, rotary, content, value, hidden, layers = 4, 16, 8, 8, 12, 64, 4
+    assert work["attention"].read == layers * LENGTH * ITEM * (rank + rotary)
+    assert work["attention"].operations == layers * LENGTH * heads * 2 * 2 * (rank + rotary)
+    queries = 24 * (hidden + 1 + heads * (content + rotary))  # down, norm, up
+    latents = (rank + rotary) * hidden + rank + heads * (content + value) * rank
+    out = heads * value * hidden
+    assert work["projections"].read == ITEM * (layers * (queries + latents + out) + VOCAB * hidden)

@@ -76,9 +76,9 @@ def test_the_plan_counts_the_buffers_that_live_at_once(device, buffers, monkeypa
     layer = GEOMETRY.layers[0]
     shapes = [(2, layer.num_kv_heads, LENGTH, layer.head_dim)] * 5
     _, most = prefill(device, shapes, buffers)
-    planned = 4 * memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH)
+    planned = memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH, 4)
     monkeypatch.setattr(memory, "prefill_buffers", lambda _: 0)
-    assert most == planned - 4 * memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH)
+    assert most == planned - memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH, 4)
     assert len(buffers) == prefill_buffers(device)
 
 
