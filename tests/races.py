@@ -13,6 +13,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import interpreted  # noqa: F401 - makes kernels faster
 import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter

@@ -1,0 +1,31 @@
+"""Triton's interpreter without what it does again and again.
+
+Whenever a kernel calls another function it replaces the whole language by its own once more, which takes longer than
+all else that it does; once a launch is enough.
+"""
+
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+_replaced = set()  # modules of the language, by the launch that is under way
+
+
+def replace_once(fn, replace=interpreter._patch_lang):
+    """Stand in for the interpreter's own function of this purpose; a launch undoes at its end what it has replaced."""
+    modules = {module.__name__ for module in fn.__globals__.values() if module is tl or module is tl.core}
+    if _replaced and modules <= _replaced:
+        return None  # a function that a kernel calls does not ask for it
+    scope = replace(fn)
+    if not _replaced:
+        restore = scope.restore
+
+        def restored():
+            restore()
+            _replaced.clear()
+
+        scope.restore = restored
+    _replaced.update(modules)
+    return scope
+
+
+interpreter._patch_lang = replace_once
