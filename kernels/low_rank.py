@@ -32,6 +32,6 @@ def rebuild_keys(a: Tensor, b: Tensor, heads: Tensor, chunks: Tensor) -> Tensor:
 
     `heads` ascend: there is one product a head, which reads its factor once for all its chunks.
     """
-    rows = a[chunks].float()  # [m, c, r]
+    rows = a.index_select(0, chunks).float()  # [m, c, r]
     sizes = torch.bincount(heads, minlength=b.shape[0]).tolist()
     return torch.cat([part @ factor.float() for part, factor in zip(torch.split(rows, sizes), b, strict=True)])

@@ -15,8 +15,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require_whole, takes, tl
+
+NO_PAGE = -2  # neither a page's number nor that of an empty slot
 
 
 class Misses(NamedTuple):
@@ -53,10 +56,15 @@ class MissList(NamedTuple):
 
 def resolve_pages(resident: Tensor, selected: Tensor) -> Misses:
     """Pair the j-th missing page of a head with its j-th slot whose page left the selection."""
-    same = resident[:, :, None] == selected[:, None, :]  # [Hk, slots, pages]
-    heads, slots = (~same.any(2)).nonzero(as_tuple=True)
-    missing = ~same.any(1)
-    return Misses(heads, slots, selected[missing])
+    heads, slots = (~_among(resident, selected)).nonzero(as_tuple=True)
+    return Misses(heads, slots, selected[~_among(selected, resident)])
+
+
+def _among(pages: Tensor, others: Tensor) -> Tensor:
+    """Tell which `pages` [Hk, n] are among the `others` [Hk, k] of their head: bool [Hk, n]."""
+    ascending = others.sort(-1).values
+    at = torch.searchsorted(ascending, pages.contiguous())  # k where all others are lower
+    return pad(ascending, (0, 1), value=NO_PAGE).gather(1, at) == pages
 
 
 def resolve_pages_device_ref(resident: Tensor, selected: Tensor, misses: MissList, heads: Tensor | None = None) -> None:

@@ -154,6 +154,7 @@ class Frequencies:
         self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
         kinds = getattr(rotary, "rope_type", "default")
         self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
+        self._tables: dict[tuple[torch.dtype, str | None], tuple[Tensor, Tensor]] = {}
         self._last = torch.tensor([length - 1], device=device)
         for layer_type in self.layer_types:
             for position in (self._last.new_zeros(1), self._last):  # back to the start, then the full length
@@ -166,6 +167,25 @@ class Frequencies:
         # The last position is there for modules that scale by the largest one they see (phimoe).
         cos, sin = self._call(torch.cat((positions, self._last)), dtype, layer_type)
         return cos[:-1], sin[:-1]
+
+    def table(self, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [length, r] of all positions; made once."""
+        if (dtype, layer_type) not in self._tables:
+            width = self.at(self._last.new_zeros(1), dtype, layer_type)[0].shape[-1]
+            cos, sin = (torch.empty(self.length, width, dtype=dtype, device=self.device) for _ in range(2))
+            for start in range(0, self.length, _CHUNK):
+                part = slice(start, min(start + _CHUNK, self.length))
+                positions = torch.arange(part.start, part.stop, device=self.device)
+                cos[part], sin[part] = self.at(positions, dtype, layer_type)
+            self._tables[dtype, layer_type] = cos, sin
+        return self._tables[dtype, layer_type]
+
+    def looked_up(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        """Do as `at` in fp32, by the table where there is one, as there is for models in fp32."""
+        if (torch.float32, layer_type) not in self._tables:
+            return self.at(positions, torch.float32, layer_type)
+        cos, sin = self._tables[torch.float32, layer_type]
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def begin(self, longer: Frequencies) -> bool:
         """Tell whether a sequence of the other's length has, as far as this one goes, the same cosines and sines."""
@@ -191,7 +211,7 @@ class RopeTable(nn.Module):
         self.length, self.complex = frequencies.length, frequencies.complex
         dtype = torch.float32 if self.complex else dtype  # the module asks no one else
         for layer_type in frequencies.layer_types:
-            cos, sin = _tabulate(frequencies, dtype, layer_type)  # [length, r]
+            cos, sin = frequencies.table(dtype, layer_type)  # [length, r]
             self.register_buffer(f"cos_{layer_type}", cos, persistent=False)
             self.register_buffer(f"sin_{layer_type}", sin, persistent=False)
 
@@ -228,7 +248,7 @@ class Rotary:
     def rotation(self, head_dim: int) -> Rotation:
         """Give the rotation of keys as kernels apply it, by tables of all positions; made once."""
         if self._tables is None:
-            cos, sin = _tabulate(self._frequencies, torch.float32, self._layer_type)
+            cos, sin = self._frequencies.table(torch.float32, self._layer_type)
             self._tables = Rotation.of(cos, sin, self._turn, self._rotated, head_dim)
         return self._tables
 
@@ -244,7 +264,7 @@ class Rotary:
         return self._run(x, positions, cos / scaling, -sin / scaling)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._frequencies.at(positions, torch.float32, self._layer_type)
+        return self._frequencies.looked_up(positions, self._layer_type)
 
     def _run(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         *lead, n, d = x.shape
@@ -259,16 +279,6 @@ class Rotary:
         """Apply to x [b, heads, n, d] the rotation of cos and sin [b, n, r]."""
         turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function turns a query and a key
         return turned
-
-
-def _tabulate(frequencies: Frequencies, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    width = frequencies.at(torch.zeros(1, dtype=torch.long, device=frequencies.device), dtype, layer_type)[0].shape[-1]
-    cos, sin = (torch.empty(frequencies.length, width, dtype=dtype, device=frequencies.device) for _ in range(2))
-    for start in range(0, frequencies.length, _CHUNK):
-        part = slice(start, min(start + _CHUNK, frequencies.length))
-        positions = torch.arange(part.start, part.stop, device=frequencies.device)
-        cos[part], sin[part] = frequencies.at(positions, dtype, layer_type)
-    return cos, sin
 
 
 def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary | None]:

@@ -98,7 +98,13 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
     An index [H, k] has a row for each query head, which takes from its KV head: [H, k, ..].
     """
-    return x[kv_heads(index, len(x))[:, None], index]
+    heads = kv_heads(index, len(x))
+    if x.device.type != "cpu":
+        return x[heads[:, None], index]
+    taken = x.new_empty(*index.shape, *x.shape[2:])
+    for row, (head, chosen) in enumerate(zip(heads.tolist(), index, strict=True)):  # each entry copied in one piece
+        torch.index_select(x[head], 0, chosen, out=taken[row])
+    return taken
 
 
 def beside(x: Tensor, taken: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.resolve_pages import resolve_pages
-from kvcli.kernels.topk import topk_pages
+from kvcli.kernels.topk import topk_pages, topk_pages_ref
 
 HK, G, D, P = 2, 3, 8, 5
 POOLINGS = [f"{how}_{what}" for how, what in itertools.product(("mean", "max"), ("s", "qk", "q"))]
@@ -78,6 +78,12 @@ def test_topk_without_ties_and_of_everything():
     assert topk_pages(scores, 3).tolist() == [[0, 1, 2]] * 2
 
 
+def test_topk_by_parts_is_that_by_sorting():
+    scores = torch.randn(3, 300, generator=torch.Generator().manual_seed(9))
+    scores[1, :40] = float("-inf")
+    assert torch.equal(topk_pages(scores, 20).sort().values, topk_pages_ref(scores, 20).sort().values)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "max"])
 def test_similarity_is_the_pooled_cosine(pooling):
     a, b = torch.randn(2, HK * G, D, generator=torch.Generator().manual_seed(3)).unbind()
@@ -104,6 +110,11 @@ def test_resolution_fetches_what_is_missing_into_slots_that_left():
             kept = resident[head] == after[head]
             assert set(resident[head][kept].tolist()) == held & wanted
             assert int((misses.heads == head).sum()) == len(wanted - held)
+
+
+def test_resolution_of_fewer_pages_than_there_are_slots():
+    misses = resolve_pages(torch.tensor([[7, -1, 3, 9]]), torch.tensor([[9, 2]]))
+    assert (misses.slots.tolist(), misses.pages.tolist()) == ([0, 1, 2], [2])
 
 
 def test_resolution_of_a_hit_moves_nothing():
