@@ -12,15 +12,25 @@ them, so that what retrieval gains can be told from what the loop gains. All are
 ratio is taken within each repeat.
 
     python benchmarks/cpu_decode.py
+
+All methods beside full attention and beside their floors, by `kvcli profile` with the same shape, and another commit's
+in turn, round after round:
+
+    python benchmarks/cpu_decode.py --methods full,fier,shadowkv --against CHECKOUT
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import add_output, save, spread
+from common import RESULTS, save, spread
 from random_weights import model_of
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -132,14 +142,71 @@ def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> 
     return row
 
 
+def profiled(checkout: Path, methods: str, context: int, steps: int) -> dict[str, tuple[float, float]]:
+    """Run `kvcli profile` of a checkout: of every method its step and its floor, in milliseconds."""
+    command = [sys.executable, "-m", "kvcli", "profile", "-m", "small", "--load-format", "dummy", "--dtype", "float32"]
+    command += ["--method", methods, "--context", str(context), "--output-len", str(steps), "--repeat", "1"]
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run([*command, "--quiet", "--json"], capture_output=True, text=True, cwd=checkout, env=env)
+    if done.returncode:
+        sys.exit(f"kvcli profile in {checkout} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+    return {case["label"]: (case["step_ms"]["median"], case["floor_ms"]) for case in json.loads(done.stdout)["cases"]}
+
+
+def all_methods(methods: str, against: Path | None, contexts: list[int], steps: int, repeats: int) -> list[dict]:
+    """Profile methods, those of another checkout in turn; ratios are taken within a round."""
+    checkouts = {"here": Path(__file__).parents[1]} | ({} if against is None else {"against": against.resolve()})
+    rows = []
+    for context in contexts:
+        rounds = [
+            {name: profiled(root, methods, context, steps) for name, root in checkouts.items()} for _ in range(repeats)
+        ]
+        for method in methods.split(","):
+            row: dict = {"context": context, "method": method}
+            for name in checkouts:
+                taken = [found[name][method] for found in rounds]
+                row[name] = {
+                    "step_ms": spread([step for step, _ in taken]),
+                    "over_floor": spread([step / floor for step, floor in taken]),
+                    "over_full": spread([found[name][method][0] / found[name]["full"][0] for found in rounds]),
+                }
+            if against is not None:
+                ratios = [found["against"][method][0] / found["here"][method][0] for found in rounds]
+                row["speedup"] = spread(ratios)
+            print(f"{context:>7,} {method:<12} " + ", ".join(_said(name, row[name]) for name in checkouts), flush=True)
+            rows.append(row)
+    return rows
+
+
+def _said(name: str, row: dict) -> str:
+    of = {key: row[key]["median"] for key in ("step_ms", "over_floor", "over_full")}
+    return f"{name} {of['step_ms']:.1f} ms, {of['over_floor']:.1f}x the floor, {of['over_full']:.2f}x full"
+
+
+def commit_of(checkout: Path) -> str:
+    """Name the commit that a checkout has."""
+    return subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=checkout, text=True).strip()
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16_384, 65_536], help="tokens")
     parser.add_argument("--steps", type=int, default=20, help="timed decode steps a run")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
-    add_output(parser, "cpu_decode")
+    parser.add_argument("--methods", help="profile these, full among them, instead of freekv beside transformers")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="with --methods: another checkout, profiled in turn"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="JSON file to write, by default the committed one")
     args = parser.parse_args()
+    if args.methods is not None:
+        if "full" not in args.methods.split(","):
+            parser.error("--methods lacks full, which the others are held against")
+        rows = all_methods(args.methods, args.against, args.contexts, args.steps, args.repeats)
+        before = None if args.against is None else commit_of(args.against)
+        save(args.output or RESULTS / "cpu_methods.json", {"against": before, "rows": rows})
+        return
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).eval()
     rows = [measure(model, context, args.steps, args.repeats) for context in args.contexts]
@@ -148,7 +215,10 @@ def main() -> None:
     found = ", ".join(f"{ratio:.2f}x ({name})" for name, ratio in growth.items())
     print(f"freekv's step at {last['context']:,} tokens takes of that at {first['context']:,}: {found}")
     settings = FREEKV.settings.model_dump()
-    save(args.output, {"model": CONFIG.to_diff_dict(), "settings": settings, "rows": rows, "growth": growth})
+    save(
+        args.output or RESULTS / "cpu_decode.json",
+        {"model": CONFIG.to_diff_dict(), "settings": settings, "rows": rows, "growth": growth},
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
     python benchmarks/gpu.py --parts kernels,rates   # other parts stay in the file as this commit measured them
+    python benchmarks/gpu.py --resume             # what the file lacks of this commit; again until it has all
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
 It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`), and needs torch, triton,
@@ -59,10 +60,24 @@ PARTS = (
     BenchmarkPart("reading", 120, "prefill"),
     BenchmarkPart("compiled", 90, "steps with the layers compiled"),
     BenchmarkPart("phases", 45, "where the time of a step goes"),
+    BenchmarkPart("methods_middle", 240, "every method beside freekv, middle context"),
+    BenchmarkPart("methods_short", 180, "every method beside freekv, short context"),
+    BenchmarkPart("methods_batch", 300, "every method beside freekv, a batch at the short context"),
+    BenchmarkPart("throughput", 240, "ShadowKV against full attention, each at its largest batch"),
     BenchmarkPart("other", 45, "another architecture"),
     BenchmarkPart("ablation", 60, "recall with its parts switched off"),
     BenchmarkPart("static", 110, "transformers' static cache, compiled"),
 )
+ELSEWHERE = {
+    "static": ("peers", "static"),
+    "throughput": ("methods", "throughput"),
+    **{f"methods_{which}": ("methods", which) for which in ("short", "middle", "batch")},
+}
+"""Parts that are not `run` of a module of their name."""
+
+GOES_ON = {"methods_short", "methods_middle", "methods_batch"}
+"""Parts that look at what they found before, and do the rest."""
+
 SECONDS = 510.0  # for everything but imports
 ROUNDS_END = 0.8  # of a part's limit: rounds that are still to come then are left out
 
@@ -73,6 +88,9 @@ def main() -> None:
     names = [part.name for part in PARTS]
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--parts", help=f"only some, comma-separated: {', '.join(names)}")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the parts that the file has, done by this commit"
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     parser.add_argument("-o", "--output", type=Path, help="JSON file; the committed one, or none with --smoke")
@@ -84,10 +102,15 @@ def main() -> None:
     output = args.output or (None if args.smoke else RESULTS / "gpu.json")
     origin = provenance(args.commit)
     prepare()
-    deadline, results = time.monotonic() + args.seconds, {} if args.parts is None else measured(output, setting, origin)
+    deadline = time.monotonic() + args.seconds
+    results: dict[str, Any] = {}
+    if args.resume or args.parts is not None:
+        results = measured(output, setting, origin)
     for part in PARTS:
         if part.name not in chosen:
             results.setdefault(part.name, {"state": "not run", "error": "not asked for", "rows": []})
+            continue
+        if args.resume and results.get(part.name, {}).get("state") == "done":
             continue
         print(f"{part.name}: {part.about}", flush=True)
         results[part.name] = run(part, setting, results, min(part.limit, deadline - time.monotonic()))
@@ -113,8 +136,10 @@ def measured(output: Path | None, setting: Setting, origin: dict[str, Any]) -> d
 def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:
     """Run one part in its own process: its rows, how it ended, and how long it took."""
     if limit <= 0:
-        return {"state": "not run", "error": "no time was left", "rows": []}
-    started, rows, end = time.monotonic(), [], Ended()
+        return results.get(part.name, {"rows": []}) | {"state": "not run", "error": "no time was left"}
+    started, end = time.monotonic(), Ended()
+    rows = [row for row in results.get(part.name, {"rows": []})["rows"] if "error" not in row]
+    rows = rows if part.name in GOES_ON else []
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
     for _, message in in_processes({part.name: partial(rows_of, part.name, setting, results)}, limit):
         if isinstance(message, Ended):
@@ -130,7 +155,7 @@ def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: f
 
 def rows_of(name: str, setting: Setting, results: dict[str, Any]) -> Iterator[Row]:
     """Import a part and run it; what it needs may be missing, which is its own failure."""
-    module, function = ("peers", "static") if name == "static" else (name, "run")
+    module, function = ELSEWHERE.get(name, (name, "run"))
     rows: Iterator[Row] = getattr(importlib.import_module(f"gpu_parts.{module}"), function)(setting, results)
     return rows
 

@@ -16,12 +16,13 @@ from gpu_parts.rates import pinned
 from gpu_parts.setting import Setting
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
-from kvcli.kernels.softmax import Softmax
+from kvcli.methods import get_method
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Tiers
+from kvcli.telemetry.counters import Counters
 
 _ALIGNED = 4096  # elements to which views of the shared pool begin
 
@@ -65,28 +66,27 @@ class Workshop:
 
     def profile(self, method: str, **changed: Any) -> Profile:
         """Give a method's profile with the budget of the targets, and `changed`."""
-        setting = self.setting
-        same: dict[str, Any] = {"budget": setting.budget}
+        setting, fields = self.setting, get_method(method).Config.model_fields
+        same: dict[str, Any] = {"budget": setting.budget, **setting.sizes}
         if method == "freekv":
             same |= {"sink": setting.sink, "window": setting.sink, "page_size": setting.page}
         elif method == "streaming":
             same["positions"] = "original"
-        elif method == "full":
-            same = {}
-        return resolve_profile(method, None, {**same, **changed})
+        return resolve_profile(method, None, {key: same[key] for key in same if key in fields} | changed)
 
     @torch.inference_mode()
-    def sequences(self, profile: Profile, context: int, batch: int = 1) -> list[RunningSequence]:
-        """Make a batch whose caches hold `context` made-up tokens each."""
+    def sequences(self, profile: Profile, context: int, batch: int = 1, copied: bool = False) -> list[RunningSequence]:
+        """Make a batch whose caches hold `context` made-up tokens each; `copied`: those of the first, copied."""
         self.engine.rope.cover(context + self.setting.spare)
         made, sampling = [], Sampling(max_tokens=self.setting.spare, ignore_eos=True)
         for row in range(batch):
-            known = self.engine.context(context, self.setting.spare)
-            known.tiers = self.tiers
-            method = self.engine.method(profile, known)
-            for layer in self.engine.layers:
-                k, v = self.noise.kv(layer, context)
-                method.prefill(layer.index, k, v, k[:, :0], Softmax(layer.head_dim**-0.5))
+            if row and copied:
+                method = made[0].method.fork(Counters(len(self.engine.layers)), f"sequence {row}")
+            else:
+                known = self.engine.context(context, self.setting.spare)
+                known.tiers = self.tiers
+                method = self.engine.method(profile, known)
+                self.noise.fill([method], self.engine.layers, context)
             made.append(self.engine.sequence(method, sampling, index=row, sample=row, first_token=1))
         return made
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+SMALL = {"sink": 8, "window": 8, "page_size": 8, "chunk": 4, "rank": 12, "outliers": 2, "local": 1, "group": 8}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Setting:
     repeats: int
     buffer: int  # bytes of plain copies
     pool: int  # bytes of host memory that made-up pages lie in, far beyond the processor's caches
+    sizes: dict[str, Any] = field(default_factory=dict)  # settings of methods that have them, where budgets are tiny
     deadline: float = math.inf  # by time.monotonic, after which no further round begins
 
     @property
@@ -85,4 +89,5 @@ def smoke() -> Setting:
         repeats=2,
         buffer=1 << 20,
         pool=1 << 20,
+        sizes=SMALL,
     )

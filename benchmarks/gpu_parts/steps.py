@@ -24,6 +24,9 @@ TURNOVER = 0.2
 USUAL = 0.3
 """Part of the heads that are corrected where nothing else is said: the most that the targets call usual."""
 
+ROUND_SECONDS = 0.5
+"""Of a case in a round, at most, where it takes more than one step: what recalls everything takes as long for one."""
+
 MOVED_AT_BEST = ("projections", "attention", "mlp", "score")
 """Phases whose bytes no step can do without: weights, budget KV and dense layers' KV, summaries."""
 
@@ -49,9 +52,10 @@ class StepCase:
 class Running:
     """A case while it is measured."""
 
-    def __init__(self, case: StepCase, place: Workshop):
+    def __init__(self, case: StepCase, place: Workshop, copied: bool = False):
         self.case = case
-        self.sequences = place.sequences(place.profile(case.method, **case.settings), case.context, case.batch)
+        profile = place.profile(case.method, **case.settings)
+        self.sequences = place.sequences(profile, case.context, case.batch, copied)
         self.bytes_at_best = bytes_at_best(place, self.sequences)
         self.notices: list[str] = []
         rates = None if case.corrected is None else DecisionRates(case.corrected, TURNOVER)
@@ -103,10 +107,13 @@ def compared(
     running = [Running(case, place) for case in cases]
     calls = [1 if one.stepper.recorder is None else setting.calls for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
-    works = {one.case.name: (one.work, count) for one, count in zip(running, calls, strict=True)}
+    most = [max(1, int(1000 * ROUND_SECONDS / more["looped_ms"]["median"])) for more in extra]
+    works = {one.case.name: (one.work, min(own)) for one, *own in zip(running, calls, most, strict=True)}
     times = in_turn(works, repeats or setting.repeats, setting.device, setting.deadline)
     for one, more in zip(running, extra, strict=True):
         yield shown(row_of(one, times[one.case.name], found) | more)
+    for one in reversed(running):  # what each has put in the place of the model's own goes as it came
+        one.stepper.finish()
 
 
 def row_of(one: Running, seconds: list[float], found: Any) -> Row:
