@@ -154,7 +154,7 @@ class Frequencies:
         self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
         kinds = getattr(rotary, "rope_type", "default")
         self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
-        self._tables: dict[tuple[torch.dtype, str | None], tuple[Tensor, Tensor]] = {}
+        self.tables: dict[tuple[torch.dtype, str | None], tuple[Tensor, Tensor]] = {}
         self._last = torch.tensor([length - 1], device=device)
         for layer_type in self.layer_types:
             for position in (self._last.new_zeros(1), self._last):  # back to the start, then the full length
@@ -170,22 +170,15 @@ class Frequencies:
 
     def table(self, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, r] of all positions; made once."""
-        if (dtype, layer_type) not in self._tables:
+        if (dtype, layer_type) not in self.tables:
             width = self.at(self._last.new_zeros(1), dtype, layer_type)[0].shape[-1]
             cos, sin = (torch.empty(self.length, width, dtype=dtype, device=self.device) for _ in range(2))
             for start in range(0, self.length, _CHUNK):
                 part = slice(start, min(start + _CHUNK, self.length))
                 positions = torch.arange(part.start, part.stop, device=self.device)
                 cos[part], sin[part] = self.at(positions, dtype, layer_type)
-            self._tables[dtype, layer_type] = cos, sin
-        return self._tables[dtype, layer_type]
-
-    def looked_up(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
-        """Do as `at` in fp32, by the table where there is one, as there is for models in fp32."""
-        if (torch.float32, layer_type) not in self._tables:
-            return self.at(positions, torch.float32, layer_type)
-        cos, sin = self._tables[torch.float32, layer_type]
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+            self.tables[dtype, layer_type] = cos, sin
+        return self.tables[dtype, layer_type]
 
     def begin(self, longer: Frequencies) -> bool:
         """Tell whether a sequence of the other's length has, as far as this one goes, the same cosines and sines."""
@@ -264,7 +257,10 @@ class Rotary:
         return self._run(x, positions, cos / scaling, -sin / scaling)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._frequencies.looked_up(positions, self._layer_type)
+        known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32
+        if known is None:
+            return self._frequencies.at(positions, torch.float32, self._layer_type)
+        return known[0].index_select(0, positions), known[1].index_select(0, positions)
 
     def _run(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         *lead, n, d = x.shape
