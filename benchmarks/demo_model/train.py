@@ -1,9 +1,9 @@
 """Train the bundled demo model from scratch on the CPU: `python benchmarks/demo_model/train.py --out DIR`.
 
-Batches are repeats over the whole vocabulary, or documents with questions behind them; `STAGES` is the curriculum. The
-state is saved every few minutes in DIR and `--resume` goes on from there, within a stage too. Matrices are trained by
-Muon, everything else by AdamW. `--bfloat16` computes products in bfloat16 (weights and sums stay float32), which is
-faster only on CPUs that have instructions for it; others take fifty times as long.
+Batches are repeats over the whole vocabulary, or documents with questions behind them; `STAGES` is the curriculum, some
+75 minutes of one core. The state is saved every few minutes in DIR and `--resume` goes on from there, within a stage
+too. Matrices are trained by Muon, everything else by AdamW. `--bfloat16` computes products in bfloat16 (weights and sums
+stay float32), which is faster only on CPUs that have instructions for it; others take fifty times as long.
 """
 
 import argparse
@@ -49,9 +49,9 @@ STAGES: tuple[Stage, ...] = (
     Stage(640, 8, 460),
     Stage(1280, 5, 230, short=0.2),
     Stage(2560, 3, 150, rate=(2e-3, 1.3e-3), short=0.4),
-    Stage(4096, 2, 120, rate=(1.3e-3, 8e-4), short=0.4),
-    Stage(8192, 1, 90, rate=(8e-4, 4e-4), short=0.5),
-    Stage(16384, 1, 40, rate=(4e-4, 5e-5), short=0.6),
+    Stage(4096, 2, 90, rate=(1.3e-3, 8e-4), short=0.4),
+    Stage(8192, 1, 60, rate=(8e-4, 4e-4), short=0.5),
+    Stage(16384, 1, 30, rate=(4e-4, 5e-5), short=0.6),
 )
 
 _WARM_UP = 100  # steps
