@@ -2,8 +2,8 @@
 
 Batches are repeats over the whole vocabulary, or documents with questions behind them; `STAGES` is the curriculum, some
 75 minutes of one core. The state is saved every few minutes in DIR and `--resume` goes on from there, within a stage
-too. Matrices are trained by Muon, everything else by AdamW. `--bfloat16` computes products in bfloat16 (weights and sums
-stay float32), which is faster only on CPUs that have instructions for it; others take fifty times as long.
+too. Matrices are trained by Muon, everything else by AdamW. `--bfloat16` computes products in bfloat16 (weights and
+sums stay float32), which is faster only on CPUs that have instructions for it; others take fifty times as long.
 """
 
 import argparse
