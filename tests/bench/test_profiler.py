@@ -20,7 +20,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import variants
 from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec, load_model
-from kvcli.runtime import engine
+from kvcli.runtime import pipeline
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -148,8 +148,8 @@ def test_a_run_goes_through_the_pipeline_that_its_row_names(model, served, monke
     each, made = entry("quest" if served == "graph" else "infllm"), []
     monkeypatch.setattr("kvcli.bench.runs.pipeline_on", lambda *_: served)
     for name in ("SlotStepper", "PiecewiseStepper", "BlockingStepper"):
-        kind = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, kind=kind: made.append(kind.__name__) or kind(*args))
+        kind = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda *args, kind=kind: made.append(kind.__name__) or kind(*args))
     source = RandomContext(RandomKV(0, model.device, model.dtype))
     run = Decoding(each.label, each.kind, each.profile, model, source).run(Load(200, 2, 1, 4), Timeline())
     assert made == [{"graph": "SlotStepper", "piecewise": "PiecewiseStepper"}[served]]

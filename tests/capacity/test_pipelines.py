@@ -6,7 +6,8 @@ from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, GRAPH, PIECEWISE, gpu_step_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
-from kvcli.runtime import engine as engines
+from kvcli.runtime import pipeline as steppers
+from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 
 LENGTH, STEPS = 40, 3
@@ -40,8 +41,8 @@ def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promise
     assert promised != BLOCKING
     assert pipelines.choose("overlapped", profile, checkpoint) == "overlapped"
     for each in STEPPERS.values():
-        monkeypatch.setattr(engines, each, watched(getattr(engines, each), made))
-    with engines.engine(model, [LENGTH + STEPS]) as ready:
+        monkeypatch.setattr(steppers, each, watched(getattr(steppers, each), made))
+    with engine(model, [LENGTH + STEPS]) as ready:
         method = ready.method(profile, ready.context(LENGTH, STEPS))
         (logits,) = ready.prefill([token % VOCAB for token in range(3, 3 + LENGTH)], [method])
         sequence = ready.sequence(method, Sampling(max_tokens=STEPS, ignore_eos=True))
