@@ -10,7 +10,7 @@ import torch
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.kernels.resolve_pages import MissList
+from kvcli.kernels.resolve_pages import MissList, misses_of_heads, nth_miss
 from kvcli.kernels.slot_layout import PagedKV
 
 BLOCK_ELEMENTS = 4096  # codes of the keys, or of the values, that a program holds at once
@@ -101,16 +101,9 @@ def _gather_quantised_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    pairs = tl.arange(0, BLOCK_P)
-    counts = tl.load(count + pairs, mask=pairs < PAIRS, other=0)
-    ends = tl.cumsum(counts, axis=0)
-    total = tl.sum(counts, axis=0)
+    counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
     for entry in range(tl.program_id(0), total, programs):
-        pair = tl.sum((ends <= entry).to(tl.int32), axis=0)  # the KV head of a sequence whose miss this is
-        rank = entry - tl.sum(tl.where(pairs < pair, counts, 0), axis=0)
-        b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
-        page = tl.load(pages + pair * K + rank)
-        slot = tl.load(slots + pair * K + rank)
+        b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
         address = tl.load(addresses + b * most_pieces + page // per_piece)
         block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
         block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES

@@ -139,6 +139,31 @@ def resolve_head(
 
 
 @jit
+def misses_of_heads(count: tl.tensor, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr) -> tl.tensor:
+    """Count the misses of the KV heads of a batch: of each, up to each, both [BLOCK_P], and of all together."""
+    pairs = tl.arange(0, BLOCK_P)
+    counts = tl.load(count + pairs, mask=pairs < PAIRS, other=0)
+    return counts, tl.cumsum(counts, axis=0), tl.sum(counts, axis=0)
+
+
+@jit
+def nth_miss(
+    entry: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """Look up an entry of the list of all heads' misses (`misses_of_heads`): its sequence, KV head, page and slot."""
+    pair = tl.sum((ends <= entry).to(tl.int32), axis=0)
+    at = pair * K + entry - tl.sum(tl.where(tl.arange(0, BLOCK_P) < pair, counts, 0), axis=0)
+    return (pair // HK).to(tl.int64), (pair % HK).to(tl.int64), tl.load(pages + at), tl.load(slots + at)
+
+
+@jit
 def _resolve_kernel(
     resident: tl.tensor,
     selected: tl.tensor,

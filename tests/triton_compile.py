@@ -60,12 +60,11 @@ def describe(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
 
 
-def plan(everything: bool, capability: int) -> Iterator[tuple[torch.dtype, int, Case]]:
+def plan(everything: bool) -> Iterator[tuple[torch.dtype, int, Case]]:
     """What to compile: dtype, head dimension, case."""
     last = list({case.kernel: case for case in CASES}.values())
     if not everything:
-        dtypes = (torch.bfloat16, torch.float32) if capability == 90 else (torch.bfloat16,)
-        yield from itertools.product(dtypes, (REAL.d,), last)
+        yield from itertools.product((torch.bfloat16, torch.float32), (REAL.d,), last)
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from ((dtype, REAL.d, case) for case in CASES)
@@ -87,11 +86,13 @@ def main(capabilities: Sequence[int], everything: bool) -> None:
         return compiled
 
     JITFunction.run = compile_only
-    for capability in capabilities:
-        driver.set_active(AbsentDevice(capability))
-        for dtype, d, case in plan(everything, capability):
+    for dtype, d, case in plan(everything):
+        here = capabilities if everything or dtype == torch.bfloat16 else [each for each in capabilities if each == 90]
+        call = case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)) if here else None
+        for capability in here:
+            driver.set_active(AbsentDevice(capability))
             case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=d)
-            case.kernel(*case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)).args)
+            case.kernel(*call.args)
 
 
 if __name__ == "__main__":
