@@ -229,7 +229,7 @@ class LayerFinder:
         def most(tokens: int) -> int:
             with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
                 self._run(place, module, tokens, self._new_state(module), lambda _: [])
-            return peak.most
+            return int(peak.most)
 
         if resumes or tokens <= 2 * _FEW:
             return most(tokens)

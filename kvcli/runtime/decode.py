@@ -71,14 +71,14 @@ class BlockingStepper(Stepper):
     @override
     @torch.inference_mode()
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
-        newest = [(sequence.method, sequence.token_ids[-1], sequence.length) for sequence in batch]
-        return [(row, None) for row in self.run(*zip(*newest, strict=True))]
+        methods, tokens = [sequence.method for sequence in batch], [sequence.token_ids[-1] for sequence in batch]
+        return [(row, None) for row in self.run(methods, tokens, [sequence.length for sequence in batch])]
 
     def run(self, methods: Sequence[AnyMethod], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Run a token for each method, at its position -> logits [b, vocab] of the next ones."""
         device, more = self.hook.model.device, max(0, self.rows - len(methods))
         ids, places = (
-            torch.tensor([[each] for each in [*row, *row[-1:] * more]], device=device) for row in (tokens, positions)
+            torch.tensor([[each] for each in [*row, *[row[-1]] * more]], device=device) for row in (tokens, positions)
         )  # [b, 1] each
         rows = [*methods, *[methods[-1]] * more]
         self.rope.use([method.context.capacity for method in rows])
