@@ -61,14 +61,20 @@ SHAPES = {
     "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
     "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "heads": (16, 4)},
 }
+KIND: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "moe_intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 131_072,
+}
 # A hybrid, of which each fourth layer attends and the others keep a state, and latent attention; both with experts.
 KINDS: dict[str, PreTrainedConfig] = {
     "hybrid": Qwen3NextConfig(
-        vocab_size=32_000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
+        **KIND,
         num_key_value_heads=4,
         head_dim=64,
         linear_num_key_heads=8,
@@ -76,17 +82,10 @@ KINDS: dict[str, PreTrainedConfig] = {
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=352,
         shared_expert_intermediate_size=352,
-        max_position_embeddings=131_072,
     ),
     "latent": DeepseekV2Config(
-        vocab_size=32_000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
+        **KIND,
         num_key_value_heads=8,
         q_lora_rank=None,
         kv_lora_rank=256,
@@ -94,12 +93,9 @@ KINDS: dict[str, PreTrainedConfig] = {
         qk_rope_head_dim=32,
         v_head_dim=64,
         n_routed_experts=8,
-        num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
         n_shared_experts=1,
-        moe_intermediate_size=352,
-        max_position_embeddings=131_072,
     ),
 }
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}  # glibc's, in bytes

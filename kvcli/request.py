@@ -155,6 +155,9 @@ def request_of(
     Raises:
         KvcliError: a document is empty, a name is unknown, a value is bad (usage).
     """
+    for name, count in {"audit": audit, "lossless": lossless, "every": every}.items():
+        if count is not None and count < 1:
+            raise usage_error(f"{name} is {count}", "give 1 at least")
     sampling = {name: settings.pop(name) for name in _SAMPLING & settings.keys()}
     if isinstance(sampling.get("stop"), list | str):
         stop = sampling["stop"]

@@ -93,6 +93,9 @@ def test_a_plan_needs_no_weights(path):
         ({"method": "freekv", "budgett": 5}, "no setting 'budgett'"),
         ({"temperature": -1}, "temperature"),
         ({"method": "full", "pipeline": "overlapped", "audit": 2}, "audit"),
+        ({"audit": 0}, "audit is 0"),
+        ({"lossless": -1}, "lossless is -1"),
+        ({"checkpoint": "run", "every": 0}, "every is 0"),
     ],
 )
 def test_what_is_wrong_is_a_kvcli_error(model, options, match):

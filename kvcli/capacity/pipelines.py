@@ -10,14 +10,20 @@ from kvcli.models.loading import Checkpoint
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.runtime.pipeline import Pipeline
 
+_IN_PHASES = {
+    "--lossless": "takes steps back",
+    "--audit": "looks into the phases of a step",
+    "--trace": "looks into the phases of a step",
+}
+"""Options for which steps are blocking, and why."""
+
 
 def choose(
     wanted: str, profile: Profile, checkpoint: Checkpoint, watching: Sequence[str] = (), kept: bool = False
 ) -> Pipeline:
     """Choose how steps run, `wanted` being a pipeline or "auto".
 
-    `watching` are the options that look into their phases or take them back; `kept` ones are taken down by
-    --checkpoint.
+    `watching` are those options of `_IN_PHASES` that were given; `kept` steps are taken down by --checkpoint.
 
     Raises:
         KvcliError: what is wanted cannot do what else is (usage).
@@ -26,7 +32,8 @@ def choose(
         raise usage_error("--lossless writes the text of full attention, which --audit compares with", "leave one out")
     second = next((option for option in watching if option != "--trace"), None)
     if kept and second is not None:
-        raise usage_error(f"{second} compares with a second KV, which --checkpoint does not keep", "leave one out")
+        what = f"{second} has full attention beside the method, which --checkpoint does not keep"
+        raise usage_error(what, "leave one out")
     obstacle = _obstacle(wanted, profile, checkpoint, watching[0] if watching else None, kept)
     if wanted == "auto":
         return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
@@ -39,7 +46,7 @@ def choose(
 def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: str | None, kept: bool) -> str | None:
     """Say why steps can be nothing but blocking, if so."""
     if watching is not None:
-        return f"{watching} {'takes steps back' if watching == '--lossless' else 'looks into the phases of a step'}"
+        return f"{watching} {_IN_PHASES[watching]}"
     compiled_here = wanted == "compiled" and checkpoint.device.type == "cpu"
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"

@@ -52,12 +52,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
 
     def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Have the layer on the device, let the next one come, and attend."""
-        with self.span("recall", layer):
-            k, v, late = self.prefetcher.fetch(cache)
-            following = self.following[layer]
-            self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
-        self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
-        self.count(layer, Count.BYTES_EXPOSED, late)
+        k, v = self._recall(layer, cache, self.following[layer])
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)
 
@@ -66,14 +61,20 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
     ) -> Tensor:
         """Attend likewise; of the first layer nothing comes early, for its newest tokens may be taken back before."""
         self.count(layer, Count.BYTES_TO_HOST, cache.append_window(k, v))
+        following = self.following[layer]
+        seen_k, seen_v = self._recall(layer, cache, following if following > layer else None)
+        with self.span("attention", layer):
+            return prefill_attention(q, seen_k, seen_v, softmax)
+
+    def _recall(self, layer: int, cache: TokenMajorCache, following: int | None) -> tuple[Tensor, Tensor]:
+        """Bring a layer's keys and values [Hk, held, d], and have those of the layer `following` come."""
         with self.span("recall", layer):
-            seen_k, seen_v, late = self.prefetcher.fetch(cache)
-            if (following := self.following[layer]) > layer:
+            k, v, late = self.prefetcher.fetch(cache)
+            if following is not None:
                 self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
         self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
         self.count(layer, Count.BYTES_EXPOSED, late)
-        with self.span("attention", layer):
-            return prefill_attention(q, seen_k, seen_v, softmax)
+        return k, v
 
     @override
     def footprint(self) -> Footprint:

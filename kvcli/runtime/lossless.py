@@ -22,10 +22,10 @@ from kvcli.methods.base import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper, Stepper
+from kvcli.runtime.sampling import Sampler
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend
 from kvcli.store.cache import SlidingCache
-from kvcli.store.token_major import TokenMajorCache
 from kvcli.telemetry.report import DraftCounts
 
 
@@ -80,11 +80,7 @@ class Verifier:
         again = bool(self.windows or self._states)
         length = self.method.caches[0].length - len(self._tokens)
         for cache in self.method.caches:
-            kept = length if again else length + count
-            if isinstance(cache, TokenMajorCache):
-                cache.rewind(kept)
-            else:
-                cache.length = kept
+            cache.rewind(length if again else length + count)
         for window, kv in zip(self.windows, self._windows_before, strict=True):
             window.kv.copy_(kv)
         for state, before in zip(self._states, self._states_before, strict=True):
@@ -119,20 +115,23 @@ class LosslessStepper(Stepper):
         for sequence in batch:
             _, now = self.rounds.get(sequence.index, (sequence, None))
             if now is None or not now.goes_on(sequence.token_ids[-1]):
-                self._conclude(sequence.index)
+                if now is not None:
+                    self._settle(sequence, now)
+                    self.verifiers[sequence.index].keep(now.given)
                 self.rounds[sequence.index] = sequence, self._begin(sequence)
         return [(self.rounds[sequence.index][1].next_row(), None) for sequence in batch]
 
     @override
     def finish(self) -> None:
-        for index in list(self.rounds):
-            self._conclude(index)
+        for sequence, last in self.rounds.values():
+            self._settle(sequence, last)
 
     def _begin(self, sequence: RunningSequence) -> _Round:
         """Draft behind the newest token, and check."""
         wanted = min(self.drafts, sequence.max_tokens - len(sequence.token_ids) - 1)
         methods, drafts = [sequence.method], list[int]()
-        sampler = sequence.sampler_ahead()
+        assert isinstance(sequence.sampler, Sampler)
+        sampler = sequence.sampler.ahead()
         unseen = sequence.token_ids[sequence.method.caches[0].length - sequence.prompt_tokens :]
         while len(drafts) < wanted:
             if drafts:
@@ -143,12 +142,8 @@ class LosslessStepper(Stepper):
         checked = self.verifiers[sequence.index].read([sequence.token_ids[-1], *drafts])
         return _Round(drafts, methods, checked)
 
-    def _conclude(self, index: int) -> None:
-        """Go on from what was right."""
-        if index not in self.rounds:
-            return
-        sequence, ended = self.rounds.pop(index)
-        self.verifiers[index].keep(ended.given)
+    def _settle(self, sequence: RunningSequence, ended: _Round) -> None:
+        """Have the sequence go on by the method that has seen what was right, and count."""
         sequence.method = ended.methods[min(ended.given, len(ended.methods)) - 1]
         counts = sequence.drafts or DraftCounts()
         sequence.drafts = DraftCounts(

@@ -60,10 +60,6 @@ class RunningSequence:
         """Tokens in the cache: the newest one has no KV yet."""
         return self.prompt_tokens + len(self.token_ids) - 1
 
-    def sampler_ahead(self) -> Callable[[Tensor], int]:
-        """Make a sampler that chooses as this sequence's will, from the same random numbers."""
-        return self.sampler.ahead() if isinstance(self.sampler, Sampler) else self.sampler
-
     @property
     def greedy(self) -> bool:
         """Tell whether the next token is always the likeliest one."""

@@ -52,6 +52,10 @@ class LayerCache(ABC):
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token k, v [Hk, d]; returns the bytes written to the host."""
 
+    def rewind(self, length: int) -> None:
+        """Forget the tokens from `length` on; for a cache that holds all of them, or whose rows are put back after."""
+        self.length = length
+
     @abstractmethod
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to all that the device holds -> [H, d]."""

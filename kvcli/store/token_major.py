@@ -37,10 +37,7 @@ class TokenMajorCache(LayerCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        self._put(slice(self.held, self.held + 1), (k[None], v[None]))
-        self.length += 1
-        self.held += 1
-        return self._moved(1)
+        return self.append_window(k[:, None], v[:, None])
 
     def append_window(self, k: Tensor, v: Tensor) -> int:
         """Store n tokens k, v [Hk, n, d] behind the others; returns the bytes written to the host."""
@@ -50,8 +47,8 @@ class TokenMajorCache(LayerCache):
         self.held += n
         return self._moved(n)
 
+    @override
     def rewind(self, length: int) -> None:
-        """Forget the tokens from `length` on; for a cache that holds all of them."""
         self.length = self.held = length
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
