@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcli.methods import get_method, own_method_names
+from kvcli.methods import _stated, get_method, own_method_names
 
 if TYPE_CHECKING:
     from kvcli.methods.base import AnyMethod
@@ -91,70 +88,16 @@ def read_card(name: str) -> Card:
         KvcliError: it cannot be imported.
     """
     if name in own_method_names():
-        (stated,) = [each for each in _classes(name).values() if "title" in each and each["defined in"] == name]
-        return Card(**{key: value for key, value in stated.items() if key != "defined in"})
+        found = _stated.classes(name).values()
+        (names,) = [each.names for each in found if each.module == name and "title" in each.names]
+        gpu_step = GRAPH if "step_plan" in names else BLOCKING if "wants_next_query" in names else PIECEWISE
+        return Card(**{field: names[field] for field in STATED}, gpu_step=gpu_step)
     method = get_method(name)
     return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step_of(method, method.Config()))
-
-
-def _classes(module: str) -> dict[str, dict[str, Any]]:
-    """What the classes that a method's file knows state themselves, or derive, by their names."""
-    known: dict[str, dict[str, Any]] = {}
-    for node in _statements(module):
-        match node:
-            case ast.ImportFrom(module=str(imported), names=names) if _lies_here(imported):
-                there = {} if imported == "kvcli.methods.base" else _classes(imported.rpartition(".")[2])
-                known |= {each.name: there[each.name] for each in names if each.name in there}
-            case ast.ClassDef(name=name, bases=bases, body=body):
-                stated: dict[str, Any] = {"gpu_step": PIECEWISE}
-                for base in bases:
-                    stated |= known.get(base.id, {}) if isinstance(base, ast.Name) else {}
-                for statement in body:
-                    match statement:
-                        case ast.Assign(targets=[ast.Name(id="wants_next_query")]) if stated["gpu_step"] != GRAPH:
-                            stated["gpu_step"] = BLOCKING
-                        case ast.Assign(targets=[ast.Name(id=attribute)], value=ast.Constant(value=value)):
-                            if attribute in STATED:
-                                stated[attribute] = value
-                        case ast.FunctionDef(name="step_plan"):
-                            stated["gpu_step"] = GRAPH
-                known[name] = stated | {"defined in": module}
-    return known
 
 
 def setting_names(name: str) -> list[str]:
     """Names of the settings of the method called `name`, those that it shares first; imported as for `read_card`."""
     if name in own_method_names():
-        classes = [node for node in _statements(name) if isinstance(node, ast.ClassDef)]
-        for statement in (statement for node in classes for statement in node.body):
-            match statement:
-                case ast.Assign(targets=[ast.Name(id="Config")], value=ast.Name(id=config)):
-                    return list(dict.fromkeys(_declared(name, config)))
+        return _stated.settings(name)
     return list(get_method(name).Config.model_fields)
-
-
-def _declared(module: str, config: str) -> Iterator[str]:
-    """Settings of the class `config`, of which `module` holds or imports the declaration."""
-    for node in _statements(module):
-        match node:
-            case ast.ImportFrom(module=str(imported), names=names) if config in (each.name for each in names):
-                if _lies_here(imported):
-                    yield from _declared(imported.rpartition(".")[2], config)
-            case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
-                for base in reversed(bases):  # as fields are inherited
-                    if isinstance(base, ast.Name):
-                        yield from _declared(module, base.id)
-                for statement in body:
-                    match statement:
-                        case ast.AnnAssign(target=ast.Name(id=setting), annotation=annotation):
-                            if not ast.unparse(annotation).startswith("ClassVar"):
-                                yield setting
-
-
-def _lies_here(module: str) -> bool:
-    """Tell whether a module is one of this package's own files, not of a package within it."""
-    return module.rpartition(".")[0] == "kvcli.methods"
-
-
-def _statements(module: str) -> list[ast.stmt]:
-    return ast.parse((resources.files("kvcli.methods") / f"{module}.py").read_bytes()).body
