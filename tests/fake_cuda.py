@@ -8,8 +8,11 @@ import math
 import pkgutil
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +56,8 @@ class NoDevice(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             return _taken(*args)
         if func is torch.Tensor.__setitem__:
+            if isinstance(args[1], torch.Tensor):
+                return aten.index_put_(first, [args[1]], args[2])
             target, value = _taken(first, args[1], view=True), args[2]
             return aten.copy_(target, value) if isinstance(value, torch.Tensor) else aten.fill_(target, value)
         if func is torch.Tensor.new_tensor:
@@ -135,3 +140,28 @@ def fake_cuda(monkeypatch):
 def on_fake_cuda(x):
     """A fake tensor of the same shape, strides and dtype."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
+
+
+def parts_on_fake_cuda(modules):
+    """Put parameters and buffers of modules there."""
+    for module in modules:
+        for parts, kind in (
+            (module._parameters, partial(nn.Parameter, requires_grad=False)),
+            (module._buffers, torch.Tensor),
+        ):
+            parts.update({name: kind(on_fake_cuda(x)) for name, x in parts.items() if x is not None})
+
+
+def method_on_fake_cuda(method):
+    """Put a method's caches and states there, and leave their host memory where it is."""
+    method.context.tiers = replace(method.context.tiers, device=CUDA)
+    for cache in method.caches:
+        slots = cache.as_slots()
+        slots = slots._replace(
+            kv=on_fake_cuda(slots.kv), tensors={n: on_fake_cuda(x) for n, x in slots.tensors.items()}
+        )
+        cache.as_slots = lambda slots=slots: slots
+        cache.adopt_slots = lambda _: None
+    for state in method.states.layers:
+        state.update({name: on_fake_cuda(x) for name, x in state.items()})
+    return method

@@ -1,10 +1,8 @@
 """A step of every method on a fake CUDA device: nothing that cannot be captured, and a budget of kernels a layer."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from fake_cuda import CUDA, Watch, fake_cuda, on_fake_cuda
+from fake_cuda import CUDA, Watch, fake_cuda, method_on_fake_cuda
 from stated import HK, D, H, prefilled, variants
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
 
@@ -56,17 +54,9 @@ class FakeRotary:
 
 
 def moved(method):
-    """Let a method's caches be on the fake device, with their host memory where it is."""
-    method.context.tiers = replace(method.context.tiers, device=CUDA)
+    """Let a method be on the fake device, with a rotation that is there."""
     method.context.rotary = [FakeRotary()] * LAYERS
-    for cache in method.caches:
-        slots = cache.as_slots()
-        slots = slots._replace(
-            kv=on_fake_cuda(slots.kv), tensors={n: on_fake_cuda(x) for n, x in slots.tensors.items()}
-        )
-        cache.as_slots = lambda slots=slots: slots
-        cache.adopt_slots = lambda _: None
-    return method
+    return method_on_fake_cuda(method)
 
 
 def traced(name, wanted, lengths, monkeypatch, streams=None):
