@@ -3,8 +3,11 @@
 Where there is no GPU, Triton kernels are tested under their interpreter, which has to be said before they are imported.
 
 Ctrl-C is tested in commands that inherit what this process does with it; a shell's background jobs ignore it.
+
+What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -13,4 +16,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.set_threshold(10_000, 20, 100)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries report what is never collected as leaks

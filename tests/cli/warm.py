@@ -5,6 +5,7 @@ arguments, the working directory, environment variables, and files to serve as s
 is the exit code. Nothing is computed here, so that no thread exists when a child is forked.
 """
 
+import gc
 import json
 import os
 import socket
@@ -32,6 +33,7 @@ def child(request):
 if __name__ == "__main__":
     resolve_profile()
     _ = transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # loaded when first named
+    gc.freeze()  # a child neither looks through it nor copies it
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rw") as lines:
         for line in lines:
             if (pid := os.fork()) == 0:
