@@ -56,7 +56,7 @@ def counted(name: str, switch: dict[str, Any]) -> dict[str, float]:
             for module in (choose_pages, page_scores):
                 patch.setattr(module, "ALONE", 0)
         triton, torch_, _ = test_trace.traced(name, switch, (test_trace.LENGTH, 40), patch, streams)
-    beside = {stream: number / test_trace.LAYERS for stream, number in streams.beside.items()}
+    beside = streams.beside
     chain = triton + torch_ - sum(beside.values()) + test_fused.LAYER
     corrected = chain - 1 + beside["correction"] if "correction" in beside else chain
     return {"triton": triton, "torch": torch_, "chain": chain, "corrected": corrected}

@@ -56,6 +56,13 @@ class Rotation(NamedTuple):
             raise ValueError("cosine and sine of a channel do not stand in the same column")
         return cls(cos, sin, partner, column, sign)
 
+    def check(self, d: int) -> None:
+        """Raise ValueError where these are not tables for d channels that kernels can read."""
+        for name, x, dtype in zip(self._fields[2:], self[2:], (torch.int32, torch.int32, None), strict=True):
+            require_whole(name, x, (d,), dtype)
+        for name, x in zip(self._fields[:2], self[:2], strict=True):
+            require_whole(name, x, self.cos.shape)
+
 
 def rebuild_missing_keys_ref(
     a: Tensor, factor: Tensor, misses: MissList, rotation: Rotation | None, k: Tensor, first: int
@@ -68,12 +75,13 @@ def rebuild_missing_keys_ref(
         keys = a[b, chunks].to(dtype) @ factor[b, h].to(dtype)  # [m, c, d]
         if rotation is not None:
             positions = chunks[:, None] * size + torch.arange(size, device=k.device)
-            keys = _rotated(keys, positions, rotation)
+            keys = rotated(keys, positions, rotation)
         rows = (first + slots)[:, None] * size + torch.arange(size, device=k.device)
         k[b, h, rows] = keys.to(k.dtype)
 
 
-def _rotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+def rotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """Turn keys [.., n, d] to positions [n] in plain torch; in the precision of both."""
     still = rotation.column < 0
     cos, sin = (table[positions][..., rotation.column.clamp_min(0)] for table in rotation[:2])  # [m, c, d]
     return keys * cos.masked_fill(still, 1) + keys[..., rotation.partner] * sin * rotation.sign
@@ -167,10 +175,7 @@ def rebuild_missing_keys(
     require("k", k, (b, num_kv_heads, k.shape[2], d))
     misses.check(b, num_kv_heads, misses.pages.shape[2])
     if rotation is not None:
-        for name, x, dtype in zip(rotation._fields[2:], rotation[2:], (torch.int32, torch.int32, None), strict=True):
-            require_whole(name, x, (d,), dtype)
-        for name, x in zip(rotation._fields[:2], rotation[:2], strict=True):
-            require_whole(name, x, rotation.cos.shape)
+        rotation.check(d)
     if not takes(a):
         return rebuild_missing_keys_ref(a, factor, misses, rotation, k, first)
     selected, block_d = misses.pages.shape[2], max(16, power_of_two(d))

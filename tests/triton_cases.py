@@ -18,13 +18,17 @@ from kvcli.kernels import filled_page as filled
 from kvcli.kernels import four_bit_keys as four_bit
 from kvcli.kernels import gather_pages as gather
 from kvcli.kernels import gather_quantised as gather_small
+from kvcli.kernels import kept_query as kept_queries
 from kvcli.kernels import make_room as room
+from kvcli.kernels import move_keys as moving
+from kvcli.kernels import near_best as near
 from kvcli.kernels import nucleus as tokens_kept
 from kvcli.kernels import one_bit_keys as one_bit
 from kvcli.kernels import one_bit_scores as one_bit_scoring
 from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_summary as summary
 from kvcli.kernels import prefill_attention as prefill
+from kvcli.kernels import project_heads as projecting
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import rebuild_keys as rebuild
 from kvcli.kernels import replace_page as replace
@@ -596,6 +600,81 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     q, k = heads[:, : s.hk * s.g], heads[:, s.hk * s.g : s.hk * s.g + s.hk]
     sign = draw.fp32(named.sign)
     return Call((q, k, rebuild.Rotation(*tables, named.partner, named.column, sign)), [q, k, heads])
+
+
+def _tables(draw: Draw, s: Sizes, n: int, variant: str) -> rebuild.Rotation:
+    """Tables of n positions, with an attention scaling in them; of some channels alone, or of all."""
+    rotated = s.d // 4 * 2 if variant == "part" else s.d
+    angles = torch.arange(n)[:, None] * 0.7 ** torch.arange(rotated // 2)
+    cos, sin = (draw.fp32(1.25 * table(angles)) for table in (torch.cos, torch.sin))
+    turn = _turn_pairs if variant == "pairs" else _turn_halves
+    named = rebuild.Rotation.of(torch.ones_like(cos[:1]), torch.zeros_like(sin[:1]), turn, rotated, s.d)
+    return rebuild.Rotation(cos, sin, named.partner, named.column, draw.fp32(named.sign))
+
+
+@case(moving.rotate_newest, moving.rotate_newest_ref, ["part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    x, out = draw(s.b, 2, s.hk * s.g, s.d)[:, 1], draw.poisoned(s.b, s.hk * s.g, s.d, dtype=torch.float32)
+    return Call((x, draw.ints(s.lengths), _tables(draw, s, max(s.lengths), variant), out), [out])
+
+
+@case(moving.move_sinks, moving.move_sinks_ref, ["part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Sinks that are not there yet, that stay where they are, and that move."""
+    sinks, held = (5, 45) if s is ODD else (16, 2048)
+    lengths = [0, 3, 41, 52] if s is ODD else list(s.lengths)
+    k = draw(s.b, 2, s.hk, held, s.d)[:, 0]
+    unrotated = draw.poisoned(s.b, s.hk, sinks, s.d, dtype=torch.float32)
+    unrotated[-1].copy_(draw.fp32(torch.randn(s.hk, sinks, s.d, generator=draw.generator)))
+    if s is not ODD:
+        unrotated[0].copy_(unrotated[-1])
+    args = (k, unrotated, draw.ints(lengths), held, _tables(draw, s, max(lengths), variant))
+    return Call(args, [k, unrotated])
+
+
+@case(projecting.project_heads, projecting.project_heads_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    columns = 35 if s is ODD else 38
+    basis = draw.fp32(torch.randn(s.b, s.hk, s.d, columns, generator=draw.generator))
+    out = draw.poisoned(s.b, 2, s.hk * s.g, columns)[:, 1]
+    return Call((draw(s.b, s.hk * s.g, 2, s.d)[:, :, 1], basis, out), [out])
+
+
+@case(projecting.project_newest, projecting.project_newest_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    columns = 35 if s is ODD else 38
+    basis = draw.fp32(torch.randn(s.b, s.hk, s.d, columns, generator=draw.generator))
+    out = draw.poisoned(s.b, s.hk, max(s.lengths) + 3, columns)
+    return Call((draw(s.b, s.hk, 2, s.d)[:, :, 1], basis, draw.ints(s.lengths), out), [out])
+
+
+@case(near.count_near_best, near.count_near_best_ref, ["most", "alone", "some"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Whole numbers, and what nobody scored is NaN; one sequence has no candidates, in one no head chooses."""
+    n = 4101 if s is ODD else 32768
+    found = draw.fp32(torch.randint(-9, 10, (s.b, s.hk, n), generator=draw.generator))
+    found[..., -40:] = float("-inf")
+    heads = torch.ones(s.b, s.hk, dtype=torch.bool, device=draw.device)
+    if s is ODD:
+        found[0] = float("-inf")
+        found[1], heads[1] = NAN, False
+    tally = near.NearTally(*(draw.ints([9] * s.b, torch.int64) for _ in range(3)))
+    wanted, arrived = draw.ints([-7] * s.b), draw.ints([0] * s.b)
+    alpha, most = {"most": (9.0, 20), "alone": (0.0, n), "some": (4.0, n)}[variant]
+    return Call((found.float(), heads, alpha, most, wanted, tally, arrived), [wanted, *tally, arrived])
+
+
+@case(kept_queries.turn_from_kept, kept_queries.turn_from_kept_ref, [-2.0, 2.0, 0.9], exact=True)
+def _(draw: Draw, s: Sizes, theta: float) -> Call:
+    """One sequence retrieves for the first time, one asks as before, one asks otherwise, and one does not retrieve."""
+    q, query = draw(2, s.b, 2, s.hk * s.g, s.d)[:, :, 1]
+    query = query.contiguous()
+    query[1 % s.b] = q[1 % s.b] + 0.01
+    active = torch.arange(s.b, device=draw.device)[:, None].expand(-1, s.hk) != 3
+    counts = [draw.ints([first, 5, 6, 7][: s.b], torch.int64) for first in (8, 0)]
+    turned, anew = (draw.ints(torch.ones(s.b, width), torch.bool) for width in (s.hk, 1))
+    kept = kept_queries.KeptQuery(query, *counts)
+    return Call((q, kept, active.contiguous(), theta, turned, anew), [*kept, turned, anew])
 
 
 @case(room.make_room, room.make_room_ref, exact=True)

@@ -21,7 +21,6 @@ from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
-from kvcli.methods.steps.plan import FromHost
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.prefill import chunk_length
@@ -156,11 +155,11 @@ def need(
 def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> int:
     """Bytes of a batch on a device over slots: a layer's tensors lie side by side, all as long as the longest.
 
-    `methods` has one for each kind of sequence. Keys that are rebuilt are rotated by tables of all positions, in fp32.
+    `methods` has one for each kind of sequence. What is rotated apart from the model is so by tables of all positions.
     """
     held = [[method.caches[layer].footprint().device for method in methods] for layer in range(len(methods[0].caches))]
     plan, tables = methods[0].step_plan, 0
-    if plan is not None and isinstance(plan.fetch, FromHost) and plan.fetch.rebuild is not None:
+    if plan is not None and plan.rotates:
         longest = max(method.context.capacity for method in methods)
         tables = 2 * longest * head_dim * torch.float32.itemsize
     return sequences * (sum(map(max, held)) + methods[0].states.footprint().device) + tables

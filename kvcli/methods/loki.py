@@ -17,11 +17,13 @@ tokens here. In the counters one token of one KV head is a page of size 1.
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
+from kvcli.kernels.project_heads import project_heads
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
@@ -103,5 +105,6 @@ class InAxes:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Do what `PrincipalAxesCache.to_axes` does."""
-        heads: Tensor = x.float().unflatten(1, (self.axes.shape[1], -1)) @ self.axes  # type: ignore[no-untyped-call]
-        return heads.flatten(1, 2).to(x.dtype)
+        turned = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # as values lie beside keys
+        project_heads(x, self.axes, turned)
+        return turned

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.move_keys import move_sinks
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
@@ -81,24 +82,21 @@ class MovingSinks:
     def __init__(self, slots: BatchSlots):
         layout, (first, *others) = slots.rows.layout, slots.rotary
         self.lengths, self.held = slots.rows.lengths, layout.total
-        self.original = torch.arange(layout.sink, device=self.lengths.device)
-        sinks = slots.rows.k[:, :, : layout.sink]  # [b, Hk, sink, d]
+        original = torch.arange(layout.sink, device=self.lengths.device)
         alike = all(rotary is first for rotary in others)
         rows = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(slots.rotary))]
         self.parts = [
-            (part, sinks[part], rotary.unrotate(sinks[part], self.original), rotary)
+            (part, rotary.unrotate(k[:, :, : layout.sink], original), rotary.rotation(k.shape[3]))
             for part, rotary in zip(rows, slots.rotary, strict=False)
-            if rotary is not None
+            if rotary is not None and layout.sink
+            for k in [slots.rows.k[part]]
         ]
+        self.k = slots.rows.k
 
     def __call__(self) -> None:
         """Take the sinks out of their rotation as long as they stand where they were, and rotate them to where they go.
 
         The last of them was appended a step before the first of them moves, or earlier.
         """
-        dropped = (self.lengths - self.held).clamp_min(0)[:, None, None]  # [b, 1, 1]
-        for part, sinks, unrotated, rotary in self.parts:
-            by, stays = dropped[part], (dropped[part] == 0)[..., None]
-            unrotated.copy_(rotary.unrotate(sinks, self.original).where(stays, unrotated))
-            positions = (self.original + by).expand(sinks.shape[:3])
-            sinks.copy_(sinks.where(stays, rotary.rotate(unrotated, positions).to(sinks.dtype)))
+        for part, unrotated, rotation in self.parts:
+            move_sinks(self.k[part], unrotated, self.lengths[part], self.held, rotation)

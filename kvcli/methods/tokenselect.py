@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.kept_query import KeptQuery, turn_from_kept
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
@@ -113,31 +114,22 @@ class KeptVote(Choice):
     """The choice of a batch: one of all heads' votes a sequence, kept while its query stays."""
 
     def __init__(self, slots: BatchSlots, theta: float):
-        self.slots, self.theta = slots, theta
-        b, device = len(slots.rows.k), slots.rows.k.device
-        self.query = torch.empty(0)  # [b, H * d] that chose
+        self.below = {0.0: -2.0, 1.0: 2.0}.get(theta, theta)  # cosines of 0 and 1 are rounded
+        b, num_kv_heads, device = *slots.rows.k.shape[:2], slots.rows.k.device
+        counts = torch.zeros(2, b, dtype=torch.int64, device=device)
+        self.kept = KeptQuery(torch.empty(0), *counts)
+        self.tally = {"layer_steps": counts[0], "choices": counts[1]}
         self.selected = torch.full((b, 1, slots.rows.layout.selected), -1, dtype=torch.int32, device=device)
-        self.has_chosen = torch.zeros(b, dtype=torch.bool, device=device)
+        self.turned = torch.empty(b, num_kv_heads, dtype=torch.bool, device=device)
+        self.anew = torch.empty(b, 1, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(b, dtype=torch.int32, device=device)
-        self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in ("layer_steps", "choices")}
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
         assert isinstance(index, ScoredIndex)
-        query = q.flatten(1).float()
-        if self.query.numel() == 0:
-            self.query = torch.zeros_like(query)
-        turned = heads[:, 0] & (self._is_other(query) | ~self.has_chosen)  # [b]
-        votes = index.scores(q, softmax, turned[:, None].expand_as(heads).contiguous())  # [b, 1, n]
-        topk_pages_device(votes, *index.scored, Selection(self.selected), turned[:, None], arrived=self.arrived)
-        self.query.copy_(query.where(turned[:, None], self.query))
-        self.has_chosen.logical_or_(turned)
-        self.tally["layer_steps"] += heads[:, 0]
-        self.tally["choices"] += turned
+        if self.kept.query.numel() == 0:
+            self.kept = self.kept._replace(query=torch.zeros_like(q, memory_format=torch.contiguous_format))
+        turn_from_kept(q, self.kept, heads, self.below, self.turned, self.anew)
+        votes = index.scores(q, softmax, self.turned)  # [b, 1, n]
+        topk_pages_device(votes, *index.scored, Selection(self.selected), self.anew, arrived=self.arrived)
         return Chosen(self.selected.repeat(1, heads.shape[1], 1))
-
-    def _is_other(self, query: Tensor) -> Tensor:
-        """Tell which queries [b, H * d] are not like those that chose."""
-        norms = query.square().sum(1) * self.query.square().sum(1)
-        cosine = (query * self.query).sum(1) * norms.clamp_min(torch.finfo(norms.dtype).tiny).rsqrt()
-        return cosine < {0.0: -2.0, 1.0: 2.0}.get(self.theta, self.theta)

@@ -151,8 +151,8 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
 
 
-@pytest.mark.parametrize("name", STATED)
-def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name):
+@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in STATED), ("streaming", {"positions": "cache"})])
+def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name, more):
     """Its sequences, of different lengths, lie side by side as long as the longest; and what keys are rotated by."""
     model, lengths, made = tiny_model("llama"), (91, 33, 60), []
 
@@ -160,12 +160,12 @@ def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name):
         made.append(SlotStepper(hook, sequences, rope, streams=SerialStreams()))
         return made[0]
 
-    run(model, name, settings(name), [list(range(3, 3 + length)) for length in lengths], 3, step=step)
+    run(model, name, settings(name, **more), [list(range(3, 3 + length)) for length in lengths], 3, step=step)
     slots = [layer.slots for layer in made[0].pipeline.layers]
     held = [x for each in slots for x in (each.rows.k, each.rows.v, *each.tensors.values())]
     rotations = {id(rotary): rotary for each in slots for rotary in each.rotary if rotary is not None}.values()
     held += [table for rotary in rotations if rotary._tables is not None for table in rotary._tables[:2]]
-    shipped = Profile(name, name, "", "", get_method(name).Config(**settings(name)))
+    shipped = Profile(name, name, "", "", get_method(name).Config(**settings(name, **more)))
     geometry = geometry_of(model.config, torch.float32)
     wanted = memory.need(shipped, geometry, torch.float32, lengths, 3 + SPARE, 1, device=torch.device("cuda"))
     assert 0.9 * wanted.kv.device <= storage_bytes(held) <= wanted.kv.device + 1024  # numbers of each sequence

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.near_best import NearTally, count_near_best
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -31,18 +32,14 @@ class NearBest(Choice):
     def __init__(self, slots: BatchSlots, alpha: float):
         self.slots, self.alpha = slots, alpha
         b, device = len(slots.rows.k), slots.rows.k.device
-        names = ("chosen", "choices", "layer_steps")
-        self.tally = {name: torch.zeros(b, dtype=torch.int64, device=device) for name in names}
+        self.counts = NearTally(*torch.zeros(len(NearTally._fields), b, dtype=torch.int64, device=device))
+        self.tally = self.counts._asdict()
+        self.wanted, self.arrived = torch.zeros(2, b, dtype=torch.int32, device=device)
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
         assert isinstance(index, ScoredIndex)
         scores, rows = index.scores(q, softmax, heads), self.slots.rows  # [b, Hk, n]
-        near = scores >= scores.amax(2, keepdim=True) - self.alpha
-        wanted = (near.sum((1, 2)) // heads.shape[1]).clamp(1, rows.layout.selected).int()
-        chose = heads.sum(1)  # KV heads
-        self.tally["chosen"] += wanted * chose
-        self.tally["choices"] += chose
-        self.tally["layer_steps"] += heads[:, 0]
-        topk_pages_device(scores, rows.lengths, rows.layout, selection, heads, wanted, rows.arrived)
-        return Chosen(selection.selected, asked=wanted)
+        count_near_best(scores, heads, self.alpha, rows.layout.selected, self.wanted, self.counts, self.arrived)
+        topk_pages_device(scores, rows.lengths, rows.layout, selection, heads, self.wanted, rows.arrived)
+        return Chosen(selection.selected, asked=self.wanted)

@@ -132,8 +132,8 @@ class StepPlan:
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
     a layer ahead, by the query that the layer before foretells. `varies` says that scores decide how many are chosen.
     `index`, `choose` and what follows `correction` are made for every layer of a batch. `prepare` is called before all
-    else; `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `evict` makes room before
-    attention and looks back after it.
+    else, to turn what is held to other positions; `turn` gives queries and new keys the coordinates that the layer
+    keeps its keys in; `evict` makes room before attention and looks back after it.
     """
 
     index: Callable[[BatchSlots], StepIndex] | None = None
@@ -145,3 +145,9 @@ class StepPlan:
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None
     turn: Callable[[BatchSlots], Callable[[Tensor], Tensor]] | None = None
     evict: Callable[[BatchSlots], Eviction] | None = None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it rotates keys or queries apart from the model, by tables of all positions in fp32."""
+        rebuilds = isinstance(self.fetch, FromHost) and self.fetch.rebuild is not None
+        return rebuilds or self.when == "ahead" or self.prepare is not None

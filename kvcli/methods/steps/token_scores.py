@@ -10,11 +10,11 @@ from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.one_bit_keys import quantise_filled_group
 from kvcli.kernels.one_bit_scores import one_bit_scores_device
+from kvcli.kernels.project_heads import project_heads, project_newest
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import ScoredIndex
-from kvcli.methods.steps.rows import put_rows
 
 
 class OneBitScores(ScoredIndex):
@@ -74,15 +74,14 @@ class PartialKeyScores(ScoredIndex):
     @override
     def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
         b, num_kv_heads, tokens, columns = self.keys.shape
-        queries = q.float().view(b, num_kv_heads, -1, q.shape[2]) @ self.basis  # [b, Hk, G, c]
+        queries = q.new_empty(b, q.shape[1], columns, dtype=torch.float32)
+        project_heads(q, self.basis, queries)
         out = q.new_empty(b, num_kv_heads, tokens, dtype=torch.float32)
-        flat = queries.view(b, -1, columns)
-        token_scores_device(flat, self.keys, *self.scored, Softmax(softmax.scale), "max_qk", out, heads)
+        token_scores_device(queries, self.keys, *self.scored, Softmax(softmax.scale), "max_qk", out, heads)
         return out
 
     @override
     def update(self, new: NewToken, host: HostPages | None) -> None:
-        found = (new.k.float()[:, :, None] @ self.basis)[:, :, 0]  # [b, Hk, c]
-        put_rows(self.keys, self.slots.rows.lengths - 1, found)
+        project_newest(new.k, self.basis, self.slots.rows.lengths, self.keys)
         if host is not None:
             take_in_filled_page(self.slots.rows, host=host)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvcli.kernels._triton import same_strides
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.move_keys import rotate_newest
+from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import FromHost, StepPlan
-from kvcli.models.rope import Rotary
 from kvcli.runtime.gpu.layers import PlannedLayer
 from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
@@ -60,6 +61,7 @@ class SlotPipeline:
             self._layer(layer, each, plan if layer in methods[0].retrieval and not each.holds_all else StepPlan())
             for layer, each in enumerate(slots)
         ]
+        self.turned = {layer: self._rotations(layer) for layer in self.foretold}
         self.steps = self.counted = 0
 
     @property
@@ -85,7 +87,7 @@ class SlotPipeline:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
         new = NewToken(k[:, :, 0], v[:, :, 0])
-        if not same_strides(new.k, new.v) or self.layers[layer].turn is not None:
+        if not same_strides(new.k, new.v):
             new = NewToken(new.k.contiguous(), new.v.contiguous())
         return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
@@ -96,15 +98,11 @@ class SlotPipeline:
 
     def foretell(self, layer: int, q: Tensor, scale: float) -> None:
         """Let a layer choose with queries [b, H, d], not rotated yet, before the layer before it attends."""
-        positions = (self.lengths.seen - 1).clamp_min(0)[:, None, None]  # [b, 1, 1]
-        rotaries = [method.context.rotary[layer] for method in self.methods]
-        alike = all(rotary is rotaries[0] for rotary in rotaries)
-        parts = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(q))]
-        turned = [
-            q[part] if rotary is None else _rotated(q[part], rotary, positions[part])
-            for part, rotary in zip(parts, rotaries, strict=False)
-        ]
-        self.layers[layer].choose_ahead(torch.cat(turned), Softmax(scale))
+        rotations = self.turned[layer]
+        turned = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotations else q.clone()
+        for part, rotation in rotations:
+            rotate_newest(q[part], self.lengths.seen[part], rotation, turned[part])
+        self.layers[layer].choose_ahead(turned, Softmax(scale))
 
     def settle(self) -> None:
         """End a step: everything in every stream is done, and what was found is kept."""
@@ -139,6 +137,14 @@ class SlotPipeline:
         held, rotary = self.lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
         return BatchSlots.of(caches, parts, self.lengths.seen, held, rotary)
 
+    def _rotations(self, layer: int) -> list[tuple[slice, Rotation]]:
+        """How each sequence's queries of a layer are rotated, or all of them: nothing where they are not."""
+        first, *others = rotaries = [method.context.rotary[layer] for method in self.methods]
+        alike = all(rotary is first for rotary in others)
+        parts = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(rotaries))]
+        d = self.layers[layer].rows.k.shape[3]
+        return [(part, rotary.rotation(d)) for part, rotary in zip(parts, rotaries, strict=False) if rotary is not None]
+
     def _layer(self, layer: int, slots: BatchSlots, plan: StepPlan) -> PlannedLayer:
         active = self.lengths.active(slots)
         stream = f"recall {layer % RECALL_STREAMS}"
@@ -153,11 +159,6 @@ class SlotPipeline:
         told = SyntheticDecisionLayer(*parts)
         told.follow(self.forced, layer)
         return told
-
-
-def _rotated(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
-    """Rotate q [b, H, d] to positions [b, 1, 1], in float32."""
-    return rotary.rotate(q[:, :, None], positions.expand(-1, q.shape[1], 1))[:, :, 0]
 
 
 def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:

@@ -102,9 +102,12 @@ def test_steps_with_sliding_layers_chunks_softcaps_and_attention_sinks(name, fam
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
-@pytest.mark.parametrize("name", [name for name in STATED if get_method(name).no_latents is None])
-def test_steps_over_latents(name):
-    case = (tiny_model("deepseek_v3"), name, settings(name), prompts(77, 46), 6)
+OVER_LATENTS = [(name, {}) for name in STATED if get_method(name).no_latents is None]
+
+
+@pytest.mark.parametrize(("name", "wanted"), [*OVER_LATENTS, ("streaming", {"positions": "cache"})], ids=str)
+def test_steps_over_latents(name, wanted):
+    case = (tiny_model("deepseek_v3"), name, settings(name, **wanted), prompts(77, 46), 6)
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
@@ -121,6 +124,7 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
 
 BY_KERNELS = [(name, "llama", {}) for name in STATED] + [("freekv", "llama", {"kv_dtype": "int4"})]
 BY_KERNELS += [(name, "deepseek_v3", {}) for name in ("freekv", "raas")]
+BY_KERNELS += [("streaming", "llama", {"positions": "cache"})]
 
 
 @pytest.mark.parametrize(("name", "family", "wanted"), BY_KERNELS, ids=str)

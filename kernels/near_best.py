@@ -1,0 +1,121 @@
+"""How many tokens score within a distance of the best, on average over the KV heads of a sequence (InfiniGen, 4.3).
+
+    wanted = floor(sum_h |{t : s_ht >= max_u s_hu - alpha}| / Hk), one at least and `most` at most
+
+Shapes: scores [b, Hk, n] fp32 with -inf where nothing can be chosen -> wanted [b] int32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
+
+BLOCK = 4096  # scores that a program looks at together
+
+
+class NearTally(NamedTuple):
+    """Of every sequence [b] int64, over all steps: tokens chosen, the heads that chose them, steps in which any did."""
+
+    chosen: Tensor
+    choices: Tensor
+    layer_steps: Tensor
+
+
+def count_near_best_ref(
+    scores: Tensor, heads: Tensor, alpha: float, most: int, wanted: Tensor, tally: NearTally, arrived: Tensor
+) -> None:
+    """All heads at once."""
+    del arrived  # of the kernel
+    near = (scores >= scores.amax(2, keepdim=True) - alpha).sum(2)  # [b, Hk]
+    chose = heads.sum(1)
+    found = (near.where(heads, 0).sum(1) // heads.shape[1]).clamp(1, most)
+    wanted.copy_(found)
+    tally.chosen.add_(found * chose)
+    tally.choices.add_(chose)
+    tally.layer_steps.add_(chose > 0)
+
+
+@jit
+def _near_kernel(
+    scores: tl.tensor,
+    heads: tl.tensor,
+    near: tl.tensor,
+    wanted: tl.tensor,
+    chosen: tl.tensor,
+    choices: tl.tensor,
+    layer_steps: tl.tensor,
+    arrived: tl.tensor,
+    alpha: tl.tensor,
+    most: tl.tensor,
+    num_tokens: tl.tensor,
+    HK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Count for one KV head; the last program of a sequence puts the counts together."""
+    pair = tl.program_id(0)
+    b = pair // HK
+    asked = tl.load(heads + pair)
+    count = 0
+    if asked != 0:
+        row = scores + pair.to(tl.int64) * num_tokens
+        best = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        for start in range(0, num_tokens, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            best = tl.maximum(best, tl.load(row + token, mask=token < num_tokens, other=float("-inf")))
+        least = tl.max(best, axis=0) - alpha
+        counts = tl.zeros([BLOCK_N], tl.int32)
+        for start in range(0, num_tokens, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            score = tl.load(row + token, mask=token < num_tokens, other=float("-inf"))
+            counts += ((score >= least) & (token < num_tokens)).to(tl.int32)
+        count = tl.sum(counts, axis=0)
+    tl.store(near + pair, count)
+    if last_to_arrive(arrived + b, HK):
+        h = tl.arange(0, BLOCK_H)
+        total = tl.sum(tl.load(near + b * HK + h, mask=h < HK, other=0), axis=0)
+        chose = tl.sum((tl.load(heads + b * HK + h, mask=h < HK, other=0) != 0).to(tl.int32), axis=0)
+        found = tl.minimum(tl.maximum(total // HK, 1), most)
+        # Read before anything is written: other warps read the same numbers.
+        sums = tl.load(chosen + b), tl.load(choices + b), tl.load(layer_steps + b)
+        tl.debug_barrier()
+        tl.store(wanted + b, found)
+        tl.store(chosen + b, sums[0] + (found * chose).to(tl.int64))
+        tl.store(choices + b, sums[1] + chose)
+        tl.store(layer_steps + b, sums[2] + (chose > 0).to(tl.int64))
+
+
+def count_near_best(
+    scores: Tensor, heads: Tensor, alpha: float, most: int, wanted: Tensor, tally: NearTally, arrived: Tensor
+) -> None:
+    """Write to `wanted` how many tokens every KV head of a sequence is to choose, and add to `tally` what that makes.
+
+    heads [b, Hk] bool: the others neither count nor choose, and their scores are not looked at. `arrived` [b] int32 are
+    zeros, as `PagedKV.arrived` are for the heads. May be captured in a CUDA graph.
+
+    Raises ValueError for shapes or dtypes that the kernel cannot read.
+    """
+    b, num_kv_heads, num_tokens = scores.shape
+    require_whole("scores", scores, scores.shape, scores.dtype)
+    require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    for name, x, dtype in (("wanted", wanted, torch.int32), ("arrived", arrived, torch.int32)):
+        require_whole(name, x, (b,), dtype)
+    for name, x in zip(tally._fields, tally, strict=True):
+        require_whole(name, x, (b,), torch.int64)
+    if not takes(scores):
+        return count_near_best_ref(scores, heads, alpha, most, wanted, tally, arrived)
+    near = torch.empty(b, num_kv_heads, dtype=torch.int32, device=scores.device)
+    launch(
+        _near_kernel,
+        (b * num_kv_heads,),
+        *(scores, heads, near, wanted, *tally, arrived, alpha, most, num_tokens),
+        HK=num_kv_heads,
+        BLOCK_H=power_of_two(num_kv_heads),
+        BLOCK_N=min(BLOCK, power_of_two(num_tokens)),
+        warps=16 if num_tokens >= BLOCK else 4,
+    )
+    return None
