@@ -29,7 +29,7 @@ BUDGET = {
     "quest": (3, 0),
     "raas": (4, 2),
     "refreekv": (1, 0),
-    "shadowkv": (7, 0),
+    "shadowkv": (6, 0),
     "snapkv": (1, 0),
     "streaming": (1, 0),
     "streaming-positions": (2, 0),
