@@ -261,25 +261,35 @@ def _workspace(
     """Bytes that the prefill holds beside weights and caches.
 
     As long as the prompt are a layer's KV in each buffer and the rotary tables (cosines, sines); as long as all that is
-    read `together`, the hidden states in and out and what is looked up in the tables; as long as a chunk, the
-    intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as long as it.
+    read `together`, the hidden states, which layers write over, and what is looked up in the tables; as long as a
+    chunk, the intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as
+    long as it.
     """
     layer = max(geometry.layers, key=lambda layer: layer.token_size)
     kv, rotary = layer.token_size, layer.head_dim - (layer.latent or 0)
-    per_token = 2 * geometry.hidden_size + 2 * rotary
     tables = length * 2 * rotary
     if window is not None:
         length = together = min(length, window)
     chunk = min(length, chunk_length(device) if window is None else window)
-    per_chunk_token = 3 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-    as_long = tables + length * prefill_buffers(device) * kv + together * per_token
-    in_layer = [itemsize * chunk * per_chunk_token, *_with_state(geometry, chunk, length, itemsize)]
-    return itemsize * as_long + max(in_layer)
+    always = itemsize * (tables + together * (geometry.hidden_size + 2 * rotary))
+    buffers = itemsize * length * prefill_buffers(device) * kv
+    per_chunk_token = 4 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
+    in_attention = buffers + itemsize * chunk * per_chunk_token
+    return always + max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
 
 
-def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int) -> Iterator[int]:
-    """Bytes within each layer that keeps a state, those of its own input beside it: the layer's, and normalised."""
-    for layer in geometry.states:
-        tokens = chunk if layer.resumes else length
+def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int, buffers: int) -> Iterator[int]:
+    """Bytes within each layer that keeps a state, those of its own input beside it: the layer's, and normalised.
+
+    The buffers of KV are there from the first layer on that attends.
+    """
+    states, attended = iter(geometry.states), False
+    for layer in geometry.decoder:
+        attended = attended or layer.attention is not None
+        if layer.state is None:
+            continue
+        state = next(states)
+        tokens = chunk if state.resumes else length
         rounded = -(-tokens // _AT_ONCE) * _AT_ONCE  # so that few lengths are run
-        yield layer.temporaries(rounded) + 2 * tokens * geometry.hidden_size * itemsize
+        own = state.temporaries(rounded) + 2 * tokens * geometry.hidden_size * itemsize
+        yield own + buffers * attended

@@ -113,7 +113,7 @@ def test_questions_on_a_document_hold_it_once():
     token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in geometry.layers[1:])  # the first is dense
     assert alone.kv.host - together.kv.host == 2 * 480 * token
     assert together.kv.device == alone.kv.device
-    assert together.workspace - alone.workspace == 10 * (2 * geometry.hidden_size + 2 * 16) * 4
+    assert together.workspace - alone.workspace == 10 * (geometry.hidden_size + 2 * 16) * 4
 
 
 def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
@@ -171,6 +171,18 @@ def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name, more):
     assert 0.9 * wanted.kv.device <= storage_bytes(held) <= wanted.kv.device + 1024  # numbers of each sequence
 
 
+def test_recurrences_before_the_first_attention_have_no_buffers_of_kv_beside_them():
+    """Temporaries of a state are the most that a prompt takes; behind a layer of attention KV waits beside them."""
+    config = tiny_config("qwen3_next")
+    config.linear_key_head_dim = config.linear_value_head_dim = 64
+    kinds = [["linear_attention"] * 3 + ["full_attention"], ["full_attention"] + ["linear_attention"] * 3]
+    after, before = (
+        memory.need(profile("full"), geometry_of(config, torch.float32), torch.float32, [1024], 1, 1).workspace
+        for config.layer_types in kinds
+    )
+    assert before - after == 4 * 1024 * 2 * KV_HEADS * HEAD_DIM
+
+
 def test_what_a_recurrence_takes_while_it_reads_a_chunk_is_counted():
     """The gated delta rule makes fp32 copies of its queries, keys and values, wider than all that an MLP makes."""
     config = tiny_config("qwen3_5")
@@ -178,6 +190,6 @@ def test_what_a_recurrence_takes_while_it_reads_a_chunk_is_counted():
     geometry = geometry_of(config, torch.float32)
     least = 4 * 3 * (4 + 4 + 4) * 64  # bytes a token: q and k repeated for 4 value heads, and v, each copied twice
     one, two = (memory.need(profile("full"), geometry, torch.float32, [n], 1, 1).workspace for n in (512, 1024))
-    as_long = 512 * 4 * (2 * HIDDEN + 4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM)
+    as_long = 512 * 4 * (HIDDEN + 4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM)
     assert two - one - as_long > 512 * least
     assert geometry.states[0].temporaries is geometry.states[1].temporaries  # found once for both
