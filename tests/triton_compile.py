@@ -1,9 +1,10 @@
 """Compile every case's kernels for compute capabilities, which needs no GPU; one line of JSON a kernel.
 
-Not under the interpreter: run it as a program. `python tests/triton_compile.py 80 90 100` takes the last case of every
-function in bf16, for 9.0 in fp32 as well; `--all` takes every case in three dtypes, and the last ones at five head
-dimensions. Kernels are
-specialised as on the device (argument types, alignment, sizes), down to machine code, by the assembler of Triton.
+Not under the interpreter: run it as a program. `python tests/triton_compile.py 90 80 100` takes the last case of every
+function in bf16 and fp32 for 9.0, the first, and of these in bf16 for the others the kernels that are not the same
+everywhere: `tied` to the device by matrix products or atomics. `--all` takes every case in three dtypes for all, and
+the last ones at five head dimensions. Kernels are specialised as on the device (argument types, alignment, sizes), down
+to machine code, by the assembler of Triton.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from triton_cases import CASES, REAL, Case, Draw
 
 from kvcli.kernels import _triton, slot_attention
 
+TIED = re.compile("tt.dot|tt.atomic|inline_asm")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -75,21 +77,25 @@ def main(capabilities: Sequence[int], everything: bool) -> None:
     """Call the cases with launches replaced by compilation."""
     _triton.on_cpu = True
     slot_attention.multiprocessors = lambda _: 132
-    launch, seen = JITFunction.run, set()
+    launch, seen, tied = JITFunction.run, set(), set()
     case_of: dict[str, Any] = {}
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name = kernel.__name__
+        if not everything and case_of["capability"] != capabilities[0] and name not in tied:
+            return
         compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        if TIED.search(compiled.asm["ttir"]):
+            tied.add(name)
         if compiled.hash not in seen:
             seen.add(compiled.hash)
-            print(json.dumps({"kernel": kernel.__name__, **case_of, **describe(compiled)}), flush=True)
-        return compiled
+            line = {"kernel": name, **case_of, "tied": name in tied, **describe(compiled)}
+            print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
     for dtype, d, case in plan(everything):
-        here = capabilities if everything or dtype == torch.bfloat16 else [each for each in capabilities if each == 90]
-        call = case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d)) if here else None
-        for capability in here:
+        call = case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d))
+        for capability in capabilities if everything or dtype == torch.bfloat16 else capabilities[:1]:
             driver.set_active(AbsentDevice(capability))
             case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=d)
             case.kernel(*call.args)
