@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "interpreted",
     "jit",
     "last_to_arrive",
     "launch",
@@ -71,6 +72,11 @@ def round_to_tf32(x: tl.tensor) -> tl.tensor:
 def takes(x: Tensor) -> bool:
     """Tell whether kernels run where this tensor is, and know its type; otherwise the reference is to be called."""
     return triton is not None and (x.is_cuda or on_cpu) and x.dtype != torch.float64
+
+
+def interpreted() -> bool:
+    """Tell whether kernels are interpreted, which multiplies matrices of fp32 alone."""
+    return bool(triton.knobs.runtime.interpret)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from kvcli.compat import preferred_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.tile_attention import serves, tile_attention
 
 # Elements of a score matrix held at once where no fused kernel applies (256 MiB in fp32).
 SCORES_AT_ONCE = 1 << 26
@@ -49,7 +50,8 @@ def attention_scores(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Fused where the device has a kernel that returns lse; else the reference, a bounded number of rows at a time.
+    """Fused where the device has a kernel that returns lse, else by ours; the reference, a bounded number of rows at a
+    time, where neither serves: for very wide heads, and for few rows.
 
     `causal` takes square blocks only (m == n); give a mask for other shapes.
     """
@@ -63,6 +65,8 @@ def block_attention(
     backend = None if mask is not None else _backend(q, k, v, softmax, causal)
     if backend in FUSED:
         return _fused(q, k, v, softmax.scale, causal, backend == SDPBackend.CUDNN_ATTENTION)
+    if serves(q, v):
+        return tile_attention(q, k, v, softmax, causal, mask=mask)
     if causal:
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     rows = max(1, SCORES_AT_ONCE // (k.shape[0] * k.shape[1]))
@@ -81,7 +85,7 @@ def causal_attention(
     Shapes: q [H, m, d], k and v [Hk, n, d], whose last ones belong together -> out [H, m, d], lse [H, m].
     """
     if _backend(q, k, v, softmax, causal=False) not in FUSED:
-        return None
+        return tile_attention(q, k, v, softmax, True, window) if serves(q, v) else None
     by_token = (x.transpose(0, 1)[None] for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *by_token,

@@ -37,6 +37,7 @@ from kvcli.kernels import rms_norm as norm
 from kvcli.kernels import rotate as rotating
 from kvcli.kernels import silu_mul as silu
 from kvcli.kernels import slot_attention as slot
+from kvcli.kernels import tile_attention as tiles
 from kvcli.kernels import token_scores as tokens
 from kvcli.kernels import topk
 from kvcli.kernels import write_quantised as write_small
@@ -494,6 +495,24 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     kv = draw(2, hk, n + 5, s.d)[:, :, :n]  # room for what is still to come
     softmax = Softmax(s.d**-0.5, 2.5 if variant == "softcap" else None, sinks)
     return Call((draw(hk * s.g, m, s.d), *kv, softmax, n // 3 if variant == "window" else None))
+
+
+TILES = ["plain", "masked", "causal softcap", "causal", "masked each softcap", "causal window softcap"]
+
+
+@case(tiles.tile_attention, tiles.tile_attention_ref, TILES)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Queries across two tiles, and keys that end within one; some queries see nothing."""
+    m, n, hk = (133, 170, s.hk) if s is ODD else (1024, 4096, 2)
+    kv = draw(2, hk, n + 5, s.d)[:, :, :n]
+    q = draw(m, hk * s.g, s.d).transpose(0, 1)
+    softmax = Softmax(s.d**-0.5, 2.5 if "softcap" in variant else None)
+    mask = None
+    if "masked" in variant:
+        mask = draw.mask(*((hk, m, n) if "each" in variant else (m, n)))
+        mask[..., 7, :] = False
+    window = n // 3 if "window" in variant else None
+    return Call((q, *kv, softmax, "causal" in variant, window, mask))
 
 
 @case(rebuild.rebuild_missing_keys, rebuild.rebuild_missing_keys_ref, ["none", "part", "pairs", "halves"])

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
+from kvcli.kernels import _triton, tile_attention
 from kvcli.kernels import block_attention as block
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
@@ -184,6 +185,26 @@ def test_windows_and_diagonals_of_a_prompt_on_a_gpu(monkeypatch, m, n, window, v
     expected = explicit(q, k, v, softmax, mask)
     assert relative_rms(prefill_attention(q, k, v, softmax, window), expected) < 1e-5
     assert launches == [6]
+
+
+@pytest.mark.parametrize("variant", ["softcap", "softcap and sinks"])
+@pytest.mark.parametrize(
+    ("m", "n", "window", "chunked"), [(70, 150, None, False), (70, 150, 40, False), (7, 60, 25, True)]
+)
+def test_a_device_without_a_fused_kernel_stores_no_scores(monkeypatch, m, n, window, chunked, variant):
+    """Neither of a prompt, nor of a block with a mask."""
+    monkeypatch.setattr(_triton, "on_cpu", True)
+    monkeypatch.setattr(tile_attention, "FEWEST", 1)
+    monkeypatch.setattr(block, "attention_scores", lambda *_: pytest.fail("all scores are stored"))
+    q, k, v, softmax = inputs(6, 2, m, n, 16, variant=variant)
+    seen, query = torch.arange(n), torch.arange(n - m, n)[:, None]
+    mask = seen <= query
+    if window is not None:
+        mask &= seen // window == query // window if chunked else seen > query - window
+    expected = explicit(q, k, v, softmax, mask)
+    assert relative_rms(prefill_attention(q, k, v, softmax, window, chunked), expected) < 1e-5
+    out, _ = block_attention(q[:2], k, v, softmax._replace(sinks=None), mask)
+    assert relative_rms(out, explicit(q[:2], k, v, softmax._replace(sinks=None), mask)) < 1e-5
 
 
 def test_windows_by_the_operators_own_rules(monkeypatch):
