@@ -14,6 +14,11 @@ def ratio(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f}x ({spread['min']:.2f} to {spread['max']:.2f})"
 
 
+def milliseconds(time: float | None) -> str:
+    """Write a time, where there is one."""
+    return "" if time is None else f"{time:.1f}"
+
+
 def rows_of(name: str) -> list[dict[str, Any]]:
     """Read the rows of a results file."""
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
@@ -50,6 +55,14 @@ def main() -> None:
         for row in rows_of("plan_check")
     ]
     table("Plan over reality (`plan_check.json`)", ["run", "memory", "step"], plan)
+    rows = rows_of("gpu_predictions")
+    methods = {row["method"]: [each for each in rows if each["method"] == row["method"]] for row in rows}
+    predicted = [
+        [f"`{method}`", *(milliseconds(row[key]) for row in of_it for key in ("floor_ms", "step_ms"))]
+        for method, of_it in methods.items()
+    ]
+    contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in ("floor", "predicted")]
+    table("Predicted step on an H200, ms (`gpu_predictions.json`)", ["method", *contexts], predicted)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Predicted times of a decode step of every method on a GPU, from bytes, kernels and published rates: none is needed.
+
+    python benchmarks/gpu_predictions.py [--gpu NAME] [-o FILE]
+
+Bytes are those of `kvcli plan --gpu` (`kvcli.capacity.roofline.step_work`), rates the maker's (`GPUS`). The floor is
+what these alone allow, with recall beside all else. A prediction adds what a step has beside its bytes: memory and bus
+reach a part of their rates (`ATTAINED`); every kernel of a layer's chain (`kernel_counts.json`) takes some time to
+begin and to end (`KERNEL_SECONDS`), by CUDA graph; what is recalled before attention is waited for. These two numbers
+are taken from experience with other GPUs, not measured on this one. Methods of which a graph runs no whole step spend
+their time on the host, which is not predicted: they have a floor alone.
+"""
+
+import argparse
+import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import RESULTS, add_output, save
+
+from kvcli.capacity import memory
+from kvcli.capacity.planning.advice import PublishedGPU, published
+from kvcli.capacity.planning.estimate import PlannedRun
+from kvcli.capacity.roofline import MachineRates, Rate, Work, least_seconds, step_work
+from kvcli.errors import KvcliError
+from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.methods import method_names
+from kvcli.methods.base import AnyMethod
+from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.methods.steps.plan import FromHost
+from kvcli.models.loading import ModelSpec, read_config
+
+MODEL, DTYPE, BUDGET = "llama-3.1-8b", torch.bfloat16, 2048
+CONTEXTS = (32_768, 131_072)
+OUTPUT = 256  # tokens that there is room for
+ATTAINED = 0.9  # of the published rates, by long reads of memory and of the bus
+KERNEL_SECONDS = 2e-6  # from the end of a kernel's work to the beginning of the next one's, in a graph
+BESIDE_LAYERS = 15  # kernels of a step outside its layers: embedding, angles, head, choice of the token, log
+TURNOVER = 0.2  # part of what is selected that a step exchanges, where it stays on the device
+CORRECTED = 0.3  # part of FreeKV's KV heads that wait for their recall
+
+
+def main() -> None:
+    """Predict, print the table, and keep it."""
+    parser = argparse.ArgumentParser(description="Predicted times of a decode step of every method on a GPU.")
+    parser.add_argument("--gpu", default="h200", help="a GPU of `kvcli plan --gpu`")
+    add_output(parser, "gpu_predictions")
+    asked = parser.parse_args()
+    gpu = published(asked.gpu)
+    subject = PlannedRun.of(read_config(ModelSpec(MODEL, load_format="dummy")), DTYPE)
+    counts = json.loads((RESULTS / "kernel_counts.json").read_text())["methods"]
+    rows = [
+        predicted(subject, gpu, label, profile, context, counts)
+        for label, profile in profiles(counts)
+        for context in CONTEXTS
+    ]
+    assumed = {name.lower(): globals()[name] for name in ("ATTAINED", "KERNEL_SECONDS", "TURNOVER", "CORRECTED")}
+    made = {"gpu": asked.gpu, "source": gpu.source, "model": MODEL, "dtype": "bfloat16", "budget": BUDGET, "batch": 1}
+    save(asked.output, {"predicted": True, **made, "assumed": assumed, "rows": rows})
+
+
+def profiles(counts: dict[str, Any]) -> list[tuple[str, Profile]]:
+    """Every method as it comes, with one budget, and those settings of `kernel_counts.json` that change its bytes."""
+    found = [(name, resolved(name)) for name in method_names()]
+    found += [
+        (label, resolved(label.partition("-")[0], offload=True)) for label in counts if label.endswith("-offload")
+    ]
+    found.append(("streaming-positions", resolved("streaming", positions="cache")))
+    return sorted(found, key=lambda each: each[0])
+
+
+def resolved(name: str, **changed: Any) -> Profile:
+    """Settings of a method's profile, but for the budget where it takes that one."""
+    with suppress(KvcliError):
+        return resolve_profile(name, overrides={"budget": BUDGET, **changed})
+    return resolve_profile(name, overrides=changed)
+
+
+def predicted(
+    subject: PlannedRun, gpu: PublishedGPU, label: str, profile: Profile, context: int, counts: dict[str, Any]
+) -> dict[str, Any]:
+    """Predict a step of one sequence: the parts of its time in ms, `step_ms` None where the host decides."""
+    geometry, itemsize = subject.geometry, DTYPE.itemsize
+    method = memory.planned_method(profile, geometry, context + OUTPUT, DTYPE, context)
+    graph = gpu_step_of(type(method), method.config) == GRAPH
+    plan = method.step_plan if graph else None
+    stays = plan is not None and isinstance(plan.fetch, FromHost)
+    work = step_work(geometry, itemsize, [(method, context + 1)], TURNOVER if stays else 1.0)
+    work |= foretold(subject, method)
+    needed = memory.need(profile, geometry, DTYPE, [context], OUTPUT, 1, device=torch.device("cuda"))
+    row = {"method": label, "context": context, "gpu_step": gpu_step_of(type(method), method.config)}
+    row |= {"fits": needed.on(torch.device("cuda"))["device"] <= gpu.memory}
+    row |= {"read_bytes": sum(part.read for part in work.values())}
+    row |= {"recalled_bytes": work["recall"].to_device, "floor_ms": 1000 * least_seconds(work, rates(gpu, 1.0), True)}
+    if plan is None:
+        return row | {"kernels_ms": None, "exposed_ms": None, "step_ms": None}
+    dense, depth = method.config.leading_dense_layers, geometry.depth
+    chain = dense * counts["full"]["chain"] + (depth - dense) * counts[label]["corrected"] + BESIDE_LAYERS
+    attained, exposed = rates(gpu, ATTAINED), {"before": 1.0, "after": CORRECTED, "ahead": 0.0}[plan.when]
+    on_device = sum(replace(part, to_device=0, to_host=0).seconds(attained) for part in work.values())
+    waited = exposed * work["recall"].seconds(attained) if stays else 0.0
+    begun = chain * KERNEL_SECONDS
+    step = max(on_device + waited + begun, least_seconds(work, attained, True))
+    return row | {"kernels_ms": 1000 * begun, "exposed_ms": 1000 * waited, "step_ms": 1000 * step}
+
+
+def foretold(subject: PlannedRun, method: AnyMethod) -> dict[str, Work]:
+    """Queries, keys and values made a layer ahead: the weights of these products are read once more."""
+    if not method.wants_next_query:
+        return {}
+    heads = (layer.num_heads + 2 * layer.num_kv_heads for layer in subject.geometry.layers if layer.index > 0)
+    width = subject.geometry.layers[0].head_dim * subject.geometry.hidden_size
+    return {"foretold": Work(read=sum(heads) * width * DTYPE.itemsize)}
+
+
+def rates(gpu: PublishedGPU, part: float) -> MachineRates:
+    """Take this part of the rates that a maker publishes; a copy reads and writes."""
+    read, bus = Rate.given(part * gpu.bandwidth), Rate.given(part * gpu.bus)
+    return MachineRates(read, Rate.given(part * gpu.bandwidth / 2), bus, bus, Rate.given(part * gpu.compute))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Predicted step times: what the committed file says of every method, and how a prediction is put together."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import gpu_predictions as predictions  # noqa: E402
+
+from kvcli.capacity.planning.advice import GPUS, published  # noqa: E402
+from kvcli.capacity.planning.estimate import PlannedRun  # noqa: E402
+from kvcli.methods import method_names  # noqa: E402
+from kvcli.methods.card import GRAPH, read_card  # noqa: E402
+from kvcli.models.loading import ModelSpec, read_config  # noqa: E402
+
+COUNTS = json.loads((BENCHMARKS / "results/kernel_counts.json").read_text())["methods"]
+KEPT = json.loads((BENCHMARKS / "results/gpu_predictions.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return PlannedRun.of(read_config(ModelSpec(predictions.MODEL, load_format="dummy")), predictions.DTYPE)
+
+
+def predicted(subject, label, context=32_768, gpu="h200", **changed):
+    profile = predictions.resolved(label.partition("-")[0], **changed)
+    return predictions.predicted(subject, published(gpu), label, profile, context, COUNTS)
+
+
+def test_every_method_has_a_row_and_is_predicted_where_a_graph_runs_its_step():
+    assert {row["method"] for row in KEPT["rows"]} >= set(method_names())
+    for row in KEPT["rows"]:
+        name = row["method"].partition("-")[0]
+        if row["method"] == name:
+            assert (row["step_ms"] is not None) == (read_card(name).gpu_step == GRAPH)
+        assert row["step_ms"] is None or row["step_ms"] > row["floor_ms"] + row["kernels_ms"]
+
+
+@pytest.mark.parametrize(("label", "changed"), [("freekv", {}), ("infinigen", {}), ("fier-offload", {"offload": True})])
+def test_the_file_says_what_is_predicted_today(subject, label, changed):
+    """`python benchmarks/gpu_predictions.py` writes it."""
+    (kept,) = (row for row in KEPT["rows"] if (row["method"], row["context"]) == (label, 32_768))
+    assert predicted(subject, label, **changed) == kept
+
+
+def test_what_is_recalled_before_attention_is_waited_for(subject):
+    rows = {name: predicted(subject, name) for name in ("arkvale", "freekv", "infinigen", "quest")}
+    waited = {name: row["exposed_ms"] for name, row in rows.items()}
+    assert waited["arkvale"] > waited["freekv"] > waited["infinigen"] == waited["quest"] == 0
+    bus = predictions.ATTAINED * GPUS["h200"].bus
+    assert waited["arkvale"] == pytest.approx(1000 * rows["arkvale"]["recalled_bytes"] / bus)
+
+
+def test_a_slower_memory_makes_a_longer_step(subject):
+    slow, fast = (predicted(subject, "full", 131_072, gpu) for gpu in ("l4", "b200"))
+    assert slow["kernels_ms"] == fast["kernels_ms"]
+    ratio = (slow["step_ms"] - slow["kernels_ms"]) / (fast["step_ms"] - fast["kernels_ms"])
+    assert ratio == pytest.approx(GPUS["b200"].bandwidth / GPUS["l4"].bandwidth, rel=1e-3)
+    assert (slow["fits"], fast["fits"]) == (False, True)
