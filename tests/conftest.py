@@ -12,6 +12,8 @@ import os
 import shutil
 import signal
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -27,3 +29,12 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # libraries report what is never collected as leaks
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """Runs a command like `kvcli` does, without waiting for torch each time."""
+    from command import warm_commands
+
+    with warm_commands(tmp_path_factory.mktemp("warm")) as run:
+        yield run

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -188,10 +187,10 @@ def test_shared_host_memory_begins_elsewhere_every_time():
     assert tiers.on_host(2, 5 * 4096).shape == (2, 5 * 4096)  # more than there is: its own
 
 
-def test_smoke(tmp_path):
+def test_smoke(warm, tmp_path):
     output = tmp_path / "gpu.json"
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine,rates,length,phases"]
-    run = subprocess.run([*command, "-o", output], capture_output=True, text=True, cwd=tmp_path, check=False)
+    smoke_of = partial(warm, "--smoke", "-o", output, program=BENCHMARKS / "gpu.py")
+    run = smoke_of("--parts", "machine,rates,length,phases")
     assert run.returncode == 0, run.stderr
     found = json.loads(output.read_text())
     states = {name: part["state"] for name, part in found["parts"].items()}
@@ -206,8 +205,7 @@ def test_smoke(tmp_path):
     assert measured == {"long context against short, first layer dense", "long context against short, no dense layer",
                         "recall against plain copies"}  # fmt: skip
     assert "long context against short" in run.stdout
-    more = [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--parts", "machine", "-o", output]
-    subprocess.run(more, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert smoke_of("--parts", "machine").returncode == 0
     assert json.loads(output.read_text())["parts"]["rates"] == found["parts"]["rates"]
 
 

@@ -1,16 +1,13 @@
 """A reduced form of the benchmark: a few kills at random moments lose nothing that was kept."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
 
 
-def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path):
+def test_killed_runs_end_as_if_nobody_had_killed_them(warm, tmp_path):
     output = tmp_path / "rows.json"
-    arguments = ["--method", "arkvale", "--kills", "2", "--tokens", "16", "-o", str(output)]
-    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
+    done = warm("--method", "arkvale", "--kills", 2, "--tokens", 16, "-o", output, program=PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["same"] for row in json.loads(output.read_text())["rows"]] == [True, True]

@@ -1,17 +1,14 @@
 """A reduced form of the benchmark: a few kills, late in saving and storing, leave nothing half-made."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kill_saved.py"
 
 
-def test_killed_runs_leave_what_is_whole_or_nothing(tmp_path):
+def test_killed_runs_leave_what_is_whole_or_nothing(warm, tmp_path):
     output = tmp_path / "seen.json"
-    arguments = [sys.executable, str(PROGRAM), "--kills", "6", "-o", str(output)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = warm("--kills", 6, "-o", output, program=PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(output.read_text())
     fallen = [kills for phases in seen["histogram"].values() for kills in phases.values()]

@@ -156,9 +156,10 @@ def test_shards_come_to_the_whole(batch, other, source, tmp_path):
     assert_refused(other("merge", source, "-o", "out.jsonl"), 2, "not in IN")
 
 
-def started(model, *arguments, cwd):
-    command = [*COMMAND, "batch", *map(str, arguments), "-m", model]
-    return subprocess.Popen(command, cwd=cwd, env=environment(), stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def started(warm, model, tmp_path):
+    """A batch that goes on while the test does."""
+    return partial(warm.start, "batch", "-m", model, cwd=tmp_path, stderr=subprocess.PIPE)
 
 
 def wait_for(path, lines, process):
@@ -174,11 +175,11 @@ def long_rows(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def test_killed_and_started_again_every_row_is_there_once(batch, model, tmp_path):
+def test_killed_and_started_again_every_row_is_there_once(batch, started, tmp_path):
     long_rows(tmp_path / "in.jsonl")
     arguments = ["in.jsonl", "-o", "out.jsonl", "--max-inflight", 3, "--max-tokens", 30]
     out, drawn = tmp_path / "out.jsonl", random.Random(3)
-    process = started(model, *arguments, cwd=tmp_path)
+    process = started(*arguments)
     wait_for(out, 5, process)
     time.sleep(drawn.random() / 5)
     process.send_signal(signal.SIGKILL)
@@ -189,13 +190,13 @@ def test_killed_and_started_again_every_row_is_there_once(batch, model, tmp_path
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_sigterm_and_status_and_metrics_of_a_run(batch, other, model, tmp_path):
+def test_sigterm_and_status_and_metrics_of_a_run(other, started, tmp_path):
     long_rows(tmp_path / "in.jsonl")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = ["in.jsonl", "-o", "out.jsonl", "--max-inflight", 2, "--max-tokens", 60, "--grace", 30]
-    process = started(model, *arguments, "--metrics-port", port, "--log-json", cwd=tmp_path)
+    process = started(*arguments, "--metrics-port", port, "--log-json")
     wait_for(tmp_path / "out.jsonl", 2, process)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         metrics = dict(line.split() for line in answer.read().decode().splitlines() if not line.startswith("#"))
@@ -218,7 +219,8 @@ def test_ray_replaces_a_worker_that_is_killed(batch, model, tmp_path):
     pytest.importorskip("ray")
     long_rows(tmp_path / "in.jsonl")
     arguments = ["in.jsonl", "-o", "out.jsonl", "--max-tokens", 20, "--max-inflight", 2]
-    process = started(model, *arguments, "--engine", "ray", "--workers", 2, cwd=tmp_path)
+    command = [*COMMAND, "batch", "-m", model, *map(str, arguments), "--engine", "ray", "--workers", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
     wait_for(tmp_path / "out.1-of-2.jsonl", 1, process)
     children = psutil.Process(process.pid).children(recursive=True)
     next(child for child in children if "ShardWorker" in child.name()).kill()

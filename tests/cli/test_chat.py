@@ -82,16 +82,10 @@ def test_the_exit_code_is_that_of_the_last_question(warm, model):
     assert warm("chat", "-m", model, "--max-tokens", 4, text=failing + "hello\n").returncode == 0
 
 
-def test_a_session_that_is_ended_from_outside_keeps_what_was_said(model, document):
+def test_a_session_that_is_ended_from_outside_keeps_what_was_said(warm, model, document):
     arguments = ["chat", "-m", model, document, "--max-tokens", 4, "--json"]
-    with subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        env=environment(),
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with warm.start(*arguments, **pipes) as process:
         process.stdin.write("which fox?\n/help\n")
         process.stdin.flush()
         while "/quit" not in process.stderr.readline():

@@ -66,12 +66,10 @@ def test_a_signal_sent_twice_at_once_counts_once():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_keeps_what_there_is(model, document, tmp_path, number):
+def test_a_signal_keeps_what_there_is(warm, model, document, tmp_path, number):
     ours, theirs = pty.openpty()
     arguments = ["generate", "-m", model, document, "--max-tokens", 30_000, "--ignore-eos", "--json"]
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments), "-o", tmp_path / "out.json"], stderr=theirs, env=environment(TERM="xterm")
-    )
+    process = warm.start(*arguments, "-o", tmp_path / "out.json", stderr=theirs, variables={"TERM": "xterm"})
     os.close(theirs)
     shown = b""
     while b"decode" not in shown:

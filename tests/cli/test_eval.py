@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from command import COMMAND, assert_refused, environment
+from command import assert_refused
 
 ONE = ["eval", "--tasks", "niah_single", "--length", "700", "--limit", "3"]
 SMALL = ["--set", "sink=32", "--set", "window=32", "--set", "page_size=32"]
@@ -73,9 +73,7 @@ def test_a_process_that_is_stopped_at_work_is_taken_up(warm, table, tmp_path, se
     body, _ = table
     file = tmp_path / "stopped.jsonl"
     arguments = [*ONE, "--method", "full,freekv", "--budget", "128,256", *SMALL, "--predictions", str(file), "--json"]
-    with subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
-    ) as process:
+    with warm.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while not file.exists() or file.read_bytes().count(b"\n") < 3:
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)

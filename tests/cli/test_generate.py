@@ -158,19 +158,17 @@ def test_a_file_that_cannot_be_written_costs_no_text(generate):
 
 
 @pytest.mark.parametrize("full", ["trace", "output", "stdout"])
-def test_a_full_disk_costs_one_output_and_no_other(model, document, tmp_path, full):
+def test_a_full_disk_costs_one_output_and_no_other(warm, model, document, tmp_path, full):
     files = {name: "/dev/full" if name == full else tmp_path / name for name in ("trace", "output", "stdout")}
     arguments = [document, *RETRIEVE, "--max-tokens", 4, "--trace", files["trace"]]
     arguments += [] if full == "stdout" else ["-o", files["output"], "--json"]
     with open(files["stdout"], "w") as stdout:  # noqa: PTH123 - a device
-        result = subprocess.run(
-            [*COMMAND, "generate", "-m", str(model), *map(str, arguments)],
-            stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment(), check=False,
-        )  # fmt: skip
-    assert result.returncode == 1
+        process = warm.start("generate", "-m", model, *arguments, stdout=stdout, stderr=subprocess.PIPE)
+    _, told = process.communicate()
+    assert process.returncode == 1
     named = "standard output" if full == "stdout" else "/dev/full:"
-    assert f"error: {named} cannot be written: No space left on device" in result.stderr
-    assert "prefill" in result.stderr  # the statistics
+    assert f"error: {named} cannot be written: No space left on device" in told
+    assert "prefill" in told  # the statistics
     if full != "trace":
         assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
     if full != "stdout":
@@ -211,14 +209,12 @@ def test_a_dash_for_the_output_is_stdout(generate, tmp_path):
     assert not (tmp_path / "-").exists()
 
 
-def test_a_reader_that_leaves_ends_the_run_quietly(model, document):
+def test_a_reader_that_leaves_ends_the_run_quietly(warm, model, document):
     arguments = [document, *RETRIEVE, "--max-tokens", 3000, "-m", model]
-    process = subprocess.Popen(
-        [*COMMAND, "generate", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-    )
+    process = warm.start("generate", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(1)
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 141
 
 
@@ -321,26 +317,24 @@ def test_without_a_compiler_nothing_is_compiled(generate, document, tmp_path, mo
 KEPT = ["--max-tokens", 60, "--temperature", "0.7", "--seed", 5, *RETRIEVE]
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(model, document, generate, tmp_path):
+def test_a_killed_run_goes_on_from_its_checkpoint(warm, model, document, generate, tmp_path):
     """The text is that of a run that nobody killed, and a second --resume shows it again."""
     whole = json.loads(generate(document, "-p", "which fox?", *KEPT, "--json").stdout)["sequences"][0]
     kept = tmp_path / "kept"
     arguments = ["generate", "-m", model, document, "-p", "which fox?", *KEPT, "--checkpoint", kept, "--every", 4]
-    with subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with warm.start(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not (kept / "segment-000004.safetensors").exists():
             assert process.poll() is None
             time.sleep(0.005)
         process.kill()
     assert not (kept / "report.json").exists()
-    resumed = kvcli("generate", "--resume", kept, "--json")
+    resumed = warm("generate", "--resume", kept, "--json")
     assert resumed.returncode == 0, resumed.stderr
     (again,) = json.loads(resumed.stdout)["sequences"]
     for clock in ("timing", "steps"):
         whole.pop(clock), again.pop(clock)
     assert again | {"source": ""} == whole | {"source": ""}
-    shown = kvcli("generate", "--resume", kept)
+    shown = warm("generate", "--resume", kept)
     assert (shown.stdout.strip(), shown.returncode) == (whole["text"].strip(), 0)
     assert "has finished" in shown.stderr
 

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 
 import pytest
-from command import MODULE, assert_refused, kvcli
+from command import assert_refused
 from families import tiny_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
@@ -95,14 +95,13 @@ def test_what_generate_reads_it_can_save(generate, document, tmp_path):
     assert_refused(generate(document, "-p", "why?", "--save-kv", tmp_path / "new" / "kv"), 2, "saved KV already")
 
 
-def test_a_disk_that_runs_full_costs_no_text_and_is_told_once(generate, model, document, tmp_path):
+def test_a_disk_that_runs_full_costs_no_text_and_is_told_once(generate, warm, model, document, tmp_path):
     """Also where nothing but the text is wanted."""
-    full = ["bash", "-c", 'ulimit -f 8 && exec "$0" "$@"', *MODULE]
     target, told = tmp_path / "new" / "kv", "was not saved: File too large; free some space"
-    saved = kvcli("generate", "-m", model, document, "-p", "why?", "--save-kv", target, *SHORT, "-q", command=full)
+    saved = generate(document, "-p", "why?", "--save-kv", target, "-q", file_size=8192)
     assert (saved.returncode, saved.stdout) == (1, generate(document, "-p", "why?").stdout)
     assert saved.stderr.count(told) == 1
-    prefilled = kvcli("prefill", "-m", model, document, "--save-kv", target, command=full)
+    prefilled = warm("prefill", "-m", model, document, "--save-kv", target, file_size=8192)
     assert (prefilled.returncode, prefilled.stdout) == (1, "")
     assert prefilled.stderr.count(told) == 1
     assert list(target.parent.iterdir()) == []
