@@ -105,13 +105,20 @@ def _correct_kernel(
         tl.store(later + pair, False)
         tl.store(turn + pair, 0)
         return
-    g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    inside = (g < G)[:, None] & (c < D)[None, :]
-    old_at = previous + (pair.to(tl.int64) * G + g)[:, None] * D + c[None, :]
-    new = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=inside, other=0.0)
-    x, y = new.to(tl.float32), tl.load(old_at, mask=inside, other=0.0).to(tl.float32)
-    norms = tl.sum(x * x, axis=1) * tl.sum(y * y, axis=1)
-    cosines = tl.sum(x * y, axis=1) * tl.rsqrt(tl.maximum(norms, 1.1754943508222875e-38))  # the least normal number
+    g = tl.arange(0, BLOCK_G)
+    new_at = q + b * q_batch + (h * G + g)[:, None] * q_head
+    old_at = previous + (pair.to(tl.int64) * G + g)[:, None] * D
+    squares_x = tl.zeros([BLOCK_G], tl.float32)
+    squares_y, products = squares_x, squares_x
+    for begin in range(0, D, BLOCK_D):  # once, but for latents
+        c = begin + tl.arange(0, BLOCK_D)[None, :]
+        inside = (g < G)[:, None] & (c < D)
+        x = tl.load(new_at + c, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(old_at + c, mask=inside, other=0.0).to(tl.float32)
+        squares_x += tl.sum(x * x, axis=1)
+        squares_y += tl.sum(y * y, axis=1)
+        products += tl.sum(x * y, axis=1)
+    cosines = products * tl.rsqrt(tl.maximum(squares_x * squares_y, 1.1754943508222875e-38))  # the least normal number
     if POOLING == "mean":
         similarity = tl.sum(tl.where(g < G, cosines, 0.0), axis=0) / G
     else:
@@ -124,7 +131,10 @@ def _correct_kernel(
     tl.store(later + pair, waits == 0)
     tl.store(turn + pair, tl.where(first, 3, tl.where(waits, 2, 1)))
     tl.store(retrieved + pair, 1)
-    tl.store(old_at, new, mask=inside)
+    for begin in range(0, D, BLOCK_D):
+        c = begin + tl.arange(0, BLOCK_D)[None, :]
+        inside = (g < G)[:, None] & (c < D)
+        tl.store(old_at + c, tl.load(new_at + c, mask=inside, other=0.0), mask=inside)
 
 
 def correct_heads(
@@ -165,6 +175,6 @@ def correct_heads(
         TOTAL=layout.total,
         POOLING=pooling,
         BLOCK_G=power_of_two(groups),
-        BLOCK_D=power_of_two(d),
+        BLOCK_D=min(128, power_of_two(d)),
     )
     return None

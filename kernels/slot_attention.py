@@ -40,6 +40,7 @@ from kvcli.kernels.softmax import Softmax, capped
 
 # Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
+QUERIES = 16384  # elements of the queries that it holds: where many heads share latents, others hold the rest of them
 
 
 def slot_attention_ref(
@@ -113,13 +114,15 @@ def _attend_kernel(
     GROUP: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    pair, split = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its rows
+    # A KV head of a sequence, so many of its query heads, a part of its rows.
+    pair, chunk, split = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS, tl.program_id(1)
     if heads is not None:
         if tl.load(heads + pair) == 0:
             return
@@ -133,7 +136,7 @@ def _attend_kernel(
     begin = split * share
     end = tl.minimum(begin + share, used)
 
-    g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    g, c = chunk * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_q = (g < G)[:, None] & (c < D)[None, :]
     queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
     queries = queries.to(tl.float32)
@@ -187,7 +190,7 @@ def _attend_kernel(
         total = total * fade + weight
         out = out * fade[:, None] + weight[:, None] * token_v.to(tl.float32)[None, :]
         highest = top
-        if is_mine:
+        if is_mine & (chunk == 0):
             place = length - 1 if IN_PLACE else new_row
             at = place.to(tl.int64) * kv_row + c
             tl.store(k + at, token_k, mask=c < D)
@@ -199,7 +202,7 @@ def _attend_kernel(
     tl.store(norms + part, norm, mask=g < G)
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(parts + part[:, None] * D + c[None, :], out, mask=in_q)
-    if last_to_arrive(arrived + pair, SPLITS):
+    if last_to_arrive(arrived + pair, SPLITS * CHUNKS):
         for one in range(G):
             target = attended + b * out_batch + (h * G + one) * out_head
             merge_parts(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_D)
@@ -232,12 +235,14 @@ def slot_attention(
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
     elements, warps = BLOCKS[q.element_size()]
     block_n = max(16, min(64, elements // block_d))
-    splits = _splits(q, b * num_kv_heads, -(-num_rows // block_n))
+    block_g = max(16, min(power_of_two(groups), QUERIES // block_d))
+    chunks = -(-groups // block_g)
+    splits = _splits(q, b * num_kv_heads * chunks, -(-num_rows // block_n))
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
     launch(
         _attend_kernel,
-        (b * num_kv_heads, splits),
+        (b * num_kv_heads * chunks, splits),
         *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
         *(parts, norms, softmax.sinks, rows.counts(), out, *q.stride()[:2], *rows.k.stride()[:3]),
         *(*(new.k.stride()[:2] if new else (0, 0)), *out.stride()[:2]),
@@ -250,15 +255,16 @@ def slot_attention(
         GROUP=layout.group,
         IN_PLACE=rows.in_place,
         SPLITS=splits,
+        CHUNKS=chunks,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
-        BLOCK_G=max(16, power_of_two(groups)),
+        BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_S=power_of_two(splits),
         BLOCK_D=block_d,
         warps=warps,
         # Two tiles on their way at once; with a page table, whose entries are loads too, the compiler makes it one,
-        # and fp32 has no registers to spare.
-        stages=3 if rows.resident is None and q.element_size() == 2 else 2,
+        # fp32 has no registers to spare, and of latents two do not fit into an A100's shared memory.
+        stages=3 if rows.resident is None and q.element_size() == 2 and block_d <= 512 else 2,
     )
     return None
 

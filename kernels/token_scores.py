@@ -15,6 +15,7 @@ from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
 from kvcli.kernels.softmax import Softmax, capped
 
 BLOCK_BYTES = 16384  # of the keys that a program holds
+WIDEST = 128  # channels of them; a program goes over those of latents part by part
 
 
 def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -85,19 +86,23 @@ def _token_kernel(
     low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, GROUP)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     candidate = (token >= low) & (token < high)
-    g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
-    in_q = (g < G)[:, None] & (c < C)[None, :]
-    queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
-    queries = queries.to(tl.float32)
-    if WHAT == "q":
-        if HOW == "max":
-            query = tl.max(tl.where((g < G)[:, None], queries, float("-inf")), axis=0)
-        else:
-            query = tl.sum(queries, axis=0) / G
-        queries = tl.where((g == 0)[:, None], query[None, :], 0.0)
-    at = b * keys_batch + h * keys_head + token.to(tl.int64)[:, None] * keys_row + c[None, :]
-    known = tl.load(keys + at, mask=candidate[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-    scores = capped(tl.dot(queries, tl.trans(known), input_precision=PRECISION) * scale, softcap)
+    g = tl.arange(0, BLOCK_G)
+    products = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+    for begin in range(0, C, BLOCK_C):  # once, but for latents
+        c = begin + tl.arange(0, BLOCK_C)
+        in_q = (g < G)[:, None] & (c < C)[None, :]
+        queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
+        queries = queries.to(tl.float32)
+        if WHAT == "q":
+            if HOW == "max":
+                query = tl.max(tl.where((g < G)[:, None], queries, float("-inf")), axis=0)
+            else:
+                query = tl.sum(queries, axis=0) / G
+            queries = tl.where((g == 0)[:, None], query[None, :], 0.0)
+        at = b * keys_batch + h * keys_head + token.to(tl.int64)[:, None] * keys_row + c[None, :]
+        known = tl.load(keys + at, mask=candidate[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        products += tl.dot(queries, tl.trans(known), input_precision=PRECISION)
+    scores = capped(products * scale, softcap)
     if excluded is not None:
         left_out = tl.load(excluded + pair.to(tl.int64) * num_tokens + token, mask=candidate, other=1)
         candidate = candidate & (left_out == 0)
@@ -137,7 +142,7 @@ def token_scores_device(
         require_whole("excluded", excluded, (b, num_kv_heads, num_tokens), torch.bool)
     if not takes(q):
         return token_scores_device_ref(q, keys, lengths, layout, softmax, pooling, out, heads, excluded)
-    block_c = max(16, power_of_two(channels))
+    block_c = max(16, min(WIDEST, power_of_two(channels)))
     block_n = max(16, min(128, BLOCK_BYTES // (block_c * keys.element_size())))
     left = GroupScores((b, num_kv_heads, groups, num_tokens), pooling, -(-num_tokens // block_n), out)
     half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"

@@ -74,7 +74,10 @@ class Sizes(NamedTuple):
 ODD = Sizes(lengths=(0, 12, 41, 52), hk=2, g=3, d=20, layout=SlotLayout(size=4, sink=2, selected=3, window=2))
 # Tokens one by one, indexed eight at a time.
 TOKENS = SlotLayout(size=1, sink=2, selected=20, window=3, group=8)
+# Latents, one KV head of which so many query heads read that a program does not hold them all; those of DeepSeek-V3.
+LATENT = ODD._replace(hk=1, g=20, d=576)
 REAL = Sizes(lengths=(4096, 9000), hk=8, g=4, d=128, layout=SlotLayout(size=32, sink=16, selected=32, window=16))
+REAL_LATENT = REAL._replace(hk=1, g=128, d=576)
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 Not under the interpreter: run it as a program. `python tests/triton_compile.py 90 80 100` takes the last case of every
 function in bf16 and fp32 for 9.0, the first, and of these in bf16 for the others the kernels that are not the same
-everywhere: `tied` to the device by matrix products or atomics. `--all` takes every case in three dtypes for all, and
-the last ones at five head dimensions. Kernels are specialised as on the device (argument types, alignment, sizes), down
-to machine code, by the assembler of Triton.
+everywhere: `tied` to the device by matrix products or atomics; for the first also some over latents. `--all` takes
+every case in three dtypes for all, and the last ones at five head dimensions. Kernels are specialised as on the device
+(argument types, alignment, sizes), down to machine code, by the assembler of Triton.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from triton_cases import CASES, REAL, Case, Draw
+from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
 from kvcli.kernels import _triton, slot_attention
+from kvcli.kernels.query_similarity import correct_heads
+from kvcli.kernels.token_scores import token_scores_device
 
+LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads}  # which hold all queries of a KV head
 TIED = re.compile("tt.dot|tt.atomic|inline_asm")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -62,15 +65,16 @@ def describe(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
 
 
-def plan(everything: bool) -> Iterator[tuple[torch.dtype, int, Case]]:
-    """What to compile: dtype, head dimension, case."""
+def plan(everything: bool) -> Iterator[tuple[torch.dtype, Sizes, Case]]:
+    """What to compile: dtype, sizes, case."""
     last = list({case.kernel: case for case in CASES}.values())
+    yield from ((torch.bfloat16, REAL_LATENT, case) for case in last if case.kernel in LATENTS)
     if not everything:
-        yield from itertools.product((torch.bfloat16, torch.float32), (REAL.d,), last)
+        yield from itertools.product((torch.bfloat16, torch.float32), (REAL,), last)
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        yield from ((dtype, REAL.d, case) for case in CASES)
-        yield from ((dtype, d, case) for d in (64, 80, 96, 256) for case in last)
+        yield from ((dtype, REAL, case) for case in CASES)
+        yield from ((dtype, REAL._replace(d=d), case) for d in (64, 80, 96, 256) for case in last)
 
 
 def main(capabilities: Sequence[int], everything: bool) -> None:
@@ -93,11 +97,12 @@ def main(capabilities: Sequence[int], everything: bool) -> None:
             print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
-    for dtype, d, case in plan(everything):
-        call = case.make(Draw(dtype, torch.device("cpu")), REAL._replace(d=d))
-        for capability in capabilities if everything or dtype == torch.bfloat16 else capabilities[:1]:
+    for dtype, sizes, case in plan(everything):
+        call = case.make(Draw(dtype, torch.device("cpu")), sizes)
+        everywhere = everything or (dtype == torch.bfloat16 and sizes is REAL)
+        for capability in capabilities if everywhere else capabilities[:1]:
             driver.set_active(AbsentDevice(capability))
-            case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=d)
+            case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=sizes.d)
             case.kernel(*call.args)
 
 

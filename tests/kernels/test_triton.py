@@ -13,7 +13,7 @@ import interpreted  # noqa: F401 - makes kernels faster
 import pytest
 import torch
 import triton_cases
-from triton_cases import CASES, ODD, TOLERANCE, compare
+from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
 import kvcli.kernels
 from kvcli.kernels import _triton
@@ -39,6 +39,13 @@ CALLS = [
 @pytest.mark.parametrize(("case", "dtype"), CALLS)
 def test_kernel_does_what_its_reference_does(kernels_take_all, case, dtype):
     assert compare(case, dtype, DEVICE, ODD).problem == ""
+
+
+@pytest.mark.parametrize("name", ["slot_attention", "token_scores_device", "correct_heads", "decode_attention"])
+def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, name):
+    for case in CASES:
+        if case.kernel.__name__ == name or case.name.startswith(f"{name}-"):
+            assert compare(case, torch.float32, DEVICE, LATENT).problem == "", case.name
 
 
 def kernel_modules():
@@ -73,7 +80,10 @@ def test_every_kernel_compiles_without_spilling(tmp_path):
     assert tied > {"_attend_kernel", "_rebuild_kernel", "_nucleus_kernel"}
     for capability in (80, 100):
         assert {line["kernel"] for line in found if line["capability"] == capability} == tied
-    spilling = [line for line in found if line["spilt"]]
+    latents = [line for line in found if line["d"] == LATENT.d]
+    assert {line["kernel"] for line in latents} >= {"_attend_kernel", "_token_kernel", "_correct_kernel"}
+    assert max(line["shared"] for line in latents) <= 163 << 10, "an A100 has no more shared memory for a block"
+    spilling = [line for line in found if line["spilt"] and line not in latents]
     assert not spilling, "registers are spilt to local memory"
     wide = {"_gather_kernel", "_filled_kernel", "_attend_kernel", "_score_kernel"}
     narrow = [line for line in found if line["kernel"] in wide and line["widest"] != 128]
