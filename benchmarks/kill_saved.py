@@ -25,6 +25,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def kill(times: int, folder: Path, seed: int) -> dict[str, Any]:
     """
     draw, store, lasting = random.Random(seed), folder / "store", dict[tuple[str, str], float]()
     expected = {question: ask(question, KVOptions()) for question in QUESTIONS}
-    histogram = {name: dict.fromkeys(phases, 0) for name, phases in WORKS.items()}
+    histogram = {name: Counter[str]() for name in WORKS}  # all may remove what killed ones have left
     seen = {"kills": 0, "rounds": 0, "saved": 0, "loads": 0}
 
     def works(names: Sequence[str], target: Path, question: str) -> dict[str, Callable[[], object]]:
@@ -226,7 +227,7 @@ def main() -> None:
         except (KvcliError, AssertionError) as error:
             sys.exit(f"failed: {error}")
     for name, phases in seen["histogram"].items():
-        print(f"{name}: " + ", ".join(f"{phase} {number}" for phase, number in phases.items()))
+        print(f"{name}: " + ", ".join(f"{phase} {phases[phase]}" for phase in PHASES if phase in phases))
     print(", ".join(f"{number} {name}" for name, number in seen.items() if name != "histogram"))
     save(given.output, {"seed": given.seed, **seen})
 

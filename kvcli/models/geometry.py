@@ -87,6 +87,8 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     """
     _refuse(config)
     model = _build_on_meta(config, dtype)
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        raise refusal(config, "transformers names no output layer of it")
     text = config.get_text_config(decoder=True)
     with quiet():  # modules say on stderr which packages would make them faster
         found = LayerFinder(model, text)

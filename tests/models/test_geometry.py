@@ -121,6 +121,12 @@ def test_unsupported_models_are_refused_by_name_and_reason(family):
     assert caught.value.hint
 
 
+def test_a_model_whose_output_layer_is_not_given_is_refused(monkeypatch):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda _: None)  # as nemotron_h_omni
+    with pytest.raises(KvcliError, match="names no output layer"):
+        geometry_of(tiny_config("llama"), torch.float32)
+
+
 @pytest.mark.parametrize("config", [GPT2Config(n_layer=1, n_embd=32, n_head=2), OPTConfig(num_hidden_layers=1)])
 def test_models_without_rotary_positions_are_refused(config):
     with pytest.raises(KvcliError, match="rotary"):
