@@ -185,8 +185,13 @@ class KeptRun:
             config = get_method(asked["method"]).Config.model_validate_json(json.dumps(settings))
         except ValidationError as error:
             what = f"{self.directory}: method {asked['method']} has other settings by now: {_first(error)}"
-            raise usage_error(what, f"take kvcli {self.asked.kvcli}") from None
+            raise usage_error(what, self._begun_with) from None
         return Profile(**asked, settings=config)
+
+    @property
+    def _begun_with(self) -> str:
+        """The way out where the code has changed; a version under development may have changed within itself."""
+        return f"go on with the code that it was begun with, kvcli {self.asked.kvcli}, or begin anew"
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse another model or tokenizer than the run began with.
@@ -224,7 +229,7 @@ class KeptRun:
             restoring.finish()
         except (ValueError, KeyError, RuntimeError) as error:
             what = f"{self.directory}: the state is not one of this version of {profile.method}: {error}"
-            raise KvcliError(what, f"take kvcli {self.asked.kvcli}") from error
+            raise KvcliError(what, self._begun_with) from error
         return sequences
 
     def step(self, sequences: Sequence[RunningSequence], failure: Callable[[str], None]) -> None:
