@@ -7,6 +7,8 @@ all else that it does; once a launch is enough.
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from kvcli.runtime.gpu import recall
+
 _replaced = set()  # modules of the language, by the launch that is under way
 
 
@@ -29,3 +31,9 @@ def replace_once(fn, replace=interpreter._patch_lang):
 
 
 interpreter._patch_lang = replace_once
+
+
+def few_programs(monkeypatch):
+    """Let three programs recall, each of them several pages; of a thousand most would look for one in vain."""
+    monkeypatch.setattr(recall, "PROGRAMS", 3)
+    monkeypatch.setattr(recall, "PROGRAM_TOKENS", 1)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import interpreted  # noqa: F401 - makes kernels faster
+import interpreted
 import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
@@ -56,6 +56,7 @@ class Races(TorchDispatchMode):
         self.born, self.used = {}, {}  # storage -> the stream that allocated it; its last use by every stream
         self.constants = {x.untyped_storage().data_ptr() for x in constants}  # which nobody writes
         self.touched = None  # [loads, stores] of the kernel that runs
+        interpreted.few_programs(monkeypatch)
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current[-1])
         monkeypatch.setattr(torch.cuda, "stream", self._in_stream)

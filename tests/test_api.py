@@ -111,11 +111,9 @@ def test_no_text_is_refused(model):
 
 
 def test_importing_it_imports_neither_torch_nor_transformers():
-    program = (
-        "import kvcli, sys; print([m for m in ('torch', 'transformers') if m in sys.modules], kvcli.load.__name__)"
-    )
+    program = "import kvcli, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert out.stdout.startswith("[] load")
+    assert out.stdout == "[]\n"
 
 
 def test_a_method_made_here_can_be_used_by_its_name(model):

@@ -26,12 +26,14 @@ def kernels_take_all(monkeypatch):
     monkeypatch.setattr(_triton, "on_cpu", True)
 
 
-# Kernels round to float16 where they round to bfloat16: once for each function is enough.
-LAST = {case.kernel: case.name for case in CASES}
+# Kernels round to float16 where they round to bfloat16: once for each function is enough. What takes many programs is a
+# choice by numbers of fp32.
+LAST = {case.kernel: case.name for case in CASES if "long" not in case.name}
 CALLS = [
     pytest.param(case, dtype, id=f"{case.name}-{str(dtype)[6:]}")
     for case in CASES
     for dtype in TOLERANCE
+    if dtype == torch.float32 or "long" not in case.name
     if dtype != torch.float16 or case.name == LAST[case.kernel]
 ]
 

@@ -1,5 +1,7 @@
 """Every method that states its step, over slots against the blocking pipeline: driven by the listing."""
 
+import gc
+
 import pytest
 import torch
 from engine import run
@@ -146,6 +148,7 @@ def test_steps_by_kernels_in_streams(name, family, wanted, monkeypatch):
     def watched(self):
         with races:
             step(self)
+            gc.collect()  # what nobody holds any more is free at once
 
     monkeypatch.setattr(SlotPipeline, "start", started)
     monkeypatch.setattr(SlotStepper, "_run", watched)

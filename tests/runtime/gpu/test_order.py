@@ -1,5 +1,6 @@
 """What `races` has to find: steps whose streams do not wait for each other, or share what they may not."""
 
+import gc
 import re
 
 import pytest
@@ -36,6 +37,7 @@ def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None)
                 if layer + 1 in pipeline.foretold:
                     pipeline.foretell(layer + 1, q[:, :, 0], softmax.scale)
                 pipeline(layer, q, k, v, softmax)
+                gc.collect()  # what nobody holds any more is free at once
                 for x in (q, k, v):
                     x.fill_(float("nan"))
             pipeline.settle()

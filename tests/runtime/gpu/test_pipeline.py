@@ -4,6 +4,7 @@ import pytest
 import torch
 from engine import SPARE, new_method, run
 from families import VOCAB, tiny_model
+from interpreted import few_programs
 from streams import Late
 
 from kvcli.kernels import _triton
@@ -151,6 +152,7 @@ def test_what_has_no_slots_is_refused():
 
 def test_kernels_do_what_their_references_do(monkeypatch):
     """The same steps by the Triton kernels, under their interpreter."""
+    few_programs(monkeypatch)
     model = tiny_model("llama")
     steps = (model, "freekv", SMALL | {"tau": 0.5}, [prompts()[0][:58]], 6)
     expected = run(*steps, streams=SerialStreams())
