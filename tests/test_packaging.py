@@ -69,12 +69,8 @@ def stand_in(tmp_path: Path) -> Path:
     return site
 
 
-def test_transformers_finds_an_installed_kernels_package_in_a_command(stand_in: Path) -> None:
-    run([sys.executable, "-c", probe(stand_in / "kernels", True)], path=stand_in)
-
-
-def test_transformers_finds_an_installed_kernels_package_in_a_notebook(stand_in: Path) -> None:
-    # Source from stdin, as from a cell: the first entry of the path is the working directory.
+def test_transformers_finds_an_installed_kernels_package_in_a_command_or_notebook(stand_in: Path) -> None:
+    # Source from stdin, as from a cell: the first entry of the path is the working directory, as with -c.
     run([sys.executable, "-"], probe(stand_in / "kernels", True), path=stand_in)
 
 

@@ -1,14 +1,12 @@
 """What the README and CONTRIBUTING say of the code, held against the code."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from command import warm_commands
 
 from kvcli.methods.card import STATED
 
@@ -46,27 +44,26 @@ def guide(tmp_path):
     return tmp_path
 
 
-def test_a_method_of_another_package_is_added_by_the_guide_alone(guide):
-    def run(*module):
-        environment = {**os.environ, "PYTHONPATH": str(guide)}
-        command = [sys.executable, "-m", *module]
-        done = subprocess.run(
-            command, cwd=guide, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+def test_a_method_of_another_package_is_added_by_the_guide_alone(guide, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(guide))
+    with warm_commands(guide) as kvcli:
 
-    assert "pages by the centre of their keys" in run("kvcli", "methods")
-    assert "sharpness" in run("kvcli", "methods", "centre")
-    document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
-    (guide / "document.txt").write_text(document)
-    budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
-    (sequence,) = json.loads(run("kvcli", "generate", "document.txt", "--method", "centre", *budget))["sequences"]
-    assert sequence["cache"]["pages_requested"] > 0
-    here = ("-n", "0", "-p", "no:cacheprovider")
-    assert "passed" in run(
-        "pytest", *here, "--pyargs", "kvcli.conformance", "-k", "centre and llama and not one_kv_head"
-    )
+        def run(*arguments, **options):
+            done = kvcli(*arguments, **options)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        assert "pages by the centre of their keys" in run("methods")
+        assert "sharpness" in run("methods", "centre")
+        document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
+        (guide / "document.txt").write_text(document)
+        budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
+        (sequence,) = json.loads(run("generate", "document.txt", "--method", "centre", *budget))["sequences"]
+        assert sequence["cache"]["pages_requested"] > 0
+        (guide / "suite.py").write_text("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))")
+        suite = ("-n", "0", "-p", "no:cacheprovider", "--pyargs", "kvcli.conformance")
+        named = "centre and llama and not one_kv_head"
+        assert "passed" in run(*suite, "-k", named, program=guide / "suite.py")
 
 
 def test_the_method_of_the_guide_states_all_that_a_method_states():
