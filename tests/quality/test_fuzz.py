@@ -35,9 +35,12 @@ ROWS = [
     ("math_find.jsonl", {"context": "c", "input": "The largest number of", "answer": [58], "options": ""}),
     ("math_calc.jsonl", {"context": "c", "input": "1 + 3", "answer": [[1, 4]], "options": ""}),
     ("code_run.jsonl", {"context": "c", "input": "func_1(2)", "answer": [7], "options": ""}),
+    ("test.jsonl", {"problem": "p", "answer": "1", "unique_id": "u"}),
+    ("aime.jsonl", {"problem": "p", "answer": 25, "url": "u"}),
+    ("gpqa.jsonl", {"Question": "q", "Correct Answer": "r"} | {f"Incorrect Answer {n}": f"w{n}" for n in (1, 2, 3)}),
     ("mine.jsonl", {"context": "c", "question": "q", "answer": "a", "metric": "qa_f1"}),
 ]
-NEED_LIBRARIES = {"rouge_l", "rouge_l_zh", "rouge_lsum", "qa_f1_zh"}
+NEED_LIBRARIES = {"rouge_l", "rouge_l_zh", "rouge_lsum", "qa_f1_zh", "math_verify"}
 RUN = {"model": "demo", "seed": 0}
 
 

@@ -1,7 +1,7 @@
 """One example of a task, as text and in tokens, and the cells of a table, each with the examples that it averages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +33,8 @@ class Example:
     """Whether the benchmark leaves the chat template out."""
     answer_prefix: str = ""
     """How the answer begins: part of the prompt, behind the chat template."""
+    whole: bool = False
+    """Whether the prompt is never cut: unless its length is asked for, the answer gets the room that is left."""
     turns: tuple[tuple[str, str], ...] = ()
     """What follows on the prompt and is given before the answer that counts: the prompt's right answer and the next
     question, that one's, and so on."""
@@ -104,14 +106,19 @@ def encode_example(
     around them.
 
     Raises:
-        KvcliError: the answer alone is too long (usage).
+        KvcliError: the answer alone is too long, or with a prompt that is not to be cut (usage).
     """
     fed = _bare(example.continuation, tokenizer) if example.continuation is not None else []
     room = len(fed) or max_tokens or example.max_tokens
     prefix = _bare(example.answer_prefix, tokenizer)
-    template = replace(template, raw=True) if example.raw else template
+    template = Template(raw=True) if example.raw else template
     ids = encode(Prompt(_SOURCE, example.prompt), template, tokenizer) + prefix
     cut = 0
+    if example.whole and max_length is not None:
+        room = room if max_tokens else min(room, max_length - len(ids))
+        if room < 1 or len(ids) + room > max_length:
+            what = f"an answer of {max(room, 1):,} tokens leaves no room for a prompt of {len(ids):,}"
+            raise KvcliError(f"{what} within {max_length:,}", "lower --max-tokens", ExitCode.USAGE)
     if max_length is not None and len(ids) + room > max_length:
         bare = _bare(example.prompt, tokenizer)
         kept = len(bare)

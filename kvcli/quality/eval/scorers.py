@@ -1,7 +1,8 @@
-"""Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench count (InfiniteBench's stand beside).
+"""Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench count.
 
 RULER: arXiv 2404.06654. LongBench: arXiv 2308.14508, metrics.py and eval.py of its repository, whose choices are kept
-where they are surprising; v2: arXiv 2412.15204.
+where they are surprising; v2: arXiv 2412.15204. InfiniteBench's and those of final answers have
+modules of their own.
 
 lm-evaluation-harness scores LongBench and InfiniteBench as well. Its functions are not used here: they come with tasks
 that load data from the hub, those of LongBench need fuzzywuzzy, which is under the GPL, and those of InfiniteBench stem
@@ -12,11 +13,12 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.eval import infinitebench
+from kvcli.quality.eval import final_answer, infinitebench
 from kvcli.quality.tasks import recall
 
 Scorer = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -138,13 +140,20 @@ def choice_in_sentence(text: str, reference: str) -> float:
     return float(found is not None and found[1] == reference)
 
 
+def math_verify(text: str, reference: str) -> float:
+    """Whether the final answer is the reference's mathematics."""
+    return final_answer.same_mathematics(text, reference, partial(_library, "math_verify"))
+
+
 def why_unscorable(metric: str, references: Sequence[str], choices: Sequence[str]) -> str | None:
     """Say why a metric cannot score answers against `references`; None where it can."""
     if metric == "classification" and not choices:
         return "metric 'classification' needs all_classes, which only a row of LongBench has"
     if metric == "function_choice" and len(references) != 2:
         return "metric 'function_choice' needs two answers, the function's name and its letter"
-    pattern = infinitebench.NUMERIC.get(metric)
+    if metric == "final_letter" and not set(references) <= set(final_answer.LETTERS):
+        return "metric 'final_letter' needs a letter from A to D for an answer"
+    pattern = (infinitebench.NUMERIC | final_answer.NUMERIC).get(metric)
     if pattern is not None and not all(re.fullmatch(pattern, reference) for reference in references):
         return f"metric {metric!r} needs numbers for answers"
     return None
@@ -160,7 +169,7 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        what = f"this score needs {name.partition('.')[0]}, which is not installed"
+        what = f"this score needs {name.partition('.')[0].replace('_', '-')}, which is not installed"
         raise KvcliError(what, "pip install 'kvcli[eval]'", ExitCode.USAGE) from None
 
 
@@ -178,6 +187,9 @@ SCORERS: dict[str, Scorer] = {
     "retrieval": best(share_of_numbers),
     "classification": classification,
     "choice_in_sentence": best(choice_in_sentence),
+    "math_verify": best(math_verify),
+    "final_integer": best(final_answer.final_integer),
+    "final_letter": best(final_answer.final_letter),
     **infinitebench.SCORERS,
 }
 """By the names that the tables of prompts, and a row's own field `metric`, use."""
@@ -188,6 +200,7 @@ NEEDS: dict[str, str] = {
     "rouge_l_zh": "jieba",
     "rouge_lsum": "rouge_score",
     "code_similarity": "rapidfuzz",
+    "math_verify": "math_verify",
 }
 """Libraries that a metric needs beside those of kvcli."""
 

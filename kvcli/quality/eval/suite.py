@@ -2,7 +2,7 @@
 
 A task is a name of the synthetic suite (`kvcli/quality/tasks`), `needle_grid` (a single needle at every length and
 depth), `ppl` (how likely the right answer about four needles is, fed token by token), `ppl:FILE` (how likely the text
-of a file is after what stands before it), or a JSONL file of a benchmark (`formats`).
+of a file is after what stands before it), or a file of a benchmark (`formats`).
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from kvcli.inputs.variants import Variant
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.example import Cell, Example, conversation
 from kvcli.quality.eval.formats import read_examples
+from kvcli.quality.eval.row_files import SUFFIXES
 from kvcli.quality.eval.scorers import check_installed
 from kvcli.quality.tasks import TASKS, TaskRow, make_row
 from kvcli.runtime.sampling import Sampling
@@ -101,11 +102,11 @@ class Suite:
                 yield Cell(task, length, None, PERPLEXITY, limit, partial(self._fed_answer, length))
         elif task.startswith(f"{PERPLEXITY}:"):
             yield from self._text_cells(task, lengths)
-        elif "/" in task or task.endswith((".jsonl", ".json")):
+        elif "/" in task or task.lower().endswith(SUFFIXES):
             yield from _file_cells(Path(task), limit)
         else:
             close = get_close_matches(task, _NAMES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(_NAMES)}, or name a .jsonl file"
+            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(_NAMES)}, or name a file"
             raise _usage(f"unknown task {task!r}", hint)
 
     def _beside(self, length: int, answer: int) -> int:

@@ -1,6 +1,9 @@
 """Benchmark files: recognised by their fields, with the benchmark's prompt, references and lengths; bad lines named."""
 
+import csv
 import json
+import sys
+from importlib import import_module
 
 import pytest
 
@@ -19,6 +22,11 @@ V2 = {
     "choice_D": "d",
     "answer": "C",
 }
+MATH = {"problem": "Solve {x}.", "solution": "s", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 2} | {
+    "unique_id": "test/algebra/1.json"
+}
+AIME = {"id": 60, "problem": "Find $m$.", "solution": "s", "answer": "025", "url": "u", "year": "2024"}
+GPQA = {"Question": "Which? ", "Correct Answer": "right\n"} | {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
 INFINITE = {"id": 0, "context": "Hay.", "input": "What is it?", "answer": ["71"], "options": ""}
 
 
@@ -119,6 +127,103 @@ def test_any_other_file_with_context_question_and_answer(tmp_path):
     assert one(tmp_path, "mine.jsonl", row | {"metric": "contains", "answer": ["a", 5]})[1].references == ("a", "5")
 
 
+def test_math500(tmp_path):
+    task, example = one(tmp_path, "test.jsonl", MATH)
+    assert (task, example.metric, example.references) == ("math500", "math_verify", (r"\frac{1}{2}",))
+    assert example.prompt.startswith("Solve {x}.\n\n")
+    assert r"\boxed{}" in example.prompt
+    assert (example.max_tokens, example.whole, example.raw) == (32768, True, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (AIME, "25"),
+        ({"ID": "2024-I-1", "Problem": "Find $m$.", "Answer": 204, "Solution": "s"}, "204"),
+        ({"question": "Find $m$.", "answer": r"336^\circ"}, "336"),
+        ({"problem": "Find $m$.", "answer": "000"}, "0"),
+    ],
+)
+def test_aime(tmp_path, row, answer):
+    task, example = one(tmp_path, "aime24.jsonl", row)
+    assert (task, example.metric, example.references) == ("aime24", "final_integer", (answer,))
+    assert example.prompt.startswith("Find $m$.\n\n")
+    assert one(tmp_path, "aime25/test.jsonl", row)[0] == "aime25"
+
+
+def test_gpqa_choices_come_in_an_order_that_the_row_decides(tmp_path):
+    task, first = one(tmp_path, "gpqa_diamond.jsonl", GPQA)
+    assert (task, first.metric) == ("gpqa_diamond", "final_letter")
+    (letter,) = first.references
+    assert f"\n{letter}. right\n" in first.prompt
+    assert all(f". wrong {n}\n" in first.prompt for n in (1, 2, 3))
+    rows = [GPQA | {"Question": f"Which {n}?"} for n in range(40)]
+    examples = read(tmp_path, "gpqa.jsonl", *rows)["gpqa"]
+    assert {each.references for each in examples} == {("A",), ("B",), ("C",), ("D",)}
+    assert read(tmp_path, "gpqa.jsonl", *reversed(rows))["gpqa"] == examples[::-1]
+
+
+def test_csv_is_read_with_fields_of_several_lines(tmp_path):
+    path = tmp_path / "gpqa_diamond.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, [*GPQA, "Record ID"])
+        writer.writeheader()
+        writer.writerows([GPQA | {"Question": 'One,\n"two"?', "Record ID": "r"}, GPQA | {"Record ID": "s"}])
+    first, second = read_examples(path)["gpqa_diamond"]
+    assert first.prompt.startswith('One,\n"two"?\n\nA. ')
+    assert second == one(tmp_path, "gpqa_diamond.jsonl", GPQA)[1]
+
+
+HEADER = "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (HEADER + "q,r,a,b,c\nq,r,a,b\n", "row 2: not as many fields"),
+        (HEADER + "q,r,a,b,c,d\n", "row 1: not as many fields"),
+        (HEADER + "q,r,a,b,c\nq,,a,b,c\n", "row 2: Correct Answer is empty"),
+        (HEADER + 'q,r,a,b,"c"d\n', "row 1: bad CSV"),
+        (HEADER + 'q,r,a,b,"c\n', "row 1: bad CSV"),
+        (HEADER.replace("Correct Answer", "Right") + "q,r,a,b,c\n", "row 1: no field 'Correct Answer'"),
+        (HEADER, "holds no examples"),
+        ("", "holds no examples"),
+    ],
+)
+def test_bad_csv_is_a_usage_error_that_names_the_row(tmp_path, text, said):
+    path = tmp_path / "gpqa.csv"
+    path.write_text(text)
+    with pytest.raises(KvcliError, match=said) as raised:
+        read_examples(path)
+    assert raised.value.exit_code == ExitCode.USAGE
+    assert raised.value.hint
+
+
+def test_parquet_is_read_as_the_same_rows_of_json(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "aime24" / "train-00000-of-00001.parquet"
+    path.parent.mkdir()
+    rows = [AIME, AIME | {"answer": "7"}]
+    import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read_examples(path) == read(tmp_path, "aime24.jsonl", *rows)
+    bad = [AIME, AIME | {"answer": "1000"}]
+    import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(bad), path)
+    with pytest.raises(KvcliError, match="row 2: answer is no integer from 0 to 999"):
+        read_examples(path)
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(KvcliError, match="not a Parquet file"):
+        read_examples(path)
+    with pytest.raises(KvcliError, match="no such file"):
+        read_examples(tmp_path / "none.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.lib", None)
+    with pytest.raises(KvcliError, match="needs pyarrow") as raised:
+        read_examples(tmp_path / "aime.parquet")
+    assert raised.value.hint == "pip install 'kvcli[parquet]'"
+
+
 GOOD = '{"context": "c", "question": "q", "answer": "a"}'
 
 
@@ -140,6 +245,14 @@ GOOD = '{"context": "c", "question": "q", "answer": "a"}'
         ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": None})], "line 1: .*needs all_classes"),
         ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": 5})], "line 1: all_classes should be a valid list"),
         (["", "\n"], "holds no examples"),
+        ([json.dumps(AIME), json.dumps(AIME | {"answer": "1000"})], "line 2: answer is no integer from 0 to 999"),
+        ([json.dumps(AIME | {"answer": True})], "line 1: answer is no integer"),
+        ([json.dumps(AIME | {"answer": 20.4})], "line 1: answer is no integer"),
+        ([json.dumps(AIME | {"answer": r"\frac{1}{2}"})], "line 1: answer is no integer"),
+        ([json.dumps(AIME | {"problem": " "})], "line 1: problem is empty"),
+        ([json.dumps(MATH), json.dumps(MATH | {"answer": ""})], "line 2: answer is empty"),
+        (['{"problem": "Find m."}'], "line 1: no field 'answer'"),
+        ([json.dumps(GPQA | {"Incorrect Answer 2": None})], "line 1: Incorrect Answer 2 should be a valid string"),
         ([json.dumps(V2 | {"answer": "E"})], "line 1: answer should be 'A', 'B', 'C' or 'D'"),
         ([json.dumps(LONGBENCH | {"dataset": "hotpotqq"})], "longbench has no task 'hotpotqq'"),
         ([json.dumps(INFINITE)], "infinitebench has no task 'bad'"),
