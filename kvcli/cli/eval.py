@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import options
-from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, whole
+from kvcli.cli import asked, options
+from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, require_text, whole
 from kvcli.cli.output import OutputWriter, progress
 from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode
@@ -23,7 +23,7 @@ def evaluate(
     context: typer.Context,
     tasks: Annotated[
         str,
-        _TASKS.option("--tasks", "A,B", "Synthetic tasks, needle_grid, ppl, ppl:FILE, or .jsonl files of benchmarks."),
+        _TASKS.option("--tasks", "A,B", "Synthetic tasks, needle_grid, ppl, ppl:FILE, or files of benchmarks."),
     ],
     suite: Annotated[
         str | None,
@@ -67,8 +67,13 @@ def evaluate(
     ] = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
+    top_k: asked.TopK = 0,
+    min_p: asked.MinP = 0.0,
     seed: Annotated[int, SAMPLING.option("--seed", "N", "Same seed, same documents and answers.", whole)] = 0,
     num_samples: options.NumSamples = 1,
+    system: asked.System = None,
+    raw: asked.Raw = False,
+    chat_template_kwargs: asked.ChatTemplateKwargs = None,
     predictions: Annotated[
         Path | None,
         options.OUTPUT.option(
@@ -89,6 +94,11 @@ def evaluate(
     where it stopped when the same command is given again. A profile that was calibrated
     on another model is refused; generate uses it and says so.
 
+    kvcli eval --tasks aime24.jsonl -m MODEL --num-samples 8 --temperature 0.6
+
+    Files of benchmarks are JSONL, CSV or Parquet, as they are distributed. Reasoning
+    (MATH500, AIME, GPQA) is scored by the final answer, as avg@k and pass@k over samples.
+
     kvcli eval --suite paper-freekv --tasks longbench_v2.jsonl -m MODEL --predictions answers.jsonl
 
     --suite does what a paper's main table did, on files that you name; what else is given
@@ -98,6 +108,7 @@ def evaluate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
     141 stdout was closed.
     """
+    require_text({"--system": [system], "--chat-template-kwargs": [chat_template_kwargs]})
     check_files(
         {"-o": output, "--html": html, "--predictions": predictions},
         model=model,
@@ -122,6 +133,7 @@ def evaluate(
 
         variants = [each for variant in variants for each in (*ablated(variant), variant)]
 
+    from kvcli.inputs.encoding import Template
     from kvcli.models.loading import ModelSpec
     from kvcli.quality.eval.evaluate import evaluate as run
     from kvcli.quality.eval.suite import EvaluationPlan
@@ -136,7 +148,10 @@ def evaluate(
         limit=limit,
         max_tokens=max_tokens,
         max_length=max_length,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed, num_samples=num_samples),
+        sampling=Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, num_samples=num_samples
+        ),
+        template=Template(system, raw, asked.json_object(chat_template_kwargs)),
         predictions=predictions,
     )
     with progress(quiet, demo=model is None) as observer:

@@ -139,3 +139,32 @@ def test_a_suite_sets_what_the_command_line_leaves_open(warm, tmp_path):
     assert [variant["label"] for variant in body["variants"]] == ["full", "freekv 2048"]
     assert (configuration["temperature"], configuration["top_p"], configuration["max_tokens"]) == (0.95, 0.9, 3)
     assert settings["tau"] == 0.5
+
+
+GPQA = "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3\n"
+
+
+def test_problems_are_answered_several_times_by_the_template_that_is_asked_for(warm, tmp_path):
+    file = tmp_path / "gpqa_diamond.csv"
+    file.write_text(GPQA + 'Which?,r,a,b,c\n"Of two\nlines?",r,a,b,c\n')
+    arguments = ["eval", "--tasks", file, "--method", "full", "--max-tokens", "6", "--json", "--num-samples", "3"]
+    arguments += ["--temperature", "1", "--top-k", "8", "--system", "Be short."]
+    result = warm(*arguments, "--chat-template-kwargs", '{"enable_thinking": true}')
+    assert result.returncode == 0, result.stderr
+    body = json.loads(result.stdout)
+    assert body["configuration"]["template"] == {
+        "system": "Be short.",
+        "raw": False,
+        "kwargs": {"enable_thinking": True},
+    }
+    assert body["configuration"]["top_k"] == 8
+    (found,) = body["results"]
+    assert (found["task"], found["metric"], found["score"]["examples"]) == ("gpqa_diamond", "final_letter", 2)
+    assert list(found["pass_at"]) == ["1", "2", "3"]
+
+
+def test_a_row_that_is_no_problem_and_variables_that_are_none_are_refused(warm, tmp_path):
+    file = tmp_path / "gpqa.csv"
+    file.write_text(GPQA + "Which?,r,a,b,c\nWhich?,r,a,b\n")
+    assert_refused(warm("eval", "--tasks", file, "-q"), 2, "row 2", "not as many fields as columns")
+    assert_refused(warm("eval", "--tasks", file, "-q", "--chat-template-kwargs", "[1]"), 2, "is not a JSON object")

@@ -53,7 +53,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         except KeyboardInterrupt:
             complete = False
         observer.stage_done()
-        found = results(cells, plan.variants, predictions)
+        found = results(cells, plan.variants, predictions, plan.sampling.num_samples)
         environment = report.environment() | {"machine": platform.machine()}
         return EvaluationTable(environment, configuration, digest(configuration), plan.variants, found, complete)
 
@@ -86,6 +86,8 @@ def _longest(cells: Sequence[Cell]) -> int:
 def _configuration(plan: EvaluationPlan, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what two runs must have in common to share a file of predictions."""
     sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
+    # Left out where they are off, as in the files of runs from before there were such options.
+    sampling |= {key: value for key in ("top_k", "min_p") if (value := getattr(plan.sampling, key))}
     return {
         "model": checkpoint.name,
         "model_hash": fingerprint(checkpoint),

@@ -1,6 +1,7 @@
 """Asking: every example is read once for all variants with exact prefill, then answered by each on its own.
 
-Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's.
+Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's. What
+a sample has said is kept as soon as it ends: a run that is cut off goes on with the samples that are missing.
 """
 
 import math
@@ -63,14 +64,8 @@ class Evaluation:
         self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.plan.variants))
         for number, cell in enumerate(cells, 1):
             begun, known = time.perf_counter(), len(self.predictions)
-            samples = range(self._samples(cell.metric))
             for index in range(cell.size):
-                place = cell.task, cell.length, cell.depth, index
-                missing = [
-                    variant
-                    for variant in self.plan.variants
-                    if any((*place, variant.label, sample) not in self.predictions for sample in samples)
-                ]
+                missing = [variant for variant in self.plan.variants if self._missing(cell, index, variant)]
                 self.observer.advance(len(self.plan.variants) - len(missing))
                 if missing:
                     self._ask(cell, index, missing)
@@ -78,9 +73,11 @@ class Evaluation:
                 taken = summary.duration(1000 * (time.perf_counter() - begun))
                 self.observer.notice(f"{cell.title}: done in {taken} ({number} of {len(cells)})")
 
-    def _samples(self, metric: str) -> int:
-        """A text that is fed is the same each time."""
-        return 1 if metric == PERPLEXITY else self.plan.sampling.num_samples
+    def _missing(self, cell: Cell, index: int, variant: Variant) -> list[int]:
+        """Which samples of an example have no prediction yet; a text that is fed is the same each time."""
+        samples = 1 if cell.metric == PERPLEXITY else self.plan.sampling.num_samples
+        place = cell.task, cell.length, cell.depth, index, variant.label
+        return [sample for sample in range(samples) if (*place, sample) not in self.predictions]
 
     def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
         example = cell.make(index)
@@ -88,11 +85,11 @@ class Evaluation:
         capacity = len(read.ids) + read.room
         with engine(self.model, [capacity], self.observer.notice) as self._engine:
             for group in self._groups(variants, len(read.ids), capacity):
-                for variant, answers in self._answers(example, read, group):
-                    self.predictions.add(
-                        Prediction(cell.task, cell.length, cell.depth, index, variant.label, **answer)
-                        for answer in answers
-                    )
+                missing = [self._missing(cell, index, variant) for variant in group]
+                for variant, answers in self._answers(example, read, group, missing):
+                    for answer in answers:
+                        place = cell.task, cell.length, cell.depth, index, variant.label
+                        self.predictions.add([Prediction(*place, **answer)])
                     self.observer.advance()
 
     def _groups(self, variants: Sequence[Variant], prompt_tokens: int, capacity: int) -> Iterator[list[Variant]]:
@@ -114,9 +111,9 @@ class Evaluation:
         yield group
 
     def _answers(
-        self, example: Example, read: Encoded, variants: Sequence[Variant]
-    ) -> Iterator[tuple[Variant, list[dict[str, Any]]]]:
-        """Let variants read a prompt together, and answer one after another."""
+        self, example: Example, read: Encoded, variants: Sequence[Variant], samples: Sequence[list[int]]
+    ) -> Iterator[tuple[Variant, Iterator[dict[str, Any]]]]:
+        """Let variants read a prompt together, and answer one after another, each its `samples`."""
         contexts = [self._engine.context(len(read.ids), read.room, read.question) for _ in variants]
         methods = [
             self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
@@ -124,35 +121,48 @@ class Evaluation:
         begun = time.perf_counter()
         logits = self._engine.prefill(read.ids, methods)
         prefill_ms = 1000 * (time.perf_counter() - begun)
-        while methods:  # a method's memory is given back once it has answered
-            yield variants[-len(methods)], self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms)
+        for variant, wanted in zip(variants, samples, strict=True):
+            # A method's memory is given back once it has answered.
+            yield variant, self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms, wanted)
 
     def _answer(
-        self, example: Example, read: Encoded, method: AnyMethod, logits: Tensor, prefill_ms: float
-    ) -> list[dict[str, Any]]:
-        """Continue one method's samples, all of them as one batch."""
+        self,
+        example: Example,
+        read: Encoded,
+        method: AnyMethod,
+        logits: Tensor,
+        prefill_ms: float,
+        samples: Sequence[int],
+    ) -> Iterator[dict[str, Any]]:
+        """Continue one method's samples, all of them as one batch; gives each when it ends.
+
+        Steps have a row for every sample of the plan, of which some may have ended or be known already: another number
+        of rows is another order of sums, and a run that was cut off would go on to another text.
+        """
         forks = [
             method.fork(self._engine.context(len(read.ids), read.room, read.question).counters, "sequence 0")
-            for _ in range(self._samples(example.metric) - 1)
+            for _ in samples[1:]
         ]
-        sequences = [self._sequence(read, each, sample, prefill_ms) for sample, each in enumerate([method, *forks])]
+        sequences = [
+            self._sequence(read, each, sample, prefill_ms)
+            for sample, each in zip(samples, [method, *forks], strict=True)
+        ]
+        readings = {sequence.sample: Reading() for sequence in sequences}
         ends = sequences[0].eos
         for sequence in sequences:
             if read.turns:
                 sequence.eos = ()  # the end of an answer in the turns before is not that of the sequence
             sequence.accept(logits)
-        readings = [Reading() for _ in sequences]
-        for step in self._engine.decode(sequences):
+            if not sequence.running:
+                yield self._entry(example, read, sequence, Reading())
+        rows = 1 if read.fed else self.plan.sampling.num_samples
+        for step in self._engine.decode(sequences, rows=rows):
             for sequence, _ in step:
                 readings[sequence.sample].note(sequence.method)
                 if read.turns and len(sequence.token_ids) == len(read.turns):
                     sequence.eos = ends
-        if (broken := next((each.error for each in sequences if each.error is not None), None)) is not None:
-            raise KvcliError(broken, "kvcli generate with the same model names the layer")
-        if any(isinstance(each.sampler, TeacherForcing) and math.isinf(each.sampler.nll) for each in sequences):
-            what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
-            raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
-        return [self._entry(example, read, *pair) for pair in zip(sequences, readings, strict=True)]
+                if not sequence.running:
+                    yield self._entry(example, read, sequence, readings[sequence.sample])
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
         sampling = replace(self.plan.sampling, max_tokens=read.room, ignore_eos=bool(read.fed))
@@ -164,7 +174,16 @@ class Evaluation:
         return sequence
 
     def _entry(self, example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
-        """A prediction's fields, all but what it is of."""
+        """A prediction's fields, all but what it is of.
+
+        Raises:
+            KvcliError: the sequence broke, or a text that it was fed cannot be the model's.
+        """
+        if sequence.error is not None:
+            raise KvcliError(sequence.error, "kvcli generate with the same model names the layer")
+        if isinstance(sequence.sampler, TeacherForcing) and math.isinf(sequence.sampler.nll):
+            what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
+            raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
         kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
         teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
         answer = sequence.token_ids[len(read.turns) :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -149,19 +149,30 @@ class EvaluationTable:
         return json.dumps(body, ensure_ascii=False)
 
 
-def results(cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction]) -> list[CellScore]:
-    """Average predictions by cell and variant, in the order of the run; a cell without any is left out."""
+def results(
+    cells: Sequence[Cell], variants: Sequence[Variant], predictions: Iterable[Prediction], samples: int = 1
+) -> list[CellScore]:
+    """Average predictions by cell and variant, in the order of the run; a cell without any is left out.
+
+    An example counts once all of its `samples` are there: the first ones to end are the short ones.
+    """
     by_place: dict[Any, list[Prediction]] = defaultdict(list)
     for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
         place = prediction.task, prediction.length, prediction.depth, prediction.variant
         by_place[place].append(prediction)
     found = []
     for cell, variant in product(cells, variants):
-        if given := by_place[cell.task, cell.length, cell.depth, variant.label]:
+        if given := _whole(by_place[cell.task, cell.length, cell.depth, variant.label], samples):
             score, passes = _figures(given)
             cost = VariantCost.sum([VariantCost.of(each) for each in given])
             found.append(CellScore(variant.label, cell.task, cell.length, cell.depth, cell.metric, score, passes, cost))
     return found
+
+
+def _whole(given: Sequence[Prediction], samples: int) -> list[Prediction]:
+    """Leave out examples of which samples are missing; a text that is fed has only one."""
+    counts = Counter(each.index for each in given)
+    return [each for each in given if each.nll is not None or counts[each.index] >= samples]
 
 
 def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.example import encode_example
+from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.runtime.sampling import Sampling, TeacherForcing
@@ -147,6 +149,69 @@ def test_ctrl_c_leaves_what_was_answered(folder, tmp_path, monkeypatch):
     whole = evaluate(plan(folder, ["niah_single"], **options), Observer())
     assert whole.complete
     assert [result.score.examples for result in whole.results] == [2, 2]
+
+
+AIME = {"problem": "The dog sleeps under the old tree. Find $m$.", "answer": 25}
+
+
+def aime(tmp_path):
+    file = tmp_path / "aime24.jsonl"
+    file.write_text(json.dumps(AIME) + "\n")
+    return file
+
+
+def answered(file):
+    rows = map(json.loads, file.read_text().splitlines()[1:])
+    return {(row["variant"], row["sample"]): (row["text"], row["score"], row["attended"]) for row in rows}
+
+
+def test_what_a_sample_said_is_kept_when_it_ends_and_the_others_are_asked_again(folder, tmp_path, monkeypatch):
+    options = {"max_tokens": 12, "sampling": Sampling(temperature=1.0, num_samples=4)}
+    asked = plan(folder, [str(aime(tmp_path))], budgets=(64,), predictions=tmp_path / "whole.jsonl", **options)
+    whole = evaluate(asked, Observer())
+    assert len(answered(asked.predictions)) == 8
+    assert len({text for text, _, _ in answered(asked.predictions).values()}) > 4
+    asked = replace(asked, predictions=tmp_path / "cut.jsonl")
+    entry, made = Evaluation._entry, []
+
+    def interrupted(self, *arguments):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(entry(self, *arguments))
+        return made[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "_entry", interrupted)
+        assert evaluate(asked, Observer()).results == []  # no example has all of its samples
+    assert len(answered(asked.predictions)) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "_entry", lambda *arguments: made.append(entry(*arguments)) or made[-1])
+        again = evaluate(asked, Observer())
+    assert len(made) == 8
+    assert answered(asked.predictions) == answered(tmp_path / "whole.jsonl")
+    assert [(each.score, each.pass_at) for each in again.results] == [(e.score, e.pass_at) for e in whole.results]
+
+
+def test_a_sample_alone_is_what_it_was_among_others(folder, tmp_path):
+    options = {"max_tokens": 12, "sampling": Sampling(temperature=1.0, num_samples=3), "budgets": (64,)}
+    asked = plan(folder, [str(aime(tmp_path))], predictions=tmp_path / "p.jsonl", **options)
+    evaluate(asked, Observer())
+    before, lines = answered(asked.predictions), asked.predictions.read_text().splitlines(keepends=True)
+    asked.predictions.write_text("".join(line for line in lines if '"sample": 2' not in line))
+    evaluate(asked, Observer())
+    assert answered(asked.predictions) == before
+
+
+def test_a_problem_is_never_cut_and_the_answer_gets_the_room_that_is_left(folder, tmp_path):
+    example = read_examples(aime(tmp_path))["aime24"][0]
+    tokenizer = open_checkpoint(ModelSpec(str(folder))).tokenizer
+    read = encode_example(example, Template(), tokenizer, None, 200)
+    assert (read.cut, len(read.ids) + read.max_tokens) == (0, 200)
+    assert encode_example(example, Template(), tokenizer, None, None).max_tokens == 32768
+    for asked, most in ((150, 200), (None, len(read.ids))):
+        with pytest.raises(KvcliError, match=f"leaves no room for a prompt of {len(read.ids)} within {most}") as raised:
+            encode_example(example, Template(), tokenizer, asked, most)
+        assert raised.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,23 @@ ROWS = {
     },
     "ruler": {"index": 0, "input": f"{TEXT} Who?", "outputs": ["dog"]},
     "infinitebench": {"context": TEXT, "input": "What is the pass key?", "answer": ["17"], "options": []},
+    "aime": {"problem": "The dog sleeps under the old tree. Find $m$.", "answer": 25, "url": "u"},
+    "gpqa": {
+        "Question": "Which dog sleeps?",
+        "Correct Answer": "the first",
+        **{f"Incorrect Answer {number}": f"dog {number}" for number in (1, 2, 3)},
+    },
     "plain": {"context": TEXT, "question": "Who?", "answer": "dog"},
 }
 FILES = {
     "paper-freekv": {"longbench_v2": "longbench2"},
     "paper-freekv-generation": {"longgenbench": "plain"},
-    "paper-freekv-reasoning": {"math500": "plain", "gpqa": "plain"},
+    "paper-freekv-reasoning": {"aime24": "aime", "gpqa": "gpqa"},
     "paper-shadowkv": {"niah_single_1": "ruler", "vt": "ruler"},
     "paper-shadowkv-longbench": {"qasper": "longbench"},
     "paper-actqkv": {"qasper": "longbench", "passkey": "infinitebench"},
     "paper-fier": {"qasper": "longbench"},
-    "paper-refreekv": {"qasper": "longbench", "gsm8k": "plain"},
+    "paper-refreekv": {"qasper": "longbench", "gpqa": "gpqa", "gsm8k": "plain"},
 }
 # In place of the papers': ranks for heads of few channels, a share of these short prompts that holds a page.
 FITTING = {"paper-shadowkv": ["rank=8"], "paper-freekv": ["rank=8"]}

@@ -53,6 +53,15 @@ def test_samples_of_an_example_are_averaged_before_examples_are():
     assert result.pass_at[2] == Estimate.of([1, 0])
 
 
+def test_an_example_of_which_samples_are_missing_does_not_count():
+    given = [replace(ONE, index=i, sample=s, score=x) for i, s, x in [(0, 0, 1), (0, 1, 0), (1, 0, 1)]]
+    (result,) = results([cell()], [FULL], given, 2)
+    assert result.score == Estimate.of([0.5])
+    fed = replace(ONE, nll=2.0, score=None)
+    assert results([cell(metric="ppl")], [FULL], [fed], 2)[0].score.examples == 1
+    assert results([cell()], [FULL], given[2:], 2) == []
+
+
 def test_costs_weigh_every_step_the_same():
     cost = VariantCost.sum(
         [VariantCost.of(ONE), VariantCost.of(replace(ONE, steps=12, decode_ms=60.0, attended=20.0, bytes_to_device=0))]
