@@ -27,7 +27,7 @@ ROWS = {
     "infinitebench": {"context": TEXT, "input": "What is the pass key?", "answer": ["17"], "options": []},
     "aime": {"problem": "The dog sleeps under the old tree. Find $m$.", "answer": 25, "url": "u"},
     "gpqa": {
-        "Question": "Which dog sleeps?",
+        "Question": f"{TEXT} Which dog sleeps?",
         "Correct Answer": "the first",
         **{f"Incorrect Answer {number}": f"dog {number}" for number in (1, 2, 3)},
     },
