@@ -26,7 +26,7 @@ def merge_parts(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Merge the parts of query head `head`, row `row` of the batch's, into `out`; without any keys it is 0."""
-    split, c = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    split = tl.arange(0, BLOCK_S)
     at = row.to(tl.int64) * SPLITS + split
     norm = tl.load(norms + at, mask=split < SPLITS, other=float("-inf"))
     shift = tl.max(norm, axis=0)
@@ -38,7 +38,9 @@ def merge_parts(
     total = tl.sum(weights, axis=0)
     if sinks is not None:
         total += tl.exp(sink - shift)
-    inside = (split < SPLITS)[:, None] & (c < D)[None, :]
-    part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
-    merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + c, merged.to(out.dtype.element_ty), mask=c < D)
+    for start in range(0, D, BLOCK_D):
+        c = start + tl.arange(0, BLOCK_D)
+        inside = (split < SPLITS)[:, None] & (c < D)[None, :]
+        part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
+        merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+        tl.store(out + c, merged.to(out.dtype.element_ty), mask=c < D)

@@ -23,6 +23,7 @@ from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions
 from kvcli.kernels.softmax import Softmax, capped
 
 BLOCK_N = 64  # rows that a program scores
+BLOCK_Y = 64  # bytes of a row that it multiplies at once
 BLOCK_W = 2048  # weights that the last one looks at together
 
 
@@ -144,20 +145,24 @@ def _nucleus_kernel(
     if tl.load(heads + pair) == 0:
         tl.store(kept + row, there, mask=row < num_rows)
         return
-    g, j = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_Y)
-    queries = q + b * q_batch + (h * G + g)[:, None] * q_head + j[None, :]
-    own = (g < G)[:, None] & (j < BYTES)[None, :]
-    one = tl.load(queries, mask=own, other=0.0).to(tl.float32)
-    other = tl.load(queries + BYTES, mask=own & (BYTES + j < D)[None, :], other=0.0).to(tl.float32)
+    g = tl.arange(0, BLOCK_G)
     token = pair.to(tl.int64) * num_tokens + position
-    packed = tl.load(codes + token[:, None] * BYTES + j[None, :], mask=there[:, None] & (j < BYTES)[None, :], other=0)
-    packed = packed.to(tl.int32)
-    products = tl.dot(one, tl.trans((packed & 15).to(tl.float32)), input_precision=PRECISION)
-    products += tl.dot(other, tl.trans((packed >> 4).to(tl.float32)), input_precision=PRECISION)
+    products = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+    in_all = tl.zeros([BLOCK_G], tl.float32)  # the sum of a query
+    for begin in tl.static_range(0, BYTES, BLOCK_Y):
+        j = begin + tl.arange(0, BLOCK_Y)
+        queries = q + b * q_batch + (h * G + g)[:, None] * q_head + j[None, :]
+        own = (g < G)[:, None] & (j < BYTES)[None, :]
+        one = tl.load(queries, mask=own, other=0.0).to(tl.float32)
+        other = tl.load(queries + BYTES, mask=own & (BYTES + j < D)[None, :], other=0.0).to(tl.float32)
+        coded = there[:, None] & (j < BYTES)[None, :]
+        packed = tl.load(codes + token[:, None] * BYTES + j[None, :], mask=coded, other=0).to(tl.int32)
+        products += tl.dot(one, tl.trans((packed & 15).to(tl.float32)), input_precision=PRECISION)
+        products += tl.dot(other, tl.trans((packed >> 4).to(tl.float32)), input_precision=PRECISION)
+        in_all += tl.sum(one, axis=1) + tl.sum(other, axis=1)
     step = tl.load(ranges + token * 2, mask=there, other=0.0).to(tl.float32)
     zero = tl.load(ranges + token * 2 + 1, mask=there, other=0.0).to(tl.float32)
-    total = tl.sum(one, axis=1) + tl.sum(other, axis=1)
-    found = capped((products * step[None, :] + total[:, None] * zero[None, :]) * scale, softcap)
+    found = capped((products * step[None, :] + in_all[:, None] * zero[None, :]) * scale, softcap)
     found = tl.where(there[None, :], found, float("-inf"))
     tl.store(scores + g[:, None] * num_rows + row[None, :], found, mask=(g < G)[:, None] & (row < num_rows)[None, :])
     if last_to_arrive(arrived + pair, BLOCKS):
@@ -267,7 +272,7 @@ def keep_nucleus(
         BLOCKS=blocks,
         BLOCK_G=max(16, power_of_two(groups)),
         BLOCK_N=BLOCK_N,
-        BLOCK_Y=max(16, power_of_two(size)),
+        BLOCK_Y=max(16, min(BLOCK_Y if groups <= 32 else BLOCK_Y // 2, power_of_two(size))),
         BLOCK_W=min(BLOCK_W, power_of_two(num_rows)),
         warps=8,
     )

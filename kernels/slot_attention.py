@@ -11,6 +11,7 @@ that leaves tokens of its slots out, which of their rows are `kept`.
 The rows in use are split over programs, each of which keeps a running softmax (out and log-sum-exp of its part, fp32);
 the last of a KV head to finish makes one of them (`kvcli.kernels.merge_parts`). The program whose part holds the newest
 token takes its key and value from `new` and writes them to the slot: it is the only one that reads or writes that row.
+Of wide heads, which are latents that many query heads share, those are several programs' as well.
 
 Shapes: q [b, H, d], k and v [b, Hk, rows, d], new k and v [b, Hk, d], resident [b, Hk, selected] -> out [b, H, d].
 """
@@ -20,27 +21,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import (
-    jit,
-    last_to_arrive,
-    launch,
-    multiprocessors,
-    power_of_two,
-    require,
-    require_whole,
-    round_to_tf32,
-    takes,
-    tl,
-)
+from kvcli.kernels._triton import launch, multiprocessors, power_of_two, require, require_whole, takes
 from kvcli.kernels.append_token import NewToken, append_token_ref
+from kvcli.kernels.attend_part import _attend_kernel
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
-from kvcli.kernels.merge_parts import merge_parts
-from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions, slot_of
-from kvcli.kernels.softmax import Softmax, capped
+from kvcli.kernels.slot_layout import PagedKV, row_positions
+from kvcli.kernels.softmax import Softmax
 
 # Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
-QUERIES = 16384  # elements of the queries that it holds: where many heads share latents, others hold the rest of them
+WIDEST = 256  # channels; wider heads, latents, are shared by more query heads than a program has room for
 
 
 def slot_attention_ref(
@@ -72,142 +62,6 @@ def slot_attention_ref(
         out[b, h * groups.shape[2] : (h + 1) * groups.shape[2]] = part[0] if rows.lengths[b] else 0
 
 
-@jit
-def _attend_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    new_k: tl.tensor,
-    new_v: tl.tensor,
-    new_at: tl.tensor,
-    resident: tl.tensor,
-    lengths: tl.tensor,
-    heads: tl.tensor,
-    kept: tl.tensor,
-    parts: tl.tensor,
-    norms: tl.tensor,
-    sinks: tl.tensor,
-    arrived: tl.tensor,
-    attended: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
-    kv_batch: tl.tensor,
-    kv_head: tl.tensor,
-    kv_row: tl.tensor,
-    new_batch: tl.tensor,
-    new_head: tl.tensor,
-    out_batch: tl.tensor,
-    out_head: tl.tensor,
-    num_rows: tl.tensor,
-    sink: tl.tensor,
-    first: tl.tensor,
-    ring: tl.tensor,
-    window: tl.tensor,
-    low: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    span: tl.tensor,
-    HK: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    # A KV head of a sequence, so many of its query heads, a part of its rows.
-    pair, chunk, split = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS, tl.program_id(1)
-    if heads is not None:
-        if tl.load(heads + pair) == 0:
-            return
-    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
-    length = tl.load(lengths + b)
-    newest_page = (length - 1) // SIZE
-    if resident is not None:
-        resident += pair.to(tl.int64) * (first - sink)
-    used = tl.minimum(num_rows, (newest_page + 1) * SIZE)  # slots fill from the first on
-    share = tl.cdiv(tl.cdiv(used, BLOCK_N), SPLITS) * BLOCK_N
-    begin = split * share
-    end = tl.minimum(begin + share, used)
-
-    g, c = chunk * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    in_q = (g < G)[:, None] & (c < D)[None, :]
-    queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
-    queries = queries.to(tl.float32)
-    k += b * kv_batch + h * kv_head
-    v += b * kv_batch + h * kv_head
-    new_row = tl.full([], -1, tl.int32)
-    if new_k is not None:
-        if new_at is not None:
-            new_row = tl.load(new_at + pair)
-        else:
-            new_row = slot_of(newest_page, first, ring, low) * SIZE + (length - 1) % SIZE
-        new_row = tl.where(length > 0, new_row, -1)
-        token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
-        token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
-
-    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        row = start + tl.arange(0, BLOCK_N)
-        page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring, window, low, GROUP)
-        position = page * SIZE + row % SIZE  # negative in an empty slot
-        seen = (row < end) & (position >= 0) & (position < length) & (row != new_row)
-        if span is not None:
-            seen = seen & (position >= length - span)
-        if kept is not None:
-            seen = seen & (tl.load(kept + pair.to(tl.int64) * num_rows + row, mask=row < end, other=0) != 0)
-        place = position if IN_PLACE else row
-        at = place.to(tl.int64)[:, None] * kv_row + c[None, :]
-        inside = seen[:, None] & (c < D)[None, :]
-        keys = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        scores = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, softcap)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        top = tl.maximum(highest, tl.max(scores, axis=1))
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp(scores - shift[:, None])
-        fade = tl.exp(highest - shift)
-        total = total * fade + tl.sum(weights, axis=1)
-        if PRECISION == "tf32":
-            weights = round_to_tf32(weights)
-        out = out * fade[:, None] + tl.dot(weights, values, input_precision=PRECISION)
-        highest = top
-    if new_k is not None:
-        is_mine = (new_row >= begin) & (new_row < end)
-        score = capped(tl.sum(queries * token_k.to(tl.float32)[None, :], axis=1) * scale, softcap)  # [BLOCK_G]
-        score = tl.where(is_mine, score, float("-inf"))
-        top = tl.maximum(highest, score)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        weight, fade = tl.exp(score - shift), tl.exp(highest - shift)
-        total = total * fade + weight
-        out = out * fade[:, None] + weight[:, None] * token_v.to(tl.float32)[None, :]
-        highest = top
-        if is_mine & (chunk == 0):
-            place = length - 1 if IN_PLACE else new_row
-            at = place.to(tl.int64) * kv_row + c
-            tl.store(k + at, token_k, mask=c < D)
-            tl.store(v + at, token_v, mask=c < D)
-
-    head = (b * HK + h) * G + g  # of all query heads in a row
-    part = head.to(tl.int64) * SPLITS + split
-    norm = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(norms + part, norm, mask=g < G)
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(parts + part[:, None] * D + c[None, :], out, mask=in_q)
-    if last_to_arrive(arrived + pair, SPLITS * CHUNKS):
-        for one in range(G):
-            target = attended + b * out_batch + (h * G + one) * out_head
-            merge_parts(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_D)
-
-
 def slot_attention(
     q: Tensor,
     rows: PagedKV,
@@ -233,18 +87,25 @@ def slot_attention(
     (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
     num_rows = rows.layout.total * rows.layout.size
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
+    block_g, block_t = max(16, power_of_two(groups)), 0
     elements, warps = BLOCKS[q.element_size()]
+    if d > WIDEST:  # latents: 512 channels and 64 more, and so many query heads that they are several programs'
+        block_g, warps = 16, 8
+        if block_d > d:
+            block_d //= 2
+            block_t = max(16, power_of_two(d - block_d))
+    blocks = -(-groups // block_g)
     block_n = max(16, min(64, elements // block_d))
-    block_g = max(16, min(power_of_two(groups), QUERIES // block_d))
-    chunks = -(-groups // block_g)
-    splits = _splits(q, b * num_kv_heads * chunks, -(-num_rows // block_n))
+    splits = _splits(q, b * num_kv_heads * blocks, -(-num_rows // block_n))
+    # What counts KV heads serves where each has one program a part.
+    arrived = rows.counts() if blocks == 1 else rows.lengths.new_zeros(b, num_kv_heads, blocks)
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
     launch(
         _attend_kernel,
-        (b * num_kv_heads * chunks, splits),
+        (b * num_kv_heads, splits, blocks),
         *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
-        *(parts, norms, softmax.sinks, rows.counts(), out, *q.stride()[:2], *rows.k.stride()[:3]),
+        *(parts, norms, softmax.sinks, arrived, out, *q.stride()[:2], *rows.k.stride()[:3]),
         *(*(new.k.stride()[:2] if new else (0, 0)), *out.stride()[:2]),
         *(num_rows, layout.sink, layout.first, layout.ring, layout.window, layout.low),
         *(softmax.scale, softmax.softcap, span),
@@ -255,16 +116,18 @@ def slot_attention(
         GROUP=layout.group,
         IN_PLACE=rows.in_place,
         SPLITS=splits,
-        CHUNKS=chunks,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_S=power_of_two(splits),
         BLOCK_D=block_d,
+        BLOCK_T=block_t,
+        BLOCK_M=min(128, block_d),
+        BLOCKS=blocks,
         warps=warps,
         # Two tiles on their way at once; with a page table, whose entries are loads too, the compiler makes it one,
-        # fp32 has no registers to spare, and of latents two do not fit into an A100's shared memory.
-        stages=3 if rows.resident is None and q.element_size() == 2 and block_d <= 512 else 2,
+        # and fp32 has no registers to spare.
+        stages=3 if rows.resident is None and q.element_size() == 2 and d <= WIDEST else 2,
     )
     return None
 

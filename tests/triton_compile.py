@@ -27,10 +27,12 @@ from triton.runtime.jit import JITFunction
 from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
 from kvcli.kernels import _triton, slot_attention
+from kvcli.kernels.nucleus import keep_nucleus
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device
 
-LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads}  # which hold all queries of a KV head
+# Which hold all queries of a KV head.
+LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads, keep_nucleus}
 TIED = re.compile("tt.dot|tt.atomic|inline_asm")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 

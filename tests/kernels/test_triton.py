@@ -83,7 +83,8 @@ def test_every_kernel_compiles_without_spilling(tmp_path):
     for capability in (80, 100):
         assert {line["kernel"] for line in found if line["capability"] == capability} == tied
     latents = [line for line in found if line["d"] == LATENT.d]
-    assert {line["kernel"] for line in latents} >= {"_attend_kernel", "_token_kernel", "_correct_kernel"}
+    over_latents = {"_attend_kernel", "_token_kernel", "_correct_kernel", "_nucleus_kernel"}
+    assert {line["kernel"] for line in latents} >= over_latents
     assert max(line["shared"] for line in latents) <= 163 << 10, "an A100 has no more shared memory for a block"
     spilling = [line for line in found if line["spilt"] and line not in latents]
     assert not spilling, "registers are spilt to local memory"
