@@ -70,7 +70,7 @@ def final_integer(text: str, reference: str) -> float:
     else:
         styled = _STYLED.fullmatch(inside.strip())
         plain = _STYLED.sub("", styled[1] if styled else inside).rpartition("=")[2]
-        plain = _SPACING.sub("", plain).replace("{,}", ",")
+        plain = _SPACING.sub("", plain).replace("{,}", ",").strip("()")
         number = plain if _NUMBER.fullmatch(plain) else ""
     whole, _, fraction = number.replace(",", "").partition(".")
     # As text: a model may write more digits than Python turns into a number.

@@ -6,7 +6,7 @@
 | `context`, `input`, `answers`, `dataset` | LongBench v1 |
 | `context`, `question`, `choice_A` to `choice_D`, `answer` | LongBench v2 |
 | `context`, `input`, `answer`, `options` | InfiniteBench; the file's name says which of its tasks |
-| `problem`, `answer`, `unique_id` | MATH500 (`reasoning`) |
+| `problem`, `answer`, `unique_id` or `subject` | MATH500 (`reasoning`) |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME (`reasoning`) |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA (`reasoning`) |
 | `context`, `question`, `answer` | any other; `metric` may name a scorer, else it is the F1 of words |

@@ -28,11 +28,11 @@ def _integer(value: object) -> str:
 
 
 class MathRow(BenchmarkRow):
-    """MATH500: an answer in LaTeX."""
+    """MATH500: an answer in LaTeX, and what no problem of AIME has: a subject, or the place in MATH."""
 
     problem: Text
     answer: Text
-    unique_id: str
+    place: Annotated[str, Field(validation_alias=AliasChoices("unique_id", "subject"))]
 
     @override
     def example(self, path: Path) -> tuple[str, Example]:

@@ -57,6 +57,7 @@ def test_without_a_box_the_line_after_the_last_answer_counts(text, wanted):
         (r"\boxed{204\text{ cm}^\circ}", "204", 1),
         (r"\boxed{\$204}", "204", 1),
         (r"\boxed{204.0}", "204", 1),
+        (r"\boxed{\textbf{(073)}}", "73", 1),
         (r"\boxed{1{,}000}", "1000", 1),
         (r"\boxed{204.5}", "204", 0),
         (r"\boxed{204\pi}", "204", 0),

@@ -133,6 +133,8 @@ def test_math500(tmp_path):
     assert example.prompt.startswith("Solve {x}.\n\n")
     assert r"\boxed{}" in example.prompt
     assert (example.max_tokens, example.whole, example.raw) == (32768, True, False)
+    copied = {name: MATH[name] for name in ("problem", "answer", "subject", "level")}
+    assert one(tmp_path, "test.jsonl", copied)[1] == example
 
 
 @pytest.mark.parametrize(
