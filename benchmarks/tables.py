@@ -55,6 +55,13 @@ def main() -> None:
         for row in rows_of("plan_check")
     ]
     table("Plan over reality (`plan_check.json`)", ["run", "memory", "step"], plan)
+    rows = rows_of("kv_dtype")
+    scores = {
+        (row["method"], row["task"], row["kv_dtype"]): f"{row['value']:.1f} ± {row['stderr']:.1f}" for row in rows
+    }
+    pairs = dict.fromkeys((row["method"], row["task"]) for row in rows)
+    held = [[*pair, *(scores[*pair, dtype] for dtype in ("auto", "int8", "int4"))] for pair in pairs]
+    table("Answers with quantised KV (`kv_dtype.json`)", ["method", "task", "fp32", "int8", "int4"], held)
     rows = rows_of("gpu_predictions")
     methods = {row["method"]: [each for each in rows if each["method"] == row["method"]] for row in rows}
     predicted = [
