@@ -52,9 +52,19 @@ def main() -> None:
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
         + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
-        for row in rows_of("plan_check")
+        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds")]
     ]
-    table("Plan over reality (`plan_check.json`)", ["run", "memory", "step"], plan)
+    table("Plan over reality (`plan_check.json`, `plan_check_kinds.json`)", ["run", "memory", "step"], plan)
+    rows = rows_of("cpu_methods")
+    contexts = sorted({row["context"] for row in rows})
+    found = {(row["method"], row["context"]): row["here"] for row in rows}
+    steps = [
+        [f"`{method}`"]
+        + [ratio(found[method, context][key]) for context in contexts for key in ("over_floor", "over_full")]
+        for method in dict.fromkeys(row["method"] for row in rows)
+    ]
+    heads = [f"{context >> 10}K over {what}" for context in contexts for what in ("floor", "full")]
+    table("Steps of all methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
     rows = rows_of("kv_dtype")
     scores = {
         (row["method"], row["task"], row["kv_dtype"]): f"{row['value']:.1f} ± {row['stderr']:.1f}" for row in rows
