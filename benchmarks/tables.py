@@ -64,7 +64,7 @@ def main() -> None:
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
     heads = [f"{context >> 10}K over {what}" for context in contexts for what in ("floor", "full")]
-    table("Steps of all methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
+    table("Steps of methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
     rows = rows_of("kv_dtype")
     scores = {
         (row["method"], row["task"], row["kv_dtype"]): f"{row['value']:.1f} ± {row['stderr']:.1f}" for row in rows
