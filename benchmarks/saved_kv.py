@@ -9,13 +9,17 @@ the system's cache. These files hold documents of several lengths (`--loaded`), 
 longest is needed. Each ratio is one of neighbours in time; medians, least and most are over the rounds. Memory is what
 a process of its own holds more than before.
 
-A load ends with all pages in pools of host memory, held against their checksums. Plain reads go two ways: into one
-block again and again, which is the disk's rate; and into as much new memory as a load's pools take
-(`plain_read_into_memory`), which the system has to find and clear for them as well. Ratios to both are given.
+A load ends with all pages in pools of host memory, held against their checksums. Loads and plain reads go two ways:
+where no memory has to be made, that is into pools whose memory was there before and into one block again and again,
+which is the disk's rate; and into new memory (`_into_memory`), which the system has to find and clear. That goes at a
+rate of its own: where a virtual machine gives memory back to its host, new memory can be slower than the disk. Ratios
+are given of like to like, and of loads into new memory to plain reads into one block (`load_into_memory_to_plain_read`).
 
 The question's own tokens are timed on a document whose KV is in memory, and without the time of putting it in place;
 `question_without_document_s` is what they take alone, without attention to the document.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -24,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -39,7 +45,7 @@ from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile
-from kvcli.runtime.saved.manifest import PAGE, Identity, PromptRead, read_manifest
+from kvcli.runtime.saved.manifest import PAGE, Identity, Manifest, PromptRead, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving
 from kvcli.store.cache import Tiers
@@ -85,16 +91,43 @@ def plain_read(folder: Path, into_memory: bool = False) -> float:
     return size / (time.perf_counter() - begun)
 
 
-def opened(folder: Path) -> SavedKV:
-    """Open what was saved."""
+@dataclass(frozen=True)
+class MemoryThere(Tiers):
+    """A CPU's memory, where `there` has all that layers will be read into."""
+
+    there: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> MemoryThere:
+        """Make memory for all layers, and touch it."""
+        there = [host_memory(manifest.shape(layer), manifest.dtype).zero_() for layer in range(len(manifest.layers))]
+        cpu = torch.device("cpu")
+        return cls(cpu, cpu, manifest.dtype, there=there)
+
+    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None) -> Future[torch.Tensor]:
+        """Give what is there for the next layer."""
+        if not shape[0]:  # a pool before it holds pages
+            return super().on_host_async(*shape, dtype=dtype)
+        ready: Future[torch.Tensor] = Future()
+        ready.set_result(self.there.pop())
+        assert ready.result().shape == shape
+        return ready
+
+
+def opened(folder: Path, into_memory: bool = True) -> SavedKV:
+    """Open what was saved, to be read into new memory or into what is there."""
     manifest = read_manifest(folder)
-    tiers = Tiers.for_device(torch.device("cpu"), manifest.dtype)
+    new = Tiers.for_device(torch.device("cpu"), manifest.dtype)
+    tiers = new if into_memory else MemoryThere.of(manifest)
     return SavedKV([Segment(folder, manifest, len(manifest.pages))], tiers)
 
 
-def load(folder: Path) -> float:
-    """Load all layers into pools of host memory, as fast as they come; returns bytes a second."""
-    with opened(folder) as saved:
+def load(folder: Path, into_memory: bool = False) -> float:
+    """Load all layers into pools of host memory, as fast as they come; returns bytes a second.
+
+    The pools' memory was there before, or is new (`into_memory`).
+    """
+    with opened(folder, into_memory) as saved:
         pools, begun = [], time.perf_counter()
         for layer in range(len(saved.segments[0].manifest.layers)):
             saved.check(layer)
@@ -148,6 +181,11 @@ class InMemory:
         return time.perf_counter() - begun - self.filling
 
 
+def ratios(rates: list[float], others: list[float]) -> dict[str, float]:
+    """What lies between neighbours in time."""
+    return spread([rate / other for rate, other in zip(rates, others, strict=True)])
+
+
 def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, object]:
     """Save a document of made-up KV, read it and ask about it."""
     document = [5 + at % 1000 for at in range(tokens)]
@@ -160,12 +198,13 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
         writer.prefill(each.index, k, v, kv[:, :0], Softmax(1.0))
     writer.finish()
     there, size = InMemory(kv), writer.bytes_written
-    reads, news, loads, firsts, questions, alone = ([] for _ in range(6))
+    reads, news, loads, new_loads, firsts, questions, alone = ([] for _ in range(7))
     first_token(ready, asked, folder)
     for _ in range(rounds):
         reads.append(plain_read(folder))
         news.append(plain_read(folder, into_memory=True))
         loads.append(load(folder))
+        new_loads.append(load(folder, into_memory=True))
         firsts.append(first_token(ready, asked, folder))
         questions.append(there.own_tokens(ready, asked))
         alone.append(first_token(ready, asked[-QUESTION:], None))
@@ -182,8 +221,10 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
         "plain_read_bytes_per_s": spread(reads),
         "plain_read_into_memory_bytes_per_s": spread(news),
         "load_bytes_per_s": spread(loads),
-        "load_to_plain_read": spread([load / read for load, read in zip(loads, reads, strict=True)]),
-        "load_to_plain_read_into_memory": spread([load / read for load, read in zip(loads, news, strict=True)]),
+        "load_into_memory_bytes_per_s": spread(new_loads),
+        "load_to_plain_read": ratios(loads, reads),
+        "load_to_plain_read_both_into_memory": ratios(new_loads, news),
+        "load_into_memory_to_plain_read": ratios(new_loads, reads),
         "plain_read_s": spread([size / read for read in reads]),
         "question_s": spread(questions),
         "question_without_document_s": spread(alone),

@@ -33,8 +33,8 @@ from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged, slices
 from kvcli.store.recurrent import cut_at
 
-READERS = 2
-"""Threads that read: the disk has work while one of them sums up what it has read."""
+READERS = 4
+"""Threads that read: the disk has work while some of them wait for new memory or sum up what they have read."""
 
 READ_BYTES = 8 << 20
 """About as much is read at once: enough for the disk's full rate, and for what Python adds to be little beside it."""
