@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvcli.batch.jobs import Job
 from kvcli.batch.rows import Row, RowProblem
+from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, is_out_of_memory
 from kvcli.inputs.encoding import EncodedPrompt
 from kvcli.runtime.sequence import RunningSequence
@@ -29,7 +30,7 @@ class Part:
     flights: list[Flight]
     alone: bool
     kv: Footprint
-    workspace: int
+    workspace: Workspace
 
 
 class Alone(list[Job]):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvcli.capacity import memory
 from kvcli.capacity.memory import Need, PromptSize
+from kvcli.capacity.workspace import Workspace
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Model
@@ -21,25 +22,26 @@ class Room:
         self.taken = Footprint()
         self._needs: dict[tuple[PromptSize, int, int, int], Need] = {}
 
-    def needed(self, prompts: Sequence[EncodedPrompt]) -> tuple[Footprint, int]:
+    def needed(self, prompts: Sequence[EncodedPrompt]) -> tuple[Footprint, Workspace]:
         """KV of prompts that are read together, each with its own sampling, and the workspace of reading them."""
         lengths, samplings = [len(prompt.ids) for prompt in prompts], [prompt.sampling for prompt in prompts]
         common = in_common(prompts) if len(prompts) > 1 else 0
         together = sum(lengths) - common * (len(prompts) - 1)
-        most = [sampling.max_tokens if sampling else 0 for sampling in samplings]
-        capacity = max(map(sum, zip(lengths, most, strict=True)))  # all get the room that the longest needs
+        tokens = [sampling.max_tokens if sampling else 0 for sampling in samplings]
+        capacity = max(map(sum, zip(lengths, tokens, strict=True)))  # all get the room that the longest needs
         needs = [
             self._need(PromptSize(length, common if place else 0), capacity, sampling.num_samples, together)
             for place, (length, sampling) in enumerate(zip(lengths, samplings, strict=True))
             if sampling is not None
         ]
-        return sum((need.kv for need in needs), Footprint()), max(need.workspace for need in needs)
+        most = max((need.prefill for need in needs), key=lambda prefill: prefill.on_device)
+        return sum((need.kv for need in needs), Footprint()), most
 
-    def holds(self, kv: Footprint, workspace: int) -> bool:
+    def holds(self, kv: Footprint, workspace: Workspace) -> bool:
         """Tell whether there is room for so much more."""
         return self._fits(self.taken + kv, workspace)
 
-    def held_alone(self, kv: Footprint, workspace: int) -> bool:
+    def held_alone(self, kv: Footprint, workspace: Workspace) -> bool:
         """Tell whether there would be room with nothing else in flight."""
         return self._fits(kv, workspace)
 
@@ -51,7 +53,7 @@ class Room:
         """Note what they took no more."""
         self.taken = Footprint(self.taken.device - kv.device, self.taken.host - kv.host)
 
-    def _fits(self, kv: Footprint, workspace: int) -> bool:
+    def _fits(self, kv: Footprint, workspace: Workspace) -> bool:
         return memory.fits(Need(0, kv, workspace).on(self.model.device), self.free)
 
     def _need(self, size: PromptSize, capacity: int, samples: int, together: int) -> Need:

@@ -2,12 +2,12 @@
 
 A method built on the meta device has tensors of the right shapes without bytes, so its KV is counted, not estimated.
 Where the prompt decides how much a method keeps, the count is the most that it can hold (`Method.planned_is_bound`).
-The workspace of the prefill is an estimate of the largest tensors that exist at once.
+The workspace of the prefill (`kvcli.capacity.workspace`) is an estimate of the largest tensors that exist at once.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from kvcli.capacity import cgroup
+from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
@@ -23,16 +24,13 @@ from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
-from kvcli.runtime.prefill import chunk_length
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
-from kvcli.store.prefill_offloader import prefill_buffers
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
 CPU = torch.device("cpu")
-_AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
 
@@ -49,21 +47,26 @@ Prompts = Sequence[int | PromptSize] | Mapping[int, int] | Mapping[PromptSize, i
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of a run: `weights`, `kv` of all sequences by tier, and the `workspace` of the longest prefill.
+    """Bytes of a run: `weights`, `kv` of all sequences by tier, and what the longest `prefill` holds beside them.
 
     `states` of `kv` are what layers keep in a fixed size.
     """
 
     weights: int
     kv: Footprint
-    workspace: int
+    prefill: Workspace
     states: int = 0
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the prefill on the device."""
+        return self.prefill.on_device
 
     def on(self, device: torch.device) -> dict[str, int]:
         """Give the total by pool of memory; on a CPU both tiers are host memory."""
         compute = self.weights + self.kv.device + self.workspace + RUNTIME_BYTES
         if device.type == "cuda":
-            return {"device": compute, "host": self.kv.host + RUNTIME_BYTES}
+            return {"device": compute, "host": self.kv.host + self.prefill.on_host + RUNTIME_BYTES}
         return {"host": compute + self.kv.host}
 
 
@@ -145,7 +148,7 @@ def need(
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
         kv = Footprint(_in_slots(kinds, counted.total() * samples, widest), kv.host)
-    workspace = _workspace(geometry, longest, window, device, max(longest, together), dtype.itemsize)
+    workspace = Workspace.of(geometry, longest, window, device, max(longest, together), dtype.itemsize)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
@@ -243,8 +246,18 @@ def fits(needed: dict[str, int], free: dict[str, int]) -> bool:
 
 
 def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int], limit: int) -> int:
-    """Find the longest context below `limit`, in tokens, whose needs by pool fit; 0 where none does."""
-    return bisect_left(range(1, limit), True, key=lambda n: not fits(needed(n), free))
+    """Find the longest context below `limit`, in tokens, whose needs by pool fit; 0 where none does.
+
+    Needs grow with a context, but where hidden states begin to lie in host memory there is one step down.
+    """
+    # Steps are right behind a power of two where a model's width is one.
+    tried = sorted({1, *(2**bit + 1 for bit in range(limit.bit_length())), limit - 1})
+    lengths = [length for length in tried if 0 < length < limit]
+    fitting = next((length for length in reversed(lengths) if fits(needed(length), free)), None)
+    if fitting is None:
+        return 0
+    beyond = next((length for length in lengths if length > fitting), limit)
+    return fitting + bisect_left(range(fitting + 1, beyond), True, key=lambda n: not fits(needed(n), free))
 
 
 def _counted(prompts: Prompts) -> Counter[PromptSize]:
@@ -253,43 +266,3 @@ def _counted(prompts: Prompts) -> Counter[PromptSize]:
     for size, number in (prompts if isinstance(prompts, Mapping) else Counter(prompts)).items():
         counted[size if isinstance(size, PromptSize) else PromptSize(size)] += number
     return counted
-
-
-def _workspace(
-    geometry: ModelGeometry, length: int, window: int | None, device: torch.device, together: int, itemsize: int
-) -> int:
-    """Bytes that the prefill holds beside weights and caches.
-
-    As long as the prompt are a layer's KV in each buffer and the rotary tables (cosines, sines); as long as all that is
-    read `together`, the hidden states, which layers write over, and what is looked up in the tables; as long as a
-    chunk, the intermediates of a layer. Where a prompt is read by windows through all layers, only the tables are as
-    long as it.
-    """
-    layer = max(geometry.layers, key=lambda layer: layer.token_size)
-    kv, rotary = layer.token_size, layer.head_dim - (layer.latent or 0)
-    tables = length * 2 * rotary
-    if window is not None:
-        length = together = min(length, window)
-    chunk = min(length, chunk_length(device) if window is None else window)
-    always = itemsize * (tables + together * (geometry.hidden_size + 2 * rotary))
-    buffers = itemsize * length * prefill_buffers(device) * kv
-    per_chunk_token = 4 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-    in_attention = buffers + itemsize * chunk * per_chunk_token
-    return always + max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
-
-
-def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int, buffers: int) -> Iterator[int]:
-    """Bytes within each layer that keeps a state, those of its own input beside it: the layer's, and normalised.
-
-    The buffers of KV are there from the first layer on that attends.
-    """
-    states, attended = iter(geometry.states), False
-    for layer in geometry.decoder:
-        attended = attended or layer.attention is not None
-        if layer.state is None:
-            continue
-        state = next(states)
-        tokens = chunk if state.resumes else length
-        rounded = -(-tokens // _AT_ONCE) * _AT_ONCE  # so that few lengths are run
-        own = state.temporaries(rounded) + 2 * tokens * geometry.hidden_size * itemsize
-        yield own + buffers * attended

@@ -52,13 +52,16 @@ class Hook:
     ) -> Tensor:
         """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
 
-        Layers that keep a state go on from `states`; where that is None, the tokens are the first ones. Returns the
-        logits [b, keep, vocab] of the last `keep` tokens.
+        Layers that keep a state go on from `states`; where that is None, the tokens are the first ones. Instead of
+        tokens there may be what stands for them in the place of their embeddings, floats [b, n, D]. Returns the logits
+        [b, keep, vocab] of the last `keep` tokens.
         """
+        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self._handler, self.states = (self._handler, self.states), handler, states
         try:
             with self.at(positions):
-                out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+                given = {name: tokens, "position_ids": positions}
+                out = self.model(**given, use_cache=False, logits_to_keep=keep)
         finally:
             self._handler, self.states = before  # a run may come between the chunks of another one
         return out.logits  # type: ignore[no-any-return]

@@ -10,12 +10,12 @@ then each one's rest, which attends to the common KV and its own. The first toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from torch import Tensor
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded, streamed
 from kvcli.runtime.known_kv import KnownKV
+from kvcli.runtime.layer_major import layer_major
 from kvcli.runtime.recurrent import PrefillStates, state_takers
 from kvcli.store.cache import both
 from kvcli.store.prefill_offloader import PrefillOffloader
@@ -154,6 +155,7 @@ class PrefillAttention:
 
     def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
         """Make room for a layer, q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and get what is known."""
+        self.kv = torch.empty(0)  # lets go of the buffer before, so that there need not be one more
         self.kv = self.offloader.buffer((self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]), k.dtype)
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
         self.branch, self.done = 0, self.branches.skip
@@ -201,11 +203,11 @@ def prefill_branches(
 
     Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped.
     """
-    device = hook.model.device
+    device, geometry = hook.model.device, hook.geometry
     attention = PrefillAttention(branches, consumers, layers, device)
     tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
     positions = torch.tensor([branches.positions], device=device)  # [1, n]
-    ends, geometry, size = branches.ends(), hook.geometry, chunk or chunk_length(device)
+    ends, size = branches.ends(), chunk or chunk_length(device)
     takers = [state_takers(consumer) for consumer in consumers]
     known = None if branches.known is None else branches.known.fill_state
     states = PrefillStates(geometry.states, device, takers, attention.start, attention.lengths, branches.skip, known)
@@ -215,76 +217,23 @@ def prefill_branches(
     parts = [part for piece in whole for part in _chunks(piece.start, piece.stop, size)]
     kept = iter(geometry.states)
     at_once = [layer.state is not None and not next(kept).resumes for layer in geometry.decoder]
-    last = torch.tensor(ends[-len(branches.rests) :], device=device) - 1
-    with _layer_major(hook, [whole if each else parts for each in at_once], last, advance):
-        logits = hook.run(attention, tokens, positions, len(last), states)
-    attention.offloader.finish()
+    last = [end - 1 for end in ends[-len(branches.rests) :]]
+    with ExitStack() as stack:
+        stack.callback(attention.offloader.finish)
+        hidden = None
+        if streamed(geometry, tokens.shape[1], hook.model.dtype.itemsize, device):
+            hidden = StreamedHiddenStates(parts, partial(_embedded, hook, tokens, positions), device)
+            stack.callback(hidden.close)
+        stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
+        # Those in host memory are stood for by something as long as they are.
+        given = tokens if hidden is None else torch.zeros(*tokens.shape, 1, dtype=hook.model.dtype, device=device)
+        logits = hook.run(attention, given, positions, len(last), states)
     return logits[0]
+
+
+def _embedded(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
+    return embedded(hook, tokens[:, part], positions[:, part])
 
 
 def _chunks(start: int, stop: int, size: int) -> list[slice]:
     return [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
-
-
-@contextmanager
-def _layer_major(
-    hook: Hook, parts: Sequence[Sequence[slice]], last: Tensor, advance: Callable[[int], None]
-) -> Iterator[None]:
-    """Make every decoder layer run over its input by its parts, in place; the last one keeps tokens `last` only.
-
-    During `advance` the layers are as they were, so that other sequences can take a step.
-    """
-
-    def between(tokens: int) -> None:
-        take_out()
-        try:
-            advance(tokens)
-        finally:
-            put_in()
-
-    def put_in() -> None:
-        for layer, forward in zip(layers, chunked, strict=True):
-            layer.forward = forward
-
-    def take_out() -> None:
-        for layer in layers:
-            del layer.forward  # back to the method of the class
-
-    layers = list(decoder_of(hook.model).layers)  # type: ignore[arg-type]
-    chunked = [
-        _chunked(hook, layer.forward, own, between, last if layer is layers[-1] else None)
-        for layer, own in zip(layers, parts, strict=True)
-    ]
-    put_in()
-    try:
-        yield
-    finally:
-        take_out()
-
-
-def _chunked(
-    hook: Hook, forward: Callable[..., Any], parts: Sequence[slice], advance: Callable[[int], None], kept: Tensor | None
-) -> Callable[..., Any]:
-    length = parts[-1].stop
-
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # hidden_states [1, s, D]
-        for part, positions in zip(parts, [hook.positions[:, part] for part in parts], strict=True):
-            cut_args = [_cut(arg, part, length) for arg in args]
-            cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
-            with hook.at(positions):
-                out = forward(hidden_states[:, part], *cut_args, **cut_kwargs)
-            hidden_states[:, part] = out[0] if isinstance(out, tuple) else out
-            advance(part.stop - part.start)
-        done = hidden_states if kept is None else hidden_states[:, kept]
-        return (done,) if isinstance(out, tuple) else done
-
-    return run
-
-
-def _cut(arg: Any, part: slice, length: int) -> Any:
-    """Slice what is as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
-    if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
-        return arg[:, part]
-    if isinstance(arg, tuple):
-        return tuple(_cut(item, part, length) for item in arg)
-    return arg

@@ -81,6 +81,7 @@ class CudaHostRegistrar:
 class PinnedAllocator:
     """Allocates pinned tensors and frees them with their last view, on a thread of its own and in order.
 
+    What is urgent comes before all that waits: a prompt's beginning must not wait for the room of its KV.
     `registered` are the mappings that a device knows, by address. None of them is unmapped before the device has
     forgotten it: one that cannot be unregistered, say while a CUDA graph is being captured, is tried again when the
     next one is freed. A request that its caller has let go of before its turn is never served.
@@ -90,13 +91,14 @@ class PinnedAllocator:
         self.registrar = registrar
         self.registered: dict[int, mmap.mmap] = {}
         self._freed: set[int] = set()  # addresses to unregister
-        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: the end
+        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: the end, or ..
+        self._urgent: SimpleQueue[_Request] = SimpleQueue()  # .. that there is something here
         self._closing = False
         # An executor would work off its queue before the process may end, which takes seconds after Ctrl-C.
         self._worker = threading.Thread(target=self._work, name="pinning", daemon=True)
         self._worker.start()
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Future[Tensor]:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, urgent: bool = False) -> Future[Tensor]:
         """Ask for an uninitialised tensor, aligned to a page of the system; waiting for it may raise KvcliError.
 
         Raises:
@@ -104,7 +106,12 @@ class PinnedAllocator:
         """
         future: Future[Tensor] = Future()
         if math.prod(shape):
-            self._queue.put(_Request(weakref.ref(future), shape, dtype))
+            request = _Request(weakref.ref(future), shape, dtype)
+            if urgent:
+                self._urgent.put(request)
+                self._queue.put(None)  # wakes the thread
+            else:
+                self._queue.put(request)
         else:
             future.set_result(torch.empty(shape, dtype=dtype))
         return future
@@ -125,10 +132,13 @@ class PinnedAllocator:
 
     def _work(self) -> None:
         self.registrar.settle()
-        while (task := self._queue.get()) is not None and not self._closing:
-            if isinstance(task, int):
+        while not self._closing:
+            task = self._queue.get()
+            while not self._closing and not self._urgent.empty():  # this thread alone takes from it
+                self._serve(self._urgent.get())
+            if isinstance(task, int) and not self._closing:
                 self._unregister(task)
-            else:
+            elif isinstance(task, _Request) and not self._closing:
                 self._serve(task)
 
     def _serve(self, request: _Request) -> None:

@@ -1,5 +1,6 @@
 """A layer's prompt KV on its way from the computation to the method's cache."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -8,17 +9,24 @@ from torch import Tensor
 
 from kvcli.store.host_memory import host_memory
 
+ALONE_BYTES = 1 << 30
+"""A layer's KV of more bytes has no second buffer beside it: what is offloaded by chunks has all but left by then."""
 
-def prefill_buffers(device: torch.device) -> int:
-    """Buffers that hold a layer's KV during the prefill: one being computed and, on CUDA, one being offloaded."""
-    return 2 if device.type == "cuda" else 1
+
+def prefill_buffers(device: torch.device, nbytes: int) -> int:
+    """Buffers of so many bytes that hold a layer's KV during the prefill: one being computed and, on CUDA, another.
+
+    That one is being offloaded meanwhile.
+    """
+    return 2 if device.type == "cuda" and nbytes <= ALONE_BYTES else 1
 
 
 class PrefillOffloader:
     """Lends a buffer for each layer's KV, and does the work of offloading it while the next layer is computed.
 
-    On CUDA the work has a stream of its own, and the layers take turns with two buffers: one is lent again once the
-    work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in one buffer.
+    On CUDA the work has a stream of its own, and the layers take turns with two buffers, or one that is large: it is
+    lent again once the work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in
+    one buffer.
     """
 
     def __init__(self, device: torch.device):
@@ -31,13 +39,15 @@ class PrefillOffloader:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Lend an uninitialised buffer on the device."""
-        if len(self._lent) == prefill_buffers(self.device):
+        found = None
+        while len(self._lent) >= prefill_buffers(self.device, math.prod(shape) * dtype.itemsize):
             buffer, _, done = self._lent.popleft()
             if done is not None:
                 torch.cuda.current_stream(self.device).wait_event(done)
-            if buffer.shape == shape and buffer.dtype == dtype:
-                return buffer
+            found = buffer if buffer.shape == shape and buffer.dtype == dtype else found
             del buffer  # before there is another one
+        if found is not None:
+            return found
         if self.device.type == "cpu":
             return host_memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)

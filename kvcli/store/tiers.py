@@ -52,10 +52,10 @@ class Tiers:
         """
         return self.on_host_async(*shape, dtype=dtype).result()
 
-    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None) -> Future[Tensor]:
-        """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls."""
+    def on_host_async(self, *shape: int, dtype: torch.dtype | None = None, urgent: bool = False) -> Future[Tensor]:
+        """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls, `urgent` first."""
         if self.pinned is not None:
-            return self.pinned.allocate(shape, dtype or self.dtype)
+            return self.pinned.allocate(shape, dtype or self.dtype, urgent)
         ready: Future[Tensor] = Future()
         kind, on_meta = dtype or self.dtype, self.host.type == "meta"
         ready.set_result(torch.empty(shape, dtype=kind, device=self.host) if on_meta else host_memory(shape, kind))

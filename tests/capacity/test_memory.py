@@ -113,7 +113,9 @@ def test_questions_on_a_document_hold_it_once():
     token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in geometry.layers[1:])  # the first is dense
     assert alone.kv.host - together.kv.host == 2 * 480 * token
     assert together.kv.device == alone.kv.device
-    assert together.workspace - alone.workspace == 10 * (geometry.hidden_size + 2 * 16) * 4
+    assert together.workspace - alone.workspace == 10 * (
+        geometry.hidden_size * 4 + 2 * 8
+    )  # and their tokens and positions
 
 
 def test_too_long_an_output_is_named_as_the_cause(monkeypatch, tmp_path):
@@ -193,3 +195,29 @@ def test_what_a_recurrence_takes_while_it_reads_a_chunk_is_counted():
     as_long = 512 * 4 * (HIDDEN + 4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM)
     assert two - one - as_long > 512 * least
     assert geometry.states[0].temporaries is geometry.states[1].temporaries  # found once for both
+
+
+def test_the_longest_context_is_found_behind_a_step_down():
+    """From 1,000 tokens on a context takes less again, as when its hidden states begin to lie in host memory."""
+
+    def needed(length):
+        return {"device": length if length <= 1024 else length // 2}
+
+    assert memory.longest_fitting(needed, {"device": 700}, 1 << 20) == 1401
+    assert memory.longest_fitting(needed, {"device": 400}, 1 << 20) == 400
+    assert memory.longest_fitting(needed, {"device": 0}, 1 << 20) == 0
+    assert memory.longest_fitting(needed, {"device": 1 << 30}, 1 << 20) == (1 << 20) - 1
+
+
+def test_hidden_states_of_a_long_prompt_lie_in_host_memory_beside_a_gpu():
+    geometry, cuda = geometry_of(tiny_config("llama"), torch.float32), torch.device("cuda")
+    tokens = (1 << 30) // (4 * HIDDEN)
+    short, long = (
+        memory.need(profile("freekv"), geometry, torch.float32, [n], 9, 1, device=cuda) for n in (tokens, tokens + 8)
+    )
+    assert short.prefill.host == {}
+    assert short.prefill.device["hidden states"] == 1 << 30
+    assert long.prefill.host == {"hidden states": (tokens + 8) * 4 * HIDDEN}
+    assert long.prefill.device["hidden states"] == 4 * 4096 * 4 * HIDDEN  # chunks
+    assert long.on(cuda)["host"] == long.kv.host + long.prefill.on_host + memory.RUNTIME_BYTES
+    assert long.on(cuda)["device"] == sum((long.weights, long.kv.device, long.workspace, memory.RUNTIME_BYTES))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import tiny_config
 
-from kvcli.capacity import memory
+from kvcli.capacity.workspace import Workspace
 from kvcli.models.geometry import geometry_of
 from kvcli.store import prefill_offloader
 from kvcli.store.prefill_offloader import PrefillOffloader, prefill_buffers
@@ -72,20 +72,18 @@ def prefill(device, shapes, buffers):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_the_plan_counts_the_buffers_that_live_at_once(device, buffers, monkeypatch):
+def test_the_plan_counts_the_buffers_that_live_at_once(device, buffers):
     layer = GEOMETRY.layers[0]
     shapes = [(2, layer.num_kv_heads, LENGTH, layer.head_dim)] * 5
     _, most = prefill(device, shapes, buffers)
-    planned = memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH, 4)
-    monkeypatch.setattr(memory, "prefill_buffers", lambda _: 0)
-    assert most == planned - memory._workspace(GEOMETRY, LENGTH, None, device, LENGTH, 4)
-    assert len(buffers) == prefill_buffers(device)
+    assert most == Workspace.of(GEOMETRY, LENGTH, None, device, LENGTH, 4).device["KV of a layer"]
+    assert len(buffers) == prefill_buffers(device, most)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_no_third_buffer_lives_where_layers_differ(device, buffers):
     _, most = prefill(device, [(2, heads, LENGTH, 4) for heads in (3, 1, 3, 1, 3)], buffers)
-    assert most <= prefill_buffers(device) * 2 * 3 * LENGTH * 4 * 4
+    assert most <= prefill_buffers(device, 0) * 2 * 3 * LENGTH * 4 * 4
 
 
 def test_a_buffer_is_lent_again_after_its_work_and_all_are_freed_in_the_end(buffers):
@@ -95,3 +93,14 @@ def test_a_buffer_is_lent_again_after_its_work_and_all_are_freed_in_the_end(buff
     offloader.finish()
     assert Stream.log[-1] == ("finish", None)
     assert [x() for x in buffers] == [None, None]
+
+
+def test_a_large_buffer_is_alone(buffers, monkeypatch):
+    """What does not fit beside another one waits for the work on it; small ones before it are let go of."""
+    large = (2, 3, LENGTH, 4)
+    monkeypatch.setattr(prefill_offloader, "ALONE_BYTES", 2 * 3 * LENGTH * 4 * 4 - 1)
+    _, most = prefill(CUDA, [(2, 1, LENGTH, 4)] * 3 + [large] * 3, buffers)
+    assert most == 2 * 3 * LENGTH * 4 * 4
+    assert len(buffers) == 3
+    done = [at for kind, at in Stream.log if kind == "done"]
+    assert [at for kind, at in Stream.log if kind == "wait"] == done[:5]

@@ -67,6 +67,8 @@ class CapacityPlan:
                 "kv_host": self.need.kv.host,
                 "states": self.need.states,
                 "workspace": self.need.workspace,
+                "workspace_parts": dict(self.need.prefill.device),
+                "workspace_host_parts": dict(self.need.prefill.host),
                 "runtime": RUNTIME_BYTES,
                 "needed": self.needed,
                 "free": self.free,

@@ -73,6 +73,8 @@ def _memory(plan: CapacityPlan) -> Table:
         *([("states, of it", format_bytes(need.states), "counted")] if need.states else []),
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
         ("workspace", format_bytes(need.workspace), "estimated"),
+        *((f"{name}, of it", format_bytes(size), "") for name, size in need.prefill.device.items()),
+        *((f"{name}, host", format_bytes(size), "estimated") for name, size in need.prefill.host.items()),
         ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
         *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
     ]

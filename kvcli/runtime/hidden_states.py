@@ -1,0 +1,186 @@
+"""The hidden states of prompts on their way through the layers: on the device, or in host memory beyond a size.
+
+Those in host memory pass through the device by chunks. While a chunk is computed the next one arrives and the one
+before it leaves, on a stream of their own; on the CPU, where there is nothing to overlap with, at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.models.geometry import ModelGeometry
+from kvcli.models.layers import decoder_of
+from kvcli.runtime.attention_hook import Hook
+from kvcli.store.host_pool import PIECE_BYTES
+from kvcli.store.tiers import Tiers
+
+STREAMED_BYTES = 1 << 30
+"""Hidden states of more bytes than these lie in host memory beside a GPU: 128K tokens of an 8B model take as much."""
+
+CHUNKS_ON_DEVICE = 4
+"""Of those in host memory: a chunk before and one after its layer, one that arrives and one that leaves."""
+
+
+def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.device) -> bool:
+    """Tell whether the hidden states of so many tokens pass through the device by chunks.
+
+    They cannot where layers with a state read a prompt in one piece.
+    """
+    large = tokens * geometry.hidden_size * itemsize > STREAMED_BYTES
+    return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
+
+
+class ResidentHiddenStates:
+    """Hidden states [1, n, D] on the device, which layers write over, part by part."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+    def read(self, part: slice) -> Tensor:
+        """View a part [1, m, D]."""
+        return self.hidden[:, part]
+
+    def write(self, part: slice, out: Tensor) -> None:
+        """Put what a layer has made of a part in its place."""
+        self.hidden[:, part] = out
+
+
+class StreamedHiddenStates:
+    """Hidden states of n tokens in host memory, cut into `parts`, which each layer reads in turn.
+
+    The first layer gets what `embed` makes of a part's tokens, [1, m, D].
+
+    Raises:
+        KvcliError: reading and writing, where the system does not pin that memory (will not fit).
+    """
+
+    def __init__(self, parts: Sequence[slice], embed: Callable[[slice], Tensor], device: torch.device):
+        self.parts, self.embed, self.device = list(parts), embed, device
+        self.place = {part.start: at for at, part in enumerate(self.parts)}
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.embedded = 0  # parts that the first layer has read
+        self._host: list[tuple[Future[Tensor], slice]] = []  # memory of each part, and its rows there
+        self._arriving: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def read(self, part: slice) -> Tensor:
+        """Give a part [1, m, D], and have the next one come."""
+        at = self.place[part.start]
+        if self.embedded < len(self.parts):
+            self.embedded += 1
+            return self.embed(part)
+        if not self._arriving:
+            self._fetch(at)
+        found, hidden, done = self._arriving.popleft()
+        assert found == at, f"part {at} is read after part {found - 1}"
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+        if len(self.parts) > 1:  # of the next layer once this one has all; the only part is not there yet
+            self._fetch((at + 1) % len(self.parts))
+        return hidden
+
+    def write(self, part: slice, out: Tensor) -> None:
+        """Send what a layer has made of a part [1, m, D] to the host."""
+        host = self._memory(self.place[part.start], out)
+        if self.stream is None:
+            host.copy_(out[0])
+            return
+        while self._leaving:  # the device lets go of its memory for work that comes after the copy
+            _, done = self._leaving.popleft()
+            assert done is not None
+            torch.cuda.current_stream(self.device).wait_event(done)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(out[0], non_blocking=True)
+            self._leaving.append((out, self.stream.record_event()))
+
+    def close(self) -> None:
+        """Wait for all copies, and let go of the memory."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        for held in (self._host, self._arriving, self._leaving):
+            held.clear()
+
+    def _fetch(self, at: int) -> None:
+        """Begin to bring a part to the device, once all that was given to it so far is done."""
+        pinned = self._rows(at)
+        if self.stream is None:
+            self._arriving.append((at, pinned[None].clone(), None))
+            return
+        target = torch.empty_like(pinned, device=self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(pinned, non_blocking=True)
+            self._arriving.append((at, target[None], self.stream.record_event()))
+
+    def _memory(self, at: int, like: Tensor) -> Tensor:
+        """Find a part's rows; in the first layer, memory for all rows like those of `like` [1, m, D] is asked for."""
+        if not self._host:
+            tiers, width = Tiers.for_device(self.device, like.dtype), like.shape[2]
+            most = max(1, PIECE_BYTES // (width * like.dtype.itemsize))
+            for parts in _gathered(self.parts, most):
+                begin, end = parts[0].start, parts[-1].stop
+                memory = tiers.on_host_async(end - begin, width, urgent=True)
+                self._host += [(memory, slice(part.start - begin, part.stop - begin)) for part in parts]
+        return self._rows(at)
+
+    def _rows(self, at: int) -> Tensor:
+        memory, rows = self._host[at]
+        return memory.result()[rows]
+
+
+def _gathered(parts: Sequence[slice], most: int) -> Iterator[list[slice]]:
+    """Put consecutive parts together, at most so many tokens, or one part alone."""
+    some = [parts[0]]
+    for part in parts[1:]:
+        if part.stop - some[0].start > most:
+            yield some
+            some = []
+        some.append(part)
+    yield some
+
+
+class _EmbeddedError(Exception):
+    """Leaves a model before its first layer, with what that would be given."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__("not an error: the model is left here")
+        self.hidden = hidden
+
+
+def embedded(hook: Hook, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Give what the first decoder layer is given for tokens [1, n] at positions [1, n]: [1, n, D]."""
+    with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[index]
+        try:
+            hook.run(_no_attention, tokens, positions)
+        except _EmbeddedError as found:
+            return found.hidden
+    raise RuntimeError("the model never called its first layer")
+
+
+def _no_attention(*_: object) -> Tensor:
+    raise RuntimeError("a layer attended before the first one")
+
+
+@contextmanager
+def _leaving_at(layer: nn.Module) -> Iterator[None]:
+    def leave(hidden_states: Tensor, *_: object, **__: object) -> None:
+        raise _EmbeddedError(hidden_states)
+
+    before = vars(layer).get("forward")
+    layer.forward = leave
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward  # back to the method of the class
+        else:
+            layer.forward = before

@@ -1,0 +1,115 @@
+"""Hidden states that lie in host memory and pass through the device by chunks, on a CPU that is told to do so."""
+
+import pytest
+import torch
+from engine import new_method
+from families import FAMILIES, VOCAB, tiny_model
+
+from kvcli.errors import KvcliError
+from kvcli.models.geometry import geometry_of
+from kvcli.runtime import prefill as prefill_module
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded, streamed
+from kvcli.runtime.prefill import Branches, prefill_branches
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    """Hidden states are streamed from here on, unless a layer reads in one piece."""
+    resumes = lambda geometry, *_: all(state.resumes for state in geometry.states)  # noqa: E731
+    return lambda: monkeypatch.setattr(prefill_module, "streamed", resumes)
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def read(model, branches, chunk):
+    layers = geometry_of(model.config, model.dtype).layers
+    methods = [new_method("full", {}, layers, len(branches.common) + len(rest)) for rest in branches.rests]
+    with attached(model) as hook:
+        return prefill_branches(hook, branches, methods, layers, lambda _: None, chunk), methods
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_come_out(family, streaming):
+    model, branches = tiny_model(family), Branches((), [prompt(51)])
+    expected, (held,) = read(model, branches, 20)
+    streaming()
+    logits, (method,) = read(model, branches, 20)
+    assert torch.equal(logits, expected)
+    for cache, wanted in zip(method.caches, held.caches, strict=True):
+        assert torch.equal(cache.k, wanted.k)
+        assert torch.equal(cache.v, wanted.v)
+
+
+def test_prompts_that_begin_alike(streaming):
+    model, branches = tiny_model("llama"), Branches(prompt(37), [prompt(5, 1), prompt(9, 2), prompt(1, 3)])
+    expected, _ = read(model, branches, 8)
+    streaming()
+    assert torch.equal(read(model, branches, 8)[0], expected)
+
+
+def test_an_interrupt_in_a_chunk_lets_go_of_everything(streaming, monkeypatch):
+    streaming()
+    model, made = tiny_model("llama"), []
+    monkeypatch.setattr(
+        prefill_module, "StreamedHiddenStates", lambda *args: made.append(StreamedHiddenStates(*args)) or made[-1]
+    )
+    layers, done = geometry_of(model.config, model.dtype).layers, []
+
+    def interrupt(tokens):
+        done.append(tokens)
+        if len(done) == 6:  # in the second layer
+            raise KeyboardInterrupt
+
+    with attached(model) as hook, pytest.raises(KeyboardInterrupt):
+        prefill_branches(hook, Branches((), [prompt(30)]), [new_method("full", {}, layers, 30)], layers, interrupt, 8)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    (states,) = made
+    assert not states._host
+    assert not states._arriving
+    assert not states._leaving
+
+
+def test_memory_that_cannot_be_had_is_said_in_a_line(streaming, monkeypatch):
+    def refuse(*_, **__):
+        raise KvcliError("the system does not pin that much", "take a shorter context")
+
+    streaming()
+    monkeypatch.setattr("kvcli.runtime.hidden_states.Tiers.on_host_async", refuse)
+    with pytest.raises(KvcliError, match="does not pin"):
+        read(tiny_model("llama"), Branches((), [prompt(30)]), 8)
+
+
+def test_a_part_comes_while_the_one_before_is_computed():
+    """Each part is asked for one part ahead, across layers too, but never before it was written."""
+    parts = [slice(0, 3), slice(3, 6), slice(6, 7)]
+    states = StreamedHiddenStates(parts, lambda part: torch.zeros(1, part.stop - part.start, 2), torch.device("cpu"))
+    for layer in range(4):
+        for at, part in enumerate(parts):
+            hidden = states.read(part)
+            assert (hidden == layer).all()
+            assert len(states._arriving) == (layer > 0)
+            assert not states._arriving or states._arriving[0][0] == (at + 1) % 3
+            states.write(part, hidden + 1)
+
+
+def test_what_the_first_layer_is_given():
+    model, ids = tiny_model("gemma2"), torch.tensor([prompt(9)])
+    seen = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.inference_mode():
+        model(input_ids=ids)
+    with torch.inference_mode(), attached(model) as hook:
+        found = embedded(hook, ids, torch.arange(9)[None])
+    handle.remove()
+    assert torch.equal(found, seen[0])
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_only_long_prompts_on_a_gpu_are_streamed():
+    geometry = geometry_of(tiny_model("llama").config, torch.float32)
+    tokens = (1 << 30) // (4 * geometry.hidden_size)
+    assert [streamed(geometry, tokens + more, 4, torch.device("cuda")) for more in (0, 1)] == [False, True]
+    assert not streamed(geometry, 100 * tokens, 4, torch.device("cpu"))
