@@ -163,10 +163,14 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         return type(self).observe is not Method.observe
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See how a layer reads the prompt: its next queries q [H, n, d], and all keys up to them, k [Hk, m, d].
+        """See how a layer reads the prompt, in parts: its next queries q [H, n, d], all keys up to them k [Hk, m, d].
 
-        Called before `prefill`, in turn for every part of the prompt; the caller uses the tensors again afterwards.
+        Called before `prefill`; the caller uses the tensors again afterwards.
         """
+
+    def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take what can leave of a layer's k, v [Hk, m, d] of the first tokens; `prefill` comes with all of them."""
+        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].take(k, v))
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
@@ -215,10 +219,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         return None
 
     def attend_window(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append the prompt's next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d].
-
-        Sliding and dense layers attend exactly.
-        """
+        """Append the next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d]."""
         if layer in self.retrieval:
             assert isinstance(self, AttendsWindows), f"{type(self).__name__} has no retrieve_window"
             return self.retrieve_window(layer, self.retrieval[layer], q, k, v, softmax)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ class PrefillConsumer(Protocol):
         """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; not to be kept."""
 
 
+@runtime_checkable
+class PartTaker(Protocol):
+    """Who has use for a layer's KV before all of it is there, because parts of it can leave the device."""
+
+    def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take what can leave of the first m tokens' k, v [Hk, m, d]; ever more of them, then `prefill` is called."""
+
+
 class PrefillFanout:
     """Hands a layer's prompt KV to several methods, so that the prompt is read once."""
 
@@ -66,6 +74,12 @@ class PrefillFanout:
         """Show every consumer how a layer reads the prompt."""
         for consumer in self.consumers:
             consumer.observe(layer, q, k, softmax)
+
+    def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Give k, v [Hk, m, d] of a layer's first tokens to those consumers that have use for them."""
+        for consumer in self.consumers:
+            if isinstance(consumer, PartTaker):
+                consumer.take_part(layer, k, v)
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Give every consumer a layer's k, v [Hk, s, d], and those of the last queries q [H, r, d] that it wants."""
@@ -137,6 +151,7 @@ class PrefillAttention:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         if self.branch is None:
             self._begin(layer, q, k)
+        assert self.branch is not None
         stop = self.done + k.shape[2]
         self.kv[0, :, self.done : stop] = k[0]
         self.kv[-1, :, self.done : stop] = v[0]
@@ -147,10 +162,11 @@ class PrefillAttention:
             consumer.observe(layer, q[0], seen_k, softmax)
         self.q = torch.cat((self.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else self.q
         self.done = stop
-        if stop == self.start:
-            self.common_q = self.q
-        elif stop == self.lengths[self.branch or 0]:
+        if stop == self.lengths[self.branch]:
             self._hand_over(layer, softmax)
+        else:
+            self._hand_over_part(layer, seen_k, seen_v)
+            self.common_q = self.q if stop == self.start else self.common_q
         return out.transpose(0, 1)[None]
 
     def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
@@ -161,6 +177,18 @@ class PrefillAttention:
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
             self.branches.known.fill(layer, self.kv[:, :, : self.done])
+
+    def _hand_over_part(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Let what can leave of the tokens so far, k and v [Hk, m, d], do so while the next chunk is computed.
+
+        Of the common tokens only the first prompt's consumer: what others share with it is settled when it has all.
+        """
+        assert self.branch is not None
+        work = partial(self.consumers[self.branch].take_part, layer, k, v)
+        if self.branch + 1 < len(self.consumers):
+            work()  # as in `_hand_over`
+        else:
+            self.offloader.beside(work)
 
     def _hand_over(self, layer: int, softmax: Softmax) -> None:
         """Give the prompt that was read to its consumer, and go on with the next one, or to the next layer."""

@@ -48,6 +48,14 @@ class LayerCache(ABC):
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt k, v [Hk, s, d], s >= 1, of which copies are made; returns the bytes written to the host."""
 
+    def take(self, k: Tensor, v: Tensor) -> int:  # noqa: ARG002
+        """Store what can leave already of a prompt that goes on: k, v [Hk, m, d] are its first m tokens.
+
+        May be called before `load`, with ever more tokens; `load` then stores the rest. Returns the bytes written to
+        the host. Here all waits for `load`.
+        """
+        return 0
+
     @abstractmethod
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token k, v [Hk, d]; returns the bytes written to the host."""

@@ -52,6 +52,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         layout: HostLayout = "hnd",
     ):
         self.length = 0
+        self.taken = 0  # pages of a prompt that is not all there yet
         self.budget = budget
         num_pages = budget.count(capacity)
         self.pool = HostPagePool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
@@ -71,13 +72,19 @@ class OffloadedPageCache(PagedCache, LayerCache):
         return self.pool.share(pages, tokens // self.budget.size)
 
     @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        """Summarise the pages that are full, and write them to the host."""
+        size, first = self.budget.size, self.taken
+        self.taken = k.shape[1] // size
+        new_k, new_v = (paged(x[:, first * size : self.taken * size], size) for x in (k, v))
+        self.summaries.fill(first, new_k)
+        return self.pool.write(first, new_k, new_v)
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt: full pages on the host, sink and window on the device, nothing selected yet."""
-        budget, self.length = self.budget, k.shape[1]
-        full = self.length // budget.size
-        paged_k, paged_v = (paged(x[:, : full * budget.size], budget.size) for x in (k, v))
-        self.summaries.fill(0, paged_k)
-        written = self.pool.write(0, paged_k, paged_v)
+        written = self.take(k, v)
+        budget, self.length, self.taken = self.budget, k.shape[1], 0
         if not self.active:
             self._fill_slots(0, slice(None), k, v)
             self._hold_first_pages()

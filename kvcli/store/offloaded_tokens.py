@@ -25,6 +25,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
     ):
         self.length = 0
+        self.taken = 0  # tokens of a prompt that is not all there yet
         self.budget = budget
         self.index = index
         self.recent = max(budget.window, budget.group)
@@ -43,6 +44,12 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.pool.share(other.pool, self.budget.full(tokens))
 
     @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        """Write whole groups to the host; they are indexed when all are there, for some indexes look at all."""
+        first, self.taken = self.taken, self.budget.full(k.shape[1])
+        return self.pool.write(first, *(x[:, first : self.taken, None] for x in (k, v)))
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Store a prompt: full groups on the host, sink and recent tokens on the device, nothing selected yet."""
         self.length = k.shape[1]
@@ -53,8 +60,10 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         for rows, tokens in ((self.k, k), (self.v, v)):
             rows[:, : min(first, self.length)] = tokens[:, :first]
             rows[:, self._ring_rows(ring)] = tokens[:, ring]
-        full = self.budget.full(self.length)
-        return self._offload(0, k[:, :full], v[:, :full])
+        written = self.take(k, v)
+        self.index.fill(0, k[:, : self.taken])
+        self.taken = 0
+        return written
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:

@@ -52,16 +52,19 @@ class PrefillOffloader:
             return host_memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def start(self, buffer: Tensor, work: Callable[[], None]) -> None:
-        """Do `work`, which reads `buffer`, after all that was computed so far."""
-        done = None
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do `work` after all that was computed so far; it reads a buffer that `start` is called with later."""
         if self.stream is None:
             work()
-        else:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self.stream):
-                work()
-                done = self.stream.record_event()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def start(self, buffer: Tensor, work: Callable[[], None]) -> None:
+        """Do `work`, the last that reads `buffer`, after all that was computed so far."""
+        self.beside(work)
+        done = None if self.stream is None else self.stream.record_event()
         self._lent.append((buffer, work, done))
 
     def finish(self) -> None:

@@ -28,6 +28,11 @@ class PrunedCache(TokenMajorCache):
         self.positions = planned.on_device(num_kv_heads, rows, dtype=torch.int32)
 
     @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        """What is kept shows when all of the prompt is there."""
+        return 0
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
         """Keep every token of the prompt."""
         return self.load_subset(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))

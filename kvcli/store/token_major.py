@@ -24,16 +24,24 @@ class TokenMajorCache(LayerCache):
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
+        self.taken = 0  # of a prompt that is not all there yet
         self.tiers, self.offload = tiers, offload
         self.format = BlockFormat.of(tiers.kv_dtype, 2, 1, head_dim) if offload else None
         self.token_shape = (num_kv_heads, head_dim)
         self._hold_in(self._rows(capacity))
 
     @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        first, self.taken = self.taken, k.shape[1]
+        self._fill(k, v, first)
+        return self._moved(self.taken - first)
+
+    @override
     def load(self, k: Tensor, v: Tensor) -> int:
+        written = self.take(k, v)
         self.length = self.held = k.shape[1]
-        self._fill(k, v)
-        return self._moved(self.held)
+        self.taken = 0
+        return written
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
@@ -100,12 +108,13 @@ class TokenMajorCache(LayerCache):
         attended = length * self.tiers.parts * heads * d * self.tiers.dtype.itemsize
         return Traffic(attended, recalled=length * nbytes(self.kv[:, :1]) if self.offload else 0)
 
-    def _fill(self, k: Tensor, v: Tensor) -> None:
-        """Put tokens [Hk, n, d] into the first rows; from a GPU to pinned memory this only queues copies."""
+    def _fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Put tokens [Hk, n, d] from the `first` on into their rows; from a GPU to pinned memory this queues copies."""
         # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
         in_parts = self.offload and (k.is_cuda or self.format is not None)
-        for part in slices(k.shape[1], self._at_once() if in_parts else max(1, k.shape[1])):
-            self._put(part, [x[:, part].transpose(0, 1) for x in (k, v)])
+        for part in slices(k.shape[1] - first, self._at_once() if in_parts else max(1, k.shape[1])):
+            tokens = slice(first + part.start, first + part.stop)
+            self._put(tokens, [x[:, tokens].transpose(0, 1) for x in (k, v)])
 
     def _put(self, tokens: slice, parts: Sequence[Tensor]) -> None:
         """Put keys and values [n, Hk, d] into rows `tokens`."""

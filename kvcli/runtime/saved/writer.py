@@ -34,7 +34,8 @@ from kvcli.runtime.saved.manifest import (
     read_manifest,
 )
 from kvcli.store.host_memory import host_memory
-from kvcli.store.pages import paged
+from kvcli.store.host_pool import OFFLOAD_BYTES
+from kvcli.store.pages import paged, slices
 from kvcli.store.recurrent import state_marks
 
 _BUFFERS = 2  # one being filled while the other is written
@@ -113,11 +114,14 @@ class KVWriter:
         if buffer is None or buffer.shape != shape:
             buffer = host_memory(shape, k.dtype)
         tokens = slice(self.saving.first * PAGE, (self.saving.first + self.saving.pages) * PAGE)
-        target = torch.empty_like(buffer, device=k.device) if k.is_cuda else buffer
-        for part, rows in enumerate(parts):
-            target[:, :, part].copy_(paged(rows[:, tokens], PAGE).transpose(0, 1))
-        if k.is_cuda:
-            buffer.copy_(target)
+        # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
+        at_once = max(1, OFFLOAD_BYTES // max(1, buffer[:1].nbytes) if k.is_cuda else len(buffer))
+        for some in slices(len(buffer), at_once):
+            target = torch.empty_like(buffer[some], device=k.device) if k.is_cuda else buffer[some]
+            for part, rows in enumerate(parts):
+                target[:, :, part].copy_(paged(rows[:, tokens], PAGE)[:, some].transpose(0, 1))
+            if k.is_cuda:
+                buffer[some].copy_(target)
         self._filled.put(buffer)
 
     def take_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
