@@ -29,6 +29,7 @@ from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, encode_all
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.models.weight_form import Weights
 from kvcli.request import begin_to_keep, check, choose_pipeline, open_library, request_of
 from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.telemetry.observer import Observer
@@ -166,7 +167,7 @@ class LanguageModel:
             KvcliError: an unknown name or a bad value (usage).
         """
         chosen, device = resolve_profile(method, profile, settings), self.checkpoint.device
-        planned = PlannedRun.of(self.checkpoint.config, self.checkpoint.dtype)
+        planned = PlannedRun(self.checkpoint.config, self.checkpoint.dtype, self.checkpoint.geometry)
         free = available(device)
         if "loaded" in vars(self):
             free["device" if device.type == "cuda" else "host"] += self.checkpoint.geometry.weight_bytes
@@ -237,13 +238,16 @@ def load(
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     offline: bool = False,
+    weights: Weights = "auto",
 ) -> LanguageModel:
     """Open a checkpoint: a directory, a hub id, with load_format "dummy" a shape; None is the bundled demo model.
+
+    `weights` are quantised on loading, int8, int4 or fp8 (the extra kvcli[weights]), unless that is auto.
 
     Raises:
         KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).
     """
-    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline)))
+    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights)))
 
 
 def resume(directory: str | Path, *, model: str | None = None, observer: Observer | None = None) -> list[Answer]:

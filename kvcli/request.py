@@ -14,7 +14,6 @@ from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.inputs.provenance import profile_mismatch
-from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.kept_run import EVERY, Asked, Keep, KeptRun
 from kvcli.runtime.pipeline import Pipeline
@@ -97,7 +96,7 @@ def check(
         layers_beside=2 * ((request.kv.save or request.kv.cache) is not None)
         + 2 * ((request.kv.use or request.kv.cache) is not None),
     )
-    for notice in notices(checkpoint.path):
+    for notice in checkpoint.notices():
         observer.notice(notice)
     if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
         observer.notice(mismatch)

@@ -24,7 +24,6 @@ from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.inputs.sampling import Sampling
-from kvcli.models.checkpoint import notices
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest, open_library
 from kvcli.runtime.engine import engine
@@ -134,7 +133,7 @@ class _Run:
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
-        for notice in notices(checkpoint.path):
+        for notice in checkpoint.notices():
             observer.notice(notice)
         if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
             observer.notice(mismatch)

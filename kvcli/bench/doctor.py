@@ -25,6 +25,7 @@ from kvcli.errors import KvcliError
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
 from kvcli.models.checkpoint import check_config, check_files
 from kvcli.models.place import bundled_model
+from kvcli.models.weight_form import ON_LOADING, installed
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import processor
@@ -78,22 +79,14 @@ Finding = tuple[CheckState, str] | tuple[CheckState, str, str]
 
 def _versions() -> Finding:
     names = ("kvcli", "torch", "transformers", "triton")
-    found = ", ".join(f"{name} {metadata.version(name)}" for name in names if _installed(name))
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in names if installed(name))
     return CheckState.OK, f"Python {platform.python_version()}, {found}"
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _requirements() -> Finding:
     wanted = [Requirement(text) for text in metadata.requires("kvcli") or ()]
     wanted = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
-    missing = [each for each in wanted if not _installed(each.name)]
+    missing = [each for each in wanted if not installed(each.name)]
     unmet = [
         f"{each.name} {metadata.version(each.name)} is not {each.specifier}"
         for each in wanted
@@ -193,6 +186,16 @@ def _compiler() -> Finding:
     return (CheckState.OK, found) if torch.cuda.is_available() else (CheckState.NOTE, found, "install g++, or set CXX")
 
 
+def _weights() -> Finding:
+    ways = {f"{weights} ({' and '.join(how.packages)})": how for weights, how in ON_LOADING.items()}
+    here = [name for name, how in ways.items() if how.makeable]
+    if len(here) == len(ways):
+        return CheckState.OK, f"--weights can be {', '.join(here)}"
+    missing = ", ".join(name for name in ways if name not in here)
+    found = f"--weights can be {', '.join(here) or 'nothing but auto'}: not {missing}"
+    return CheckState.NOTE, found, "pip install 'kvcli[weights]'"
+
+
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     quota = cgroup.cpu_quota()
@@ -248,6 +251,7 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "triton": _triton,
     "CUDA graphs": _graphs,
     "C++ compiler": _compiler,
+    "weights": _weights,
     "threads": _threads,
     "demo model": _demo,
     "disk": _disk,

@@ -5,8 +5,9 @@ from itertools import groupby
 
 from kvcli.bench.doctor import Check, CheckState
 from kvcli.errors import KvcliError
-from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
-from kvcli.models.loading import ModelSpec, read_config, resolve_device, resolve_dtype
+from kvcli.models.geometry import LayerGeometry, ModelGeometry
+from kvcli.models.loading import ModelSpec, describe, locate, read_config, resolve_device, resolve_dtype
+from kvcli.models.weight_form import WIDER, WeightForm, form_of
 from kvcli.sizes import format_bytes
 from kvcli.store.recurrent import PAGE, STATE_PAGES
 
@@ -17,10 +18,10 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     Raises:
         KvcliError: nothing is called so, or its config is broken or out of reach (usage, runtime).
     """
-    config = read_config(spec)
-    dtype = resolve_dtype(spec.dtype, config, resolve_device(spec.device))
+    config, device = read_config(spec), resolve_device(spec.device)
+    dtype, form = resolve_dtype(spec.dtype, config, device), form_of(config, spec.weights, device)
     try:
-        geometry = geometry_of(config, dtype)
+        geometry = describe(config, dtype, form, locate(spec))
     except KvcliError as error:
         yield Check("model", CheckState.BROKEN, error.what, error.hint)
         return
@@ -39,6 +40,21 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     token = sum(layer.token_size * dtype.itemsize for layer in growing)
     found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
     yield Check("memory", CheckState.OK, found)
+    if form is not None:
+        yield _weights(form, geometry)
+
+
+def _weights(form: WeightForm, geometry: ModelGeometry) -> Check:
+    """Say how the weights are held, and what a machine lacks for it."""
+    spared = f"; {len(geometry.spared)} linear layers are spared" if geometry.spared and not form.widened else ""
+    found = f"{form.name}, {'in the files' if form.stored else 'on loading'}{spared}"
+    try:
+        form.require()
+    except KvcliError as error:
+        return Check("weights", CheckState.BROKEN, error.what, error.hint)
+    if form.widened:
+        return Check("weights", CheckState.NOTE, f"{found}; made wide here", WIDER)
+    return Check("weights", CheckState.OK, found)
 
 
 def _way(layer: LayerGeometry) -> str:

@@ -48,6 +48,9 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
     if watching is not None:
         return f"{watching} {_IN_PHASES[watching]}"
     compiled_here = wanted == "compiled" and checkpoint.device.type == "cpu"
+    form = checkpoint.geometry.form
+    if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
+        return f"a CUDA graph cannot hold the products with {form.name} weights"
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"
     method = get_method(profile.method)

@@ -138,10 +138,9 @@ def step_work(
     batch, parts = len(sequences), geometry.parts
     work = dict.fromkeys(PHASES, Work())
     linear, mlp = parts.projections + parts.head, parts.used(batch)
-    active = parts.mlp + round(parts.experts * parts.active)
-    work["projections"] = Work(read=linear, operations=2 * batch * linear // itemsize)
+    work["projections"] = Work(read=linear, operations=2 * batch * (parts.counts.projections + parts.counts.head))
     states = 2 * batch * sum(layer.nbytes for layer in geometry.states)  # read and written
-    work["mlp"] = Work(read=mlp + states, operations=2 * batch * active // itemsize)
+    work["mlp"] = Work(read=mlp + states, operations=2 * batch * parts.passed)
     for method, length in sequences:
         for layer in geometry.layers:
             # A latent is read once for both, key and value.

@@ -14,7 +14,6 @@ from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
-from kvcli.models.checkpoint import notices
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.runtime.conversation import Conversation, NewTurn, in_common
 from kvcli.runtime.run_report import run_report
@@ -75,7 +74,7 @@ class Dialogue:
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
         """
-        for notice in notices(self.checkpoint.path):
+        for notice in self.checkpoint.notices():
             self.observer.notice(notice)
         if (mismatch := profile_mismatch(self.profile, self.checkpoint)) is not None:
             self.observer.notice(mismatch)

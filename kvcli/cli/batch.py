@@ -102,6 +102,7 @@ def run(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     method: asked.Method = None,
@@ -209,7 +210,7 @@ def run(
     from kvcli.ui.console import print_error
 
     cluster = Cluster(address, workers, gpus_per_worker) if engine == "ray" else None
-    spec = ModelSpec(model, device, dtype, load_format, offline)
+    spec = ModelSpec(model, device, dtype, load_format, offline, weights)
     end = Stop(grace)
     with handled_by(lambda number, _: end.ask(number)):
         try:

@@ -42,6 +42,7 @@ def calibrate(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     method: Annotated[str | None, _METHOD.option("--method", "NAME", "Method; by default the target's own.")] = None,
@@ -113,7 +114,7 @@ def calibrate(
         _check_companion(_companion(output))
     named = method if method is not None or profile is not None else asked.method
     plan = CalibrationPlan(
-        model=ModelSpec(model, device, dtype, load_format, offline),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights),
         profile=resolve_profile(named, profile, assignments(settings or [])),
         files=files or (),
         length=length,

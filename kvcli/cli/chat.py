@@ -56,6 +56,7 @@ def chat(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     method: asked.Method = None,
@@ -114,7 +115,7 @@ def chat(
     with _ctrl_c_stops_answers(), ExitStack() as at_the_end:
         at_the_end.callback(console.stage_done)
         console.stage("load")
-        checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline))
+        checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights))
         dialogue = Dialogue(checkpoint.load(), checkpoint, chosen, sampling, template, document, console)
         dialogue.read(kv)
         console.stage_done()

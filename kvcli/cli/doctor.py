@@ -23,6 +23,7 @@ def doctor(
         ),
     ] = None,
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     offline: options.Offline = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
@@ -49,7 +50,7 @@ def doctor(
 
     with progress(quiet) as observer:
         observer.stage("examine")
-        spec = ModelSpec(model, dtype=dtype, load_format="dummy", offline=offline)
+        spec = ModelSpec(model, dtype=dtype, load_format="dummy", offline=offline, weights=weights)
         checks = list(examine(debug) if model is None else examine_model(spec))
     ready = usable(checks)
     if as_json:

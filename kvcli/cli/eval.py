@@ -53,6 +53,7 @@ def evaluate(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     max_tokens: Annotated[
@@ -140,7 +141,7 @@ def evaluate(
     from kvcli.runtime.sampling import Sampling
 
     plan = EvaluationPlan(
-        model=ModelSpec(model, device, dtype, load_format, offline),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights),
         variants=variants,
         tasks=names(tasks, "--tasks"),
         lengths=each(length, "--length", positive_count),

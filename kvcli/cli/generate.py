@@ -56,6 +56,7 @@ def generate(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     method: asked.Method = None,
@@ -202,7 +203,7 @@ def generate(
     keep = None if checkpoint is None else Keep(checkpoint, every)
     how = (audit, pipeline, keep, saved_kv, lossless)
     request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, *how)
-    spec, spans = ModelSpec(model, device, dtype, load_format, offline), Timeline(trace is not None)
+    spec, spans = ModelSpec(model, device, dtype, load_format, offline, weights), Timeline(trace is not None)
     try:
         if turns:
             report = take_turns(spec, show, chosen, sampling, template, kv)

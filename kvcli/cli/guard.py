@@ -1,5 +1,6 @@
 """The end of every command: whatever happens becomes an exit code and, at most, two lines on stderr."""
 
+import logging
 import os
 import sys
 import traceback
@@ -18,6 +19,9 @@ from kvcli.ui.escape import visible
 
 # What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
 BROKEN_PIPE = 141
+# What transformers imports or weights are multiplied by, and the complaint of torch that one of them causes: what they
+# could do on other machines, and that inputs are rounded, once a product.
+_LOUD = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int:
@@ -25,6 +29,8 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     # Errors can come before the options are parsed, so --debug is looked up in the raw arguments.
     debug = "--debug" in arguments or os.environ.get("KVCLI_DEBUG", "").lower() in ("1", "true", "yes", "on")
     open_missing_streams()
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # A text that the terminal's encoding cannot show must not cost the run.
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -164,6 +164,10 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."),
 ]
+Weights = Annotated[
+    Literal["auto", "int8", "int4", "fp8"],
+    MODEL.option("--weights", "NAME", "Weights: auto as the files hold them; int8, int4 and fp8 quantise on loading."),
+]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],
     MODEL.option("--load-format", None, "dummy makes random weights up, of a shape or a config.json."),

@@ -14,6 +14,7 @@ from kvcli.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
+    from kvcli.models.weight_form import Weights
 
 _SIZE = at_least(1, parse_bytes)
 _RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
@@ -29,6 +30,7 @@ def plan(
         ),
     ] = None,
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     offline: options.Offline = False,
     method: options.Methods = None,
     profile: options.Profiles = None,
@@ -114,7 +116,7 @@ def plan(
         if model is None:
             observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
-        subject, machine = _subject_and_machine(model, dtype, device, offline, told)
+        subject, machine = _subject_and_machine(model, dtype, weights, device, offline, told)
         observer.stage_done()
         beyond = subject.geometry.beyond_positions(max(contexts) + max_tokens, model or "the demo model")
         if beyond is not None:
@@ -146,7 +148,7 @@ def plan(
 
 
 def _subject_and_machine(
-    model: str | None, dtype: str, device: str, offline: bool, told: dict[str, float]
+    model: str | None, dtype: str, weights: Weights, device: str, offline: bool, told: dict[str, float]
 ) -> tuple[PlannedRun, Machine]:
     """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
     import torch
@@ -154,15 +156,22 @@ def _subject_and_machine(
     from kvcli.capacity.memory import available
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
-    from kvcli.models.loading import ModelSpec, read_config, resolve_device, resolve_dtype
+    from kvcli.models.loading import ModelSpec, locate, read_config, resolve_device, resolve_dtype
+    from kvcli.models.weight_form import form_of
 
-    config = read_config(ModelSpec(model, load_format="dummy", offline=offline))
+    spec = ModelSpec(model, load_format="dummy", offline=offline, weights=weights)
+    config = read_config(spec)
+
+    def subject_on(place: torch.device, here: bool) -> PlannedRun:
+        form = form_of(config, weights, place, here)
+        return PlannedRun.of(config, resolve_dtype(dtype, config, place), form, locate(spec))
+
     if told and device not in ("auto", "cuda"):
         what = f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one"
         raise usage_error(what, "leave one of them out")
     if not told:
         place = resolve_device(device)
-        subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
+        subject = subject_on(place, True)
         return subject, Machine(place, available(place), measure_rates(place, subject.dtype), here=True)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
@@ -179,8 +188,7 @@ def _subject_and_machine(
         rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
     elif any(rate is not None for rate in given):
         raise usage_error("of --bandwidth, --bus and --compute some are given and some are not", "give all of them")
-    subject = PlannedRun.of(config, resolve_dtype(dtype, config, place))
-    return subject, Machine(place, free, rates, here=False)
+    return subject_on(place, False), Machine(place, free, rates, here=False)
 
 
 def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,6 +201,7 @@ def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: li
             "name": model or "demo",
             "type": subject.config.model_type,
             "dtype": str(subject.dtype).removeprefix("torch."),
+            "weights": subject.geometry.weights,
             "weight_bytes": subject.geometry.weight_bytes,
             "layers": subject.geometry.depth,
         },

@@ -34,6 +34,7 @@ def profile(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     method: options.Methods = None,
@@ -89,7 +90,7 @@ def profile(
     from kvcli.ui import console
 
     request = ProfileRequest(
-        model=ModelSpec(model, device, dtype, load_format, offline),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights),
         entries=entries(variants, ablate),
         contexts=tuple(contexts),
         batches=tuple(batches),

@@ -74,6 +74,7 @@ def prefill(
     model: options.Model = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
+    weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
     as_json: options.AsJson = False,
@@ -119,7 +120,9 @@ def prefill(
         template_of(system, raw, chat_template_kwargs, None, settled=True),
         kv=kv,
     )
-    report = generate(ModelSpec(model, device, dtype, load_format, offline), request, RunConsole(None, quiet, False))
+    report = generate(
+        ModelSpec(model, device, dtype, load_format, offline, weights), request, RunConsole(None, quiet, False)
+    )
     if as_json:
         body = {"saved": [vars(entry) for entry in report.saved], "sequences": [vars(s.kv) for s in report.sequences]}
         write_result(output, json.dumps(body) + "\n")

@@ -121,6 +121,10 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):
         return KvcliError(f"the weights of {name} are damaged ({text})", "get them again")
+    # The second: transformers would draw what is missing, and there is no such number of 8 bits.
+    if "automatic conversion of the weights" in text or "normal_kernel" in text:
+        what = f"{name} lacks parts of its quantised weights, or they are not what config.json says"
+        return KvcliError(what, "the files are incomplete or belong to another config.json: get them again")
     if "custom code" in text or "trust_remote_code" in text:
         hint = "choose a model whose architecture is part of transformers"
         return KvcliError(f"{name} needs custom code, which kvcli never runs", hint, ExitCode.USAGE)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +14,7 @@ from transformers.activations import ACT2FN
 from kvcli.errors import KvcliError
 
 _LFS = b"version https://git-lfs"
+_FLOATING = ("F64", "F32", "F16", "BF16")  # of safetensors; 8 bits are a quantised form
 _LONGEST_NAME = 255  # characters of a file name
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -64,6 +66,7 @@ class ModelConfig(JsonFile):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     text_config: ModelConfig | None = None
+    quantization_config: dict[str, Any] | None = None
     attn_implementation: str | None = Field(
         None, validation_alias=AliasChoices("_attn_implementation", "attn_implementation")
     )
@@ -135,3 +138,24 @@ def check_safetensors(path: Path) -> None:
             file.keys()
     except (SafetensorError, OSError, ValueError) as error:
         raise KvcliError(f"{path} is damaged or cut off ({error})", "get that file again") from error
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file of weights: its shape, its bytes there, and whether it holds floating-point numbers."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    floating: bool
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Describe the tensors of all safetensors files of a directory, by name, without reading them."""
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, told in header.items():
+            if name != "__metadata__":
+                start, end = told["data_offsets"]
+                found[name] = StoredTensor(tuple(told["shape"]), end - start, told["dtype"] in _FLOATING)
+    return found

@@ -14,13 +14,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
 from kvcli.models.place import bundled_model
+from kvcli.models.quantising import quantise
+from kvcli.models.weight_form import WeightForm
 
 _SEED = 0
 
 
-def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, form: WeightForm | None = None
+) -> PreTrainedModel:
     """Make the model of `config` on `device`, drawing each weight there once as its architecture initialises it.
 
+    All of it is there in `dtype` before it is brought into a `form`.
     The same config, dtype and device give the same weights; the global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -29,6 +34,8 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
         with no_init_weights(), device:
             model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
         model.init_weights()  # type: ignore[no-untyped-call]
+    if form is not None:
+        quantise(model, form, dtype)
     return model
 
 

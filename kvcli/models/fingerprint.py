@@ -16,11 +16,14 @@ _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Twelve hexadecimal digits over the config, and of the weights the names, sizes and three samples of each file.
+    """Twelve hexadecimal digits over the config, how weights are quantised on loading, and of each of their files the
+    name, the size and three samples.
 
     Whatever retrains a model changes all of its weights, so samples tell; dummy weights are told by their shape alone.
     """
     digest = hashlib.sha256(_config(checkpoint.config.to_dict()).encode())
+    if checkpoint.spec.weights != "auto":
+        digest.update(checkpoint.spec.weights.encode())
     folder = None if checkpoint.spec.dummy else _folder(checkpoint)
     files = [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
     for path in files:

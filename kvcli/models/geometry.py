@@ -4,9 +4,10 @@ Nothing is allocated: the model is built on the meta device, where `kvcli.models
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,15 +20,27 @@ from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import quiet
+from kvcli.models.checkpoint_files import StoredTensor
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import StateGeometry as StateGeometry
+from kvcli.models.weight_form import WeightForm
+
+
+class WeightCounts(NamedTuple):
+    """How many weights there are, in the parts of `WeightParts`."""
+
+    projections: int
+    mlp: int
+    experts: int
+    head: int
 
 
 @dataclass(frozen=True)
 class WeightParts:
     """Bytes of weights by what a step does with them: all `projections` of attention, the `mlp`s with all else in the
     layers but experts, all `experts`, and the `head` that makes logits. A token goes through `active` of the experts.
+    `counts` has the same parts in weights, each of which is multiplied and added once for a token.
     """
 
     projections: int
@@ -35,6 +48,12 @@ class WeightParts:
     experts: int
     head: int
     active: float
+    counts: WeightCounts
+
+    @property
+    def passed(self) -> int:
+        """Weights in the layers' MLPs that a token goes through."""
+        return self.counts.mlp + round(self.counts.experts * self.active)
 
     def used(self, tokens: int) -> int:
         """Bytes in the MLPs that a step of so many tokens reads, if their experts are drawn independently."""
@@ -57,6 +76,17 @@ class ModelGeometry:
     max_positions: int | None
     weight_bytes: int
     parts: WeightParts
+    form: WeightForm | None = None
+    """How weights are held that are not in the dtype."""
+    widest: int = 0
+    """Numbers in the largest of those."""
+    spared: tuple[str, ...] = ()
+    """Linear layers whose weights are in the dtype all the same."""
+
+    @property
+    def weights(self) -> str:
+        """What to call the form of the weights in a report."""
+        return "auto" if self.form is None else self.form.label
 
     @property
     def depth(self) -> int:
@@ -80,8 +110,15 @@ class ModelGeometry:
 _KNOWN: WeakKeyDictionary[nn.Module, ModelGeometry] = WeakKeyDictionary()
 
 
-def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
-    """Describe the model of `config` with weights in `dtype`, without allocating it.
+def geometry_of(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    form: WeightForm | None = None,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> ModelGeometry:
+    """Describe the model of `config` with weights in `dtype`, or of a `form`, without allocating it.
+
+    `stored` is what files hold that are read as they are.
 
     Raises KvcliError (usage) for a model that kvcli cannot run, naming the model type and the reason.
     """
@@ -92,6 +129,8 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     text = config.get_text_config(decoder=True)
     with quiet():  # modules say on stderr which packages would make them faster
         found = LayerFinder(model, text)
+        held = {} if form is None else form.held(model)
+    dense = {name: weight.nbytes for name, weight in model.named_parameters()}
     return ModelGeometry(
         layers=tuple(found.layers),
         states=tuple(found.states),
@@ -100,8 +139,15 @@ def geometry_of(config: PreTrainedConfig, dtype: torch.dtype) -> ModelGeometry:
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
-        weight_bytes=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
-        parts=_parts(model, text, found.decoder),
+        weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
+        parts=_parts(model, text, found.decoder, held),
+        form=form,
+        widest=max((model.get_parameter(name).numel() for name in held), default=0),
+        spared=tuple(
+            name
+            for name, module in model.named_modules()
+            if form and isinstance(module, nn.Linear) and f"{name}.weight" not in held
+        ),
     )
 
 
@@ -122,26 +168,51 @@ def state_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [model.get_submodule(layer.state) for layer in geometry_of_model(model).decoder if layer.state]
 
 
-def _parts(model: PreTrainedModel, text: PreTrainedConfig, decoder: Sequence[DecoderLayer]) -> WeightParts:
-    def size(*modules: nn.Module, named: str = "") -> int:
-        return sum(
-            weight.numel() * weight.element_size()
-            for module in modules
-            for name, weight in module.named_parameters()
-            if named in name
-        )
+def _as_stored(
+    model: PreTrainedModel,
+    held: Mapping[str, int],
+    form: WeightForm | None,
+    stored: Mapping[str, StoredTensor] | None,
+) -> int | None:
+    """Bytes of a model whose files are read as they are, but for numbers that are made to be of its dtype.
+
+    None where that is not how they are read, or where the files call the weights by other names.
+    """
+    own = {name: weight.nbytes for name, weight in model.named_parameters() if name not in held}
+    if form is None or form.widened or not stored or (form.bits is not None and not own.keys() <= stored.keys()):
+        return None
+    whole = {name for name in own.keys() & stored.keys() if stored[name].floating}
+    return sum(own[name] if name in whole else tensor.nbytes for name, tensor in stored.items())
+
+
+def _parts(
+    model: PreTrainedModel, text: PreTrainedConfig, decoder: Sequence[DecoderLayer], held: Mapping[str, int]
+) -> WeightParts:
+    quantised = {model.get_parameter(name): size for name, size in held.items()}
+
+    def weights(*modules: nn.Module, named: str = "") -> list[nn.Parameter]:
+        return [weight for module in modules for name, weight in module.named_parameters() if named in name]
+
+    def size(found: list[nn.Parameter]) -> int:
+        return sum(quantised.get(weight, weight.nbytes) for weight in found)
+
+    def count(found: list[nn.Parameter]) -> int:
+        return sum(weight.numel() for weight in found)
 
     layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
-    attention = [model.get_submodule(layer.attention) for layer in decoder if layer.attention]
-    projections, experts = size(*attention), size(*layers, named=".experts.")
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    attention = weights(*(model.get_submodule(layer.attention) for layer in decoder if layer.attention))
+    experts, whole = weights(*layers, named=".experts."), weights(*layers)
+    head = weights(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     return WeightParts(
-        projections=projections,
-        mlp=size(*layers) - projections - experts,
-        experts=experts,
+        projections=size(attention),
+        mlp=size(whole) - size(attention) - size(experts),
+        experts=size(experts),
         head=size(head),
-        active=(getattr(text, "num_experts_per_tok", None) or count) / count,
+        active=(getattr(text, "num_experts_per_tok", None) or number) / number,
+        counts=WeightCounts(
+            count(attention), count(whole) - count(attention) - count(experts), count(experts), count(head)
+        ),
     )
 
 

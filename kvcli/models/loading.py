@@ -4,6 +4,7 @@ Nothing is ever silently random: a weight that the files lack is an error, and r
 `load_format="dummy"`.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
-from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, quiet
+from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, notices, quiet
+from kvcli.models.checkpoint_files import stored_tensors
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.place import bundled_model, find
+from kvcli.models.quantising import have_plain_latents
+from kvcli.models.weight_form import WIDER, WeightForm, Weights, form_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,7 +31,8 @@ class ModelSpec:
     """What the user asked for.
 
     `name` is a directory, a hub id or, with load_format "dummy", a config.json or a shape; None is the bundled demo
-    model. `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16.
+    model. `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. `weights` are quantised
+    on loading, unless that is auto.
     """
 
     name: str | None = None
@@ -35,6 +40,7 @@ class ModelSpec:
     dtype: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     offline: bool = False
+    weights: Weights = "auto"
 
     @property
     def dummy(self) -> bool:
@@ -70,6 +76,7 @@ class Model:
             "type": self.module.config.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "weights": self.geometry.weights,
             "weight_bytes": self.geometry.weight_bytes,
             "layers": self.geometry.depth,
         }
@@ -80,7 +87,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
 
     Raises KvcliError: usage where nothing supported is called so, runtime where the file is broken or out of reach.
     """
-    path = _locate(spec)
+    path = locate(spec)
     if path is not None:
         check_config(path)
     try:
@@ -119,6 +126,17 @@ class Checkpoint:
             return "dummy"
         return "bundled" if self.spec.name is None else "hub" if self.path is None else "directory"
 
+    def notices(self) -> list[str]:
+        """What a user should know of it although it can be used."""
+        said, form, counts = notices(self.path), self.geometry.form, self.geometry.parts.counts
+        if form is not None and form.widened:
+            said.append(f"{form.name} weights are made wide here: {WIDER}")
+        elif form is not None and not form.experts and counts.experts > counts.projections + counts.mlp:
+            said.append(
+                f"of the weights {counts.experts / 1e9:,.1f} billion are experts, which {form.name} leaves alone"
+            )
+        return said
+
     def load(self) -> Model:
         """Read the weights, or make them up.
 
@@ -126,7 +144,8 @@ class Checkpoint:
         """
         try:
             with quiet():
-                module = random_model(self.config, self.dtype, self.device) if self.spec.dummy else _weights(self)
+                made = (self.config, self.dtype, self.device, self.geometry.form)
+                module = random_model(*made) if self.spec.dummy else _weights(self)
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
         module.requires_grad_(False).train(False)
@@ -140,18 +159,29 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
     Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing or broken.
     """
     device = resolve_device(spec.device)
-    path = _locate(spec)
+    path = locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
-    geometry = geometry_of(config, dtype)
+    if spec.dummy:  # made up in the dtype, whatever the files hold
+        vars(config).pop("quantization_config", None)
+    form = form_of(config, spec.weights, device)
+    geometry = describe(config, dtype, form, None if spec.dummy else path)
     if path is not None and not spec.dummy:
         check_files(path)
+    if form is not None:
+        form.require()
     try:
         with quiet():
             tokenizer = _tokenizer(spec, path, geometry)
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
     return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype)
+
+
+def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
+    """Describe a model whose files, where there are some, are at `path`; raises what `geometry_of` raises."""
+    folder = path if form is not None and form.stored and path is not None and path.is_dir() else None
+    return geometry_of(config, dtype, form, None if folder is None else stored_tensors(folder))
 
 
 def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
@@ -192,7 +222,8 @@ def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> 
     return dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype), torch.bfloat16)
 
 
-def _locate(spec: ModelSpec) -> Path | None:
+def locate(spec: ModelSpec) -> Path | None:
+    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage)."""
     return bundled_model() if spec.name is None else find(spec.name, spec.dummy)
 
 
@@ -206,16 +237,20 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
 
 def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
-    spec, path = checkpoint.spec, checkpoint.path
-    loaded: Any = model_class(checkpoint.config).from_pretrained(
+    spec, path, form, config = checkpoint.spec, checkpoint.path, checkpoint.geometry.form, checkpoint.config
+    if form is not None and form.widened:
+        config = copy.deepcopy(config)
+        config.quantization_config["dequantize"] = True
+    loaded: Any = model_class(config).from_pretrained(
         _target(spec, path),
-        config=checkpoint.config,
+        config=config,
         dtype=checkpoint.dtype,
         device_map={"": checkpoint.device},
         local_files_only=_local(spec, path),
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # so that they are named below
         output_loading_info=True,
+        **({} if form is None else form.arguments(checkpoint.dtype, checkpoint.geometry.spared)),
     )
     module: PreTrainedModel = loaded[0]
     found: dict[str, Any] = loaded[1]
@@ -234,6 +269,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         )
     if found["error_msgs"]:
         raise KvcliError(f"the weights of {spec.label} cannot be read: {' '.join(found['error_msgs'][0].split())}")
+    have_plain_latents(module, checkpoint.dtype)
     return module
 
 

@@ -24,6 +24,7 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.methods import get_method
 from kvcli.models.fingerprint import fingerprint, tokenizer_fingerprint
 from kvcli.models.loading import Checkpoint, ModelSpec
+from kvcli.models.weight_form import Weights
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
@@ -80,6 +81,7 @@ class Asked(BaseModel):
     load_format: Literal["auto", "dummy"]
     device: str
     dtype: str
+    weights: Weights = "auto"
     offline: bool
     fingerprint: str
     tokenizer: str
@@ -106,6 +108,7 @@ class Asked(BaseModel):
             load_format=spec.load_format,
             device=str(checkpoint.device),
             dtype=str(checkpoint.dtype).removeprefix("torch."),
+            weights=spec.weights,
             offline=spec.offline,
             fingerprint=fingerprint(checkpoint),
             tokenizer=tokenizer_fingerprint(checkpoint.tokenizer),
@@ -165,7 +168,7 @@ class KeptRun:
     def spec(self) -> ModelSpec:
         """The model that was asked for."""
         asked = self.asked
-        return ModelSpec(asked.model, asked.device, asked.dtype, asked.load_format, asked.offline)
+        return ModelSpec(asked.model, asked.device, asked.dtype, asked.load_format, asked.offline, asked.weights)
 
     @property
     def sampling(self) -> Sampling:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
+from kvcli.models.quantising import is_plain
 
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -32,7 +33,7 @@ def fused_rows(model: nn.Module) -> Iterator[None]:
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if type(module) is nn.Linear]
+    return [module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module)]
 
 
 @contextmanager

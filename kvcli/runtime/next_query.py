@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
+from kvcli.models.quantising import is_plain
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 
@@ -74,7 +75,10 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
         q: Tensor = attention.q_proj(x)
     else:  # queries, keys and values side by side, the queries first
         fused, rows = attention.qkv_proj, attention.config.num_attention_heads * d
-        q = functional.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
+        if is_plain(fused):
+            q = functional.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
+        else:
+            q = fused(x)[:, :rows]
     heads = q.view(len(x), -1, d)
     if heads.shape[1] == 2 * attention.config.num_attention_heads:  # each head's query, then its gate
         heads = heads[:, ::2]

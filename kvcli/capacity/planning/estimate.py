@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -18,7 +19,9 @@ from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
 from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.methods.base import AnyMethod
-from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
+from kvcli.models.geometry import LayerGeometry, ModelGeometry
+from kvcli.models.loading import describe
+from kvcli.models.weight_form import WeightForm
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
 _TRIED_BYTES = 512 << 20
@@ -39,20 +42,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The model that is planned for: its config, and the shapes and sizes that follow from it in `dtype`."""
+    """The model that is planned for: its config, and the shapes and sizes of it in `dtype`, or in a form of weights."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
     geometry: ModelGeometry
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, dtype: torch.dtype) -> PlannedRun:
-        """Derive the geometry from the config.
+    def of(
+        cls, config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None = None, path: Path | None = None
+    ) -> PlannedRun:
+        """Derive the geometry from the config, and from files at `path` whose weights are quantised, where they are.
 
         Raises:
             KvcliError: the architecture is not supported.
         """
-        return cls(config, dtype, geometry_of(config, dtype))
+        return cls(config, dtype, describe(config, dtype, form, path))
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,15 @@ def estimate(
     rates, itemsize = machine.rates, subject.dtype.itemsize
     if rates is None:
         return None
-    tried = _try(subject, machine, profile, context, batch) if machine.here else None
+    form = subject.geometry.form
+    possible = machine.here and (form is None or form.widened or form.makeable)
+    tried = _try(subject, machine, profile, context, batch) if possible else None
     missed = None if tried is None else tried.missed
     work = step_work(subject.geometry, itemsize, [(method, context + 1)] * batch, 1.0 if missed is None else missed)
     phases = {phase: work[phase].seconds(rates) for phase in PHASES}
     least = least_seconds(work, rates, machine.device.type == "cuda")
     if tried is None:
-        prefill, step = prefill_work(subject.geometry, method, context, itemsize).seconds(rates), least
+        prefill, step = prefill_work(subject.geometry, method, context).seconds(rates), least
     else:
         prefill = _prefill(tried, rates, subject, method, context)
         step = _step(tried, rates, subject, method, context, batch)
@@ -109,12 +116,12 @@ def estimate(
     )
 
 
-def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int, itemsize: int) -> Work:
+def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int) -> Work:
     """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally."""
     parts = geometry.parts
-    linear = parts.projections + parts.mlp + round(parts.experts * parts.active)
+    linear = parts.counts.projections + parts.passed
     attention = sum(_attention_operations(layer, method, length) for layer in geometry.layers)
-    return Work(geometry.weight_bytes, operations=2 * (length * linear + parts.head) // itemsize + attention)
+    return Work(geometry.weight_bytes, operations=2 * (length * linear + parts.counts.head) + attention)
 
 
 def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) -> int:
@@ -142,7 +149,7 @@ def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, 
     if 2 * layers * (layer_bytes + length * token_bytes) > min(machine.free.values()):
         return None
     config = shortened(subject.config, layers, subject.dtype.itemsize)
-    return probe(profile, config, subject.dtype, machine.device, length, batch)
+    return probe(profile, config, subject.dtype, machine.device, length, batch, geometry.form)
 
 
 def _kinds(geometry: ModelGeometry, dense: int) -> list[str]:

@@ -28,6 +28,7 @@ from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.layers import decoder_of
 from kvcli.models.loading import Model
+from kvcli.models.weight_form import WeightForm
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -82,12 +83,17 @@ def probe(
     device: torch.device,
     length: int,
     batch: int,
+    form: WeightForm | None = None,
 ) -> Probe:
-    """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill."""
-    geometry = geometry_of(config, dtype)
+    """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill.
+
+    Its weights are in `dtype`, or in a `form` that can be made.
+    """
+    form = None if form is None or form.widened else form
+    geometry = geometry_of(config, dtype, form)
     sampling = Sampling(max_tokens=WARMUP + STEPS + 1, ignore_eos=True)
     capacity = length + sampling.max_tokens
-    module = random_model(config, dtype, device).requires_grad_(False).train(False)
+    module = random_model(config, dtype, device, form).requires_grad_(False).train(False)
     model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
     with engine(model, [capacity, PROMPT]) as ready:
         begun = _now(device)

@@ -23,6 +23,7 @@ from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.rms_norm import rms_norm, rms_norm_ref
 from kvcli.kernels.rotate import rotate
 from kvcli.kernels.silu_mul import silu_mul
+from kvcli.models.quantising import is_plain
 
 Turn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -152,7 +153,7 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
 
 def _alike(linears: Sequence[Any]) -> bool:
     """Tell whether these are plain linear layers that can be one."""
-    if any(type(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
+    if any(not is_plain(linear) or "forward" in vars(linear) for linear in linears):
         return False
     first = linears[0]
     return all(

@@ -8,6 +8,7 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun, prefill_work
 from kvcli.capacity.roofline import MachineRates, Rate
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
+from kvcli.models.geometry import geometry_of
 
 CPU = torch.device("cpu")
 RATES = MachineRates(*(Rate.given(1e9) for _ in range(4)), Rate.given(1e11))
@@ -56,9 +57,9 @@ def test_every_family_can_be_shortened_and_tried(family):
 def test_what_is_too_long_to_try_is_tried_shorter_and_carried_on(monkeypatch):
     seen = []
 
-    def stub(chosen, config, dtype, device, length, batch):
+    def stub(chosen, config, dtype, device, length, batch, form):
         seen.append((config.num_hidden_layers, length, batch))
-        geometry = estimate.geometry_of(config, dtype)
+        geometry = geometry_of(config, dtype)
         layers = [0.25 * (index + 1) for index in range(len(geometry.layers))]
         return probe.Probe(geometry, length, layers, 0.5, 0.125, None, 1e6)
 
@@ -78,8 +79,8 @@ def test_what_is_too_long_to_try_is_tried_shorter_and_carried_on(monkeypatch):
 
 
 def test_layers_take_what_those_of_their_kind_took(monkeypatch):
-    def stub(chosen, config, dtype, device, length, batch):
-        geometry = estimate.geometry_of(config, dtype)
+    def stub(chosen, config, dtype, device, length, batch, form):
+        geometry = geometry_of(config, dtype)
         return probe.Probe(geometry, length, [3.0, 1.0][: len(geometry.layers)], 0.0, 0.0, None, 1e9)
 
     monkeypatch.setattr(estimate, "probe", stub)
@@ -93,8 +94,8 @@ def test_layers_take_what_those_of_their_kind_took(monkeypatch):
 def test_a_step_is_never_shorter_than_its_roofline(monkeypatch, layer_seconds):
     """Rates measured while the machine was busy were too low, and the layers that ran afterwards were faster."""
 
-    def stub(chosen, config, dtype, device, length, batch):
-        geometry = estimate.geometry_of(config, dtype)
+    def stub(chosen, config, dtype, device, length, batch, form):
+        geometry = geometry_of(config, dtype)
         return probe.Probe(geometry, length, [layer_seconds] * len(geometry.layers), 0.0, 0.0, None, 1e12)
 
     monkeypatch.setattr(estimate, "probe", stub)
@@ -124,7 +125,7 @@ def test_a_prompt_costs_linear_and_quadratic_operations():
 
     def operations(name, length):
         method = memory.planned_method(profile(name), subject.geometry, length, subject.dtype)
-        return prefill_work(subject.geometry, method, length, 4).operations
+        return prefill_work(subject.geometry, method, length).operations
 
     linear = 2 * (1000 * (parts.projections + parts.mlp) + parts.head) // 4
     assert operations("full", 1000) == linear + 4 * 4 * 4 * 16 * (1000 * 1001 // 2)  # layers, 4 H d, pairs

@@ -1,0 +1,209 @@
+"""How a model holds its weights: as it computes with them, quantised in its files, or quantised on loading.
+
+transformers loads what is quantised, by libraries of their own. What a library multiplies by as it is takes the bytes
+of its form. Another form is made wide when it is read (`widened`): the files are small, the model is not.
+
+On loading, int8 is LLM.int8 (arXiv 2208.07339): weights and inputs in 8 bits, channels of large inputs in 16. int4 is
+NF4 (QLoRA, arXiv 2305.14314, section 3): 16 levels for blocks of 64 weights. Both are bitsandbytes'. fp8 is e4m3 with
+a scale a row, torchao's. Embeddings, the head and experts that are one tensor stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from math import ceil
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcli.compat import quantises
+from kvcli.errors import usage_error
+
+Weights = Literal["auto", "int8", "int4", "fp8"]
+"""What weights can be on loading; auto is what the files hold."""
+
+_EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "weights": ("bitsandbytes", "torchao", "compressed-tensors"),
+    "gptq": ("gptqmodel", "optimum"),
+    "kernels": ("kernels",),
+}
+"""Extras of kvcli, with the packages that they install."""
+
+LATENT_UP = "kv_b_proj"
+"""The projection of latents, which attention absorbs (`kvcli.models.latent`): a plain one once a model is loaded."""
+
+WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are with pip install 'kvcli[kernels]'"
+"""What to do about weights that are made wide."""
+
+_FP8_COMPUTE = (8, 9)  # the least compute capability with products of FP8
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form of quantised weights, called `name`; `stored` in the files or made on loading, by `packages`.
+
+    A weight takes `bits`, and each `block` of weights of a row (None: the whole row) `scale_bits` more. `bits` is None
+    where that is known of the files alone. `linears` and `experts` tell what is quantised, linear layers and experts
+    that are one tensor, but for modules whose names end as `spared` says (None: what transformers spares), and for
+    matrices whose sides are no multiples of `whole`. `widened` weights are in the model's dtype once they are read.
+    `captured`: a CUDA graph can hold a product with them.
+    """
+
+    name: str
+    stored: bool
+    packages: tuple[str, ...] = ()
+    bits: float | None = None
+    scale_bits: int = 0
+    block: int | None = None
+    linears: bool = True
+    experts: bool = False
+    spared: tuple[str, ...] | None = None
+    whole: tuple[int, int] | None = None
+    widened: bool = False
+    captured: bool = False
+
+    @property
+    def label(self) -> str:
+        """What to call it in a report."""
+        return f"{self.name}, widened" if self.widened else self.name
+
+    @property
+    def makeable(self) -> bool:
+        """Whether a model in memory can be brought into this form, here."""
+        return self.name in ON_LOADING and all(map(installed, self.packages))
+
+    def nbytes(self, shape: torch.Size) -> int:
+        """Bytes of a quantised weight [..., out, in]."""
+        assert self.bits is not None
+        rows, row = shape.numel() // shape[-1], shape[-1]
+        return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
+
+    def held(self, model: PreTrainedModel) -> dict[str, int]:
+        """Bytes of those weights of a model, on the meta device, that are quantised, by the parameters' names."""
+        if self.bits is None or self.widened:
+            return {}
+        chosen = quantises(model, self.spared)
+        return {
+            f"{module}.{name}": self.nbytes(weight.shape)
+            for module, name, weight in _candidates(model, self)
+            if chosen(module) and not module.endswith(LATENT_UP) and not self._uneven(weight)
+        }
+
+    def _uneven(self, weight: torch.Tensor) -> bool:
+        return self.whole is not None and any(n % side for n, side in zip(weight.shape[-2:], self.whole, strict=True))
+
+    def require(self) -> None:
+        """Raise KvcliError (usage) where a package that reads or makes this form is not installed."""
+        missing = [name for name in self.packages if not installed(name)]
+        if missing:
+            what = "are stored as" if self.stored else "as"
+            extra = next(extra for extra, names in _EXTRAS.items() if missing[0] in names)
+            raise usage_error(
+                f"weights {what} {self.name} need {' and '.join(missing)}, which is not installed",
+                f"pip install 'kvcli[{extra}]'",
+            )
+
+    def arguments(self, dtype: torch.dtype, spared: Sequence[str] = ()) -> dict[str, Any]:
+        """Give what `from_pretrained` is told to make this form on loading; nothing where the files have it.
+
+        `spared` are the names of all linear layers that stay as they are.
+        """
+        if self.stored:
+            return {}
+        from transformers import BitsAndBytesConfig, TorchAoConfig
+
+        if self.name == "int8":
+            return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[*spared])}
+        if self.name == "int4":
+            how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": [*spared]}
+            return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        rows = Float8WeightOnlyConfig(set_inductor_config=False)
+        return {"quantization_config": TorchAoConfig(rows, modules_to_not_convert=[*spared])}
+
+
+ON_LOADING: Mapping[str, WeightForm] = {
+    "int8": WeightForm("int8", False, ("bitsandbytes",), 8, 32),
+    "int4": WeightForm("int4", False, ("bitsandbytes",), 4, 32, 64, whole=(32, 64), captured=True),
+    "fp8": WeightForm("fp8", False, ("torchao",), 8, 32, captured=True),
+}
+
+
+def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: bool = True) -> WeightForm | None:
+    """Say how a model of this config holds its weights on a device, this machine's if it is `here`; None: as computed.
+
+    Raises:
+        KvcliError: `weights` asks for another form than the files have, or for none that is known (usage).
+    """
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        if weights == "auto":
+            return None
+        if weights not in ON_LOADING:
+            raise usage_error(f"unknown form of weights {weights!r}", f"use auto, {', '.join(ON_LOADING)}")
+        return ON_LOADING[weights]
+    form = _stored(stored if isinstance(stored, dict) else stored.to_dict(), device, here)
+    if weights != "auto":
+        raise usage_error(f"the weights are stored as {form.name}, --weights {weights} is for others", "leave it out")
+    return form
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightForm:
+    """Read the quantization_config of a config.json."""
+    method = str(how.get("quant_method", "bitsandbytes")).removeprefix("bitsandbytes_").lower()
+    form = WeightForm(method, True)
+    group = how.get("group_size")
+    if how.get("load_in_4bit") or method == "4bit":
+        double = how.get("bnb_4bit_use_double_quant")
+        form = replace(ON_LOADING["int4"], name="bitsandbytes 4 bits", whole=None, scale_bits=8 if double else 32)
+    elif how.get("load_in_8bit") or method in ("8bit", "bitsandbytes"):
+        captured = not how.get("llm_int8_threshold", 6.0)  # the channels of large inputs are looked for by the host
+        form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", captured=captured)
+    elif method in ("gptq", "awq"):
+        bits, block = int(how.get("bits", 4)), None if group in (None, -1) else int(group)
+        packages = _EXTRAS["gptq"] if method == "gptq" else ("gptqmodel",)
+        form = WeightForm(method, True, packages, bits, 16 + bits, block)
+    elif method == "compressed-tensors":
+        form = replace(form, packages=("compressed-tensors",), widened=True)
+    elif method == "torchao":
+        kind = str(how.get("quant_type"))
+        bits = 4 if "Int4" in kind else 8 if "Int8" in kind or "Float8" in kind else None
+        form = WeightForm(method, True, ("torchao",), bits, 32, 128 if bits == 4 else None, captured=True)
+    elif method in ("fp8", "mxfp4"):
+        widened = not _has_kernels(method, device, here)
+        sizes = (8, 32, None) if method == "fp8" else (4, 8, 32)
+        form = WeightForm(method, True, (), *sizes, linears=method == "fp8", experts=True, widened=widened)
+    spared = how.get("llm_int8_skip_modules") or how.get("modules_to_not_convert")
+    return replace(form, stored=True, spared=tuple(spared) if spared else None)
+
+
+def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
+    """Whether there are products with weights of a form that transformers has kernels for, but not in its package."""
+    if device.type != "cuda" or not here:
+        return device.type == "cuda"
+    able = method == "mxfp4" or torch.cuda.get_device_capability(device) >= _FP8_COMPUTE
+    return able and installed("kernels")
+
+
+def _candidates(model: PreTrainedModel, form: WeightForm) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Modules by name, with the name of a weight in each that a form may hold, and the weight."""
+    for name, module in model.named_modules():
+        if form.linears and isinstance(module, nn.Linear):
+            yield name, "weight", module.weight
+        if form.experts and name.endswith(".experts"):
+            weights = module.named_parameters(recurse=False)
+            yield from ((name, own, weight) for own, weight in weights if weight.dim() == 3)
