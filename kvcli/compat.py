@@ -3,7 +3,7 @@
 What is public is used where it is needed. Everything here has no public counterpart in the supported versions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -100,18 +100,3 @@ def can_set_attention(model: Any) -> bool:
 def auto_class(auto: Any, config: type, model: type) -> Any:
     """Derive one of transformers' auto classes that makes a model of this class of such a config."""
     return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})
-
-
-def quantises(model: Any, spared: Sequence[str] | None) -> Callable[[str], bool]:
-    """Make what tells by a module's name whether transformers quantises it; `spared` are names in its quantised config.
-
-    Where a config names none, the head, what is tied to it and what has to be in 32 bits are spared.
-    """
-    # What it imports says on stderr what it cannot load.
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    names = HfQuantizer.get_modules_to_not_convert(
-        model, None if spared is None else list(spared), model._keep_in_fp32_modules
-    )
-    return lambda name: bool(should_convert_module(name, names))

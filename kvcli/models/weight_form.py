@@ -10,7 +10,7 @@ a scale a row, torchao's. Embeddings, the head and experts that are one tensor s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from math import ceil
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcli.compat import quantises
 from kvcli.errors import usage_error
 
 Weights = Literal["auto", "int8", "int4", "fp8"]
@@ -86,7 +85,7 @@ class WeightForm:
         """Bytes of those weights of a model, on the meta device, that are quantised, by the parameters' names."""
         if self.bits is None or self.widened:
             return {}
-        chosen = quantises(model, self.spared)
+        chosen = _quantises(model, self.spared)
         return {
             f"{module}.{name}": self.nbytes(weight.shape)
             for module, name, weight in _candidates(model, self)
@@ -197,6 +196,21 @@ def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
         return device.type == "cuda"
     able = method == "mxfp4" or torch.cuda.get_device_capability(device) >= _FP8_COMPUTE
     return able and installed("kernels")
+
+
+def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable[[str], bool]:
+    """Make what tells by a module's name whether transformers quantises it; `spared` are names in its quantised config.
+
+    Where a config names none, the head, what is tied to it and what has to be in 32 bits are spared.
+    """
+    # What it imports says on stderr what it cannot load.
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = HfQuantizer.get_modules_to_not_convert(
+        model, None if spared is None else list(spared), model._keep_in_fp32_modules
+    )
+    return lambda name: bool(should_convert_module(name, names))
 
 
 def _candidates(model: PreTrainedModel, form: WeightForm) -> Iterator[tuple[str, str, torch.Tensor]]:
