@@ -30,7 +30,7 @@ from kvcli.inputs.encoding import EncodedPrompt, encode_all
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.models.weight_form import Weights
-from kvcli.request import begin_to_keep, check, choose_pipeline, open_library, request_of
+from kvcli.request import begin_to_keep, check, choose_pipeline, open_disk, open_library, request_of
 from kvcli.runtime.kept_run import Keep, KeptRun
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
@@ -101,8 +101,9 @@ class LanguageModel:
             prompt: the question after each of them, or several; without it the texts stand alone.
             options: `method`, `profile`, `system`, `raw`, `question_first`, `chat_template_kwargs`, `audit`,
                 `pipeline`, `checkpoint` (a directory that `resume` goes on with), `every`, `kv`, `save_kv`, `kv_cache`
-                (directories), `kv_cache_size` (bytes, or text such as "200GiB"), `lossless` and `observer` (a
-                `kvcli.telemetry.observer.Observer`) as on the command line, settings of the sampling and of the method.
+                (directories), `kv_cache_size` (bytes, or text such as "200GiB"), `kv_disk` (a directory) with
+                `host_memory` (bytes, or text), `lossless` and `observer` (a `kvcli.telemetry.observer.Observer`) as on
+                the command line, settings of the sampling and of the method.
 
         Returns:
             An answer for one text and question; for several of either a list, all questions on a text side by side.
@@ -134,15 +135,18 @@ class LanguageModel:
 
         Args:
             document: a text.
-            options: as in `generate`, but for `audit`, `lossless`, `pipeline`, `checkpoint`, `every` and `num_samples`.
+            options: as in `generate`, but for `audit`, `lossless`, `pipeline`, `checkpoint`, `every`, `kv_disk` and
+                `num_samples`.
 
         Raises:
             KvcliError: an unknown name or a bad value, or a document that will not fit.
         """
         request, observer = request_of([document or "-"], None, **options)
-        watched = request.audit or request.lossless
+        watched = request.audit or request.lossless or request.disk
         if request.sampling.num_samples > 1 or watched or request.keep or request.pipeline != "auto":
-            raise usage_error("a chat takes no num_samples, audit, lossless, checkpoint or pipeline", "leave it out")
+            raise usage_error(
+                "a chat takes no num_samples, audit, lossless, checkpoint, kv_disk or pipeline", "leave it out"
+            )
         model, checkpoint = self.loaded, self.checkpoint
         settings = (request.profile, request.sampling, request.template, document)
         return Chat(Dialogue(model, checkpoint, *settings, observer))
@@ -184,10 +188,12 @@ class LanguageModel:
         if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
             raise failed
         library = open_library(request, self.checkpoint, observer)
-        check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self))
+        disk = open_disk(request, self.checkpoint, prompts)
+        check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self), disk=disk)
         pipeline = choose_pipeline(request, self.checkpoint)
         kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
-        return Generation(request, self.loaded, prompts, pipeline, observer, kept=kept, library=library), observer
+        held = {"kept": kept, "library": library, "disk": disk}
+        return Generation(request, self.loaded, prompts, pipeline, observer, **held), observer
 
 
 class Chat:

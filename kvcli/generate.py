@@ -9,10 +9,19 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
+from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.models.loading import Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
-from kvcli.request import GenerationRequest, begin_to_keep, capacities, check, choose_pipeline, open_library
+from kvcli.request import (
+    GenerationRequest,
+    begin_to_keep,
+    capacities,
+    check,
+    choose_pipeline,
+    open_disk,
+    open_library,
+)
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
@@ -22,6 +31,7 @@ from kvcli.runtime.run_report import run_report
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.cache import Footprint
+from kvcli.store.disk_tier import DiskError, DiskTier
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -48,11 +58,12 @@ def generate(
         checkpoint = open_checkpoint(spec)
         prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
         library = open_library(request, checkpoint, observer)
-        check(request, checkpoint, prompts, observer)
+        disk = open_disk(request, checkpoint, prompts)
+        check(request, checkpoint, prompts, observer, disk=disk)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
         kept = begin_to_keep(request, checkpoint, prompts, pipeline)
         model = checkpoint.load()
-    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept, library))
+    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept, library, disk))
 
 
 def resume(
@@ -96,6 +107,10 @@ def _run(generation: Generation) -> report.Report:
         announce(generation.interrupt(), observer)
         if generation.kept is not None:
             observer.notice(f"kvcli generate --resume {generation.kept.directory} goes on with it")
+    except DiskError as error:
+        if not any(sequence.running for sequence in generation.sequences):
+            raise
+        announce(generation.fail(error), observer)
     observer.stage_done()
     return generation.report()
 
@@ -112,6 +127,7 @@ class Generation:
     timeline: Timeline = field(default_factory=Timeline)
     kept: KeptRun | None = None
     library: KVLibrary | None = None
+    disk: DiskTier | None = None
     sequences: list[RunningSequence] = field(default_factory=list, init=False)
     audits: list[Audit] = field(default_factory=list, init=False)
     loaded: Footprint = field(default_factory=Footprint, init=False)
@@ -122,8 +138,8 @@ class Generation:
         """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
         request, kept = self.request, self.kept
         beside = request.beside(self.model.device.type)
-        ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice)
-        with ready_for as ready, nullcontext() if kept is None else closing(kept):
+        ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice, self.disk)
+        with ready_for as ready, nullcontext() if kept is None else closing(kept), self.disk or nullcontext():
             runner = PrefillRunner(
                 *(ready, request.profile, request.sampling, self.observer, self.timeline, beside, self.library),
                 exact=request.lossless is not None,
@@ -176,6 +192,13 @@ class Generation:
     def interrupt(self) -> Step:
         """End what still runs; returns it with the text that was held back."""
         return [(sequence, sequence.end("interrupted")) for sequence in self.sequences if sequence.running]
+
+    def fail(self, error: KvcliError) -> Step:
+        """End what still runs for an error of all of it; returns it with the text that was held back."""
+        running = [sequence for sequence in self.sequences if sequence.running]
+        for sequence in running:
+            sequence.error = error.what
+        return [(sequence, sequence.end("error")) for sequence in running]
 
     def report(self) -> report.Report:
         """List the sequences in the order of the prompts, the samples of each side by side.

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcli.capacity import memory, pipelines
+from kvcli.capacity.disk import disk_tier
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.kv_options import DiskOptions, KVOptions, disk_options
 from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.inputs.provenance import profile_mismatch
@@ -20,6 +21,7 @@ from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.sizes import parse_bytes
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.observer import Observer
 
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
@@ -43,6 +45,8 @@ class GenerationRequest:
     """Where prompts' KV is taken from, and saved to."""
     lossless: int | None = None
     """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
+    disk: DiskOptions | None = None
+    """Where KV lies that host memory is not to hold, see `kvcli.store.disk_tier`."""
 
     def beside(self, device: str) -> Profile | None:
         """The profile of the second method that each sequence brings on a type of device, if it does."""
@@ -72,14 +76,31 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
     return KVLibrary(request.kv, checkpoint, request.template, sources, observer.notice)
 
 
+def open_disk(request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt]) -> DiskTier | None:
+    """Make the tier below host memory, for all sequences together; None where there is to be none.
+
+    Raises:
+        KvcliError: the directory cannot be used, or not with what else was asked for (usage).
+    """
+    asked = request.disk
+    if asked is None:
+        return None
+    beside = {"--lossless": request.lossless, "--checkpoint": request.keep}
+    if (other := next((name for name, value in beside.items() if value is not None), None)) is not None:
+        raise usage_error(f"{other} does not go with --kv-disk: it keeps copies of all KV", "leave one of them out")
+    sequences = request.sampling.num_samples * sum(prompt.error is None for prompt in prompts)
+    return disk_tier(asked, request.profile, checkpoint.device, sequences)
+
+
 def check(
     request: GenerationRequest,
     checkpoint: Checkpoint,
     prompts: Sequence[EncodedPrompt],
     observer: Observer,
     loaded: bool = False,
+    disk: DiskTier | None = None,
 ) -> None:
-    """Refuse what memory does not hold, and give notice of what the model or the profile was not made for.
+    """Refuse what memory or `disk` does not hold, and give notice of what model or profile was not made for.
 
     Raises:
         KvcliError: the run will not fit (exit code 3); `loaded` weights are there already.
@@ -95,6 +116,7 @@ def check(
         together=together,
         layers_beside=2 * ((request.kv.save or request.kv.cache) is not None)
         + 2 * ((request.kv.use or request.kv.cache) is not None),
+        disk=disk,
     )
     for notice in checkpoint.notices():
         observer.notice(notice)
@@ -112,6 +134,8 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
     asked = {"--lossless": request.lossless, "--audit": request.audit, "--trace": traced or None}
+    if checkpoint.device.type == "cuda":
+        asked["--kv-disk"] = request.disk
     watching = [option for option, value in asked.items() if value is not None]
     return pipelines.choose(request.pipeline, request.profile, checkpoint, watching, request.keep is not None)
 
@@ -146,6 +170,8 @@ def request_of(
     kv_cache: str | Path | None = None,
     kv_cache_size: int | str | None = None,
     lossless: int | None = None,
+    kv_disk: str | Path | None = None,
+    host_memory: int | str | None = None,
     observer: Observer | None = None,
     **settings: Any,
 ) -> tuple[GenerationRequest, Observer]:
@@ -179,5 +205,6 @@ def request_of(
         keep=None if checkpoint is None else Keep(Path(checkpoint), every),
         kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
         lossless=lossless,
+        disk=disk_options(kv_disk, host_memory),
     )
     return request, observer or Observer()

@@ -27,6 +27,7 @@ from kvcli.models.loading import Checkpoint
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
+from kvcli.store.disk_tier import DiskTier
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
@@ -82,11 +83,17 @@ def kv_footprint(
 
 
 def planned_method(
-    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
+    profile: Profile,
+    geometry: ModelGeometry,
+    capacity: int,
+    dtype: torch.dtype,
+    prompt_tokens: int | None = None,
+    disk: DiskTier | None = None,
 ) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
 
-    A budget that is a share of the prompt and too small for the method is taken to hold everything.
+    On a `disk` lies what host memory is not to hold; raises KvcliError where its cache is too small (will not fit). A
+    budget that is a share of the prompt and too small for the method is taken to hold everything.
     """
     if prompt_tokens is not None:
         with suppress(KvcliError):
@@ -102,6 +109,7 @@ def planned_method(
     context = SequenceContext.of(
         len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens, states=geometry.states
     )
+    context.tiers = context.tiers.above(disk)
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 
@@ -116,12 +124,13 @@ def need(
     device: torch.device = CPU,
     together: int = 0,
     layers_beside: int = 0,
+    disk: DiskTier | None = None,
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
     Every sequence holds a second method's KV, of the profile `beside`, where there is one. The prefill's workspace
     depends on the kind of `device`, and on the most tokens of several prompts that are read `together`. KV of so many
-    `layers_beside` is on its way to or from the disk.
+    `layers_beside` is on its way to or from the disk. What host memory is not to hold lies on the tier `disk`.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -129,7 +138,7 @@ def need(
     counted, kv = _counted(prompts), Footprint()
 
     def planned(tokens: int) -> AnyMethod:
-        return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens)
+        return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens, disk)
 
     for (tokens, shared), number in counted.items():
         for sequences, common in ((number, shared), (number * (samples - 1), tokens)):  # further samples share it all
@@ -141,13 +150,14 @@ def need(
             held = method.footprint()
             if beside is not None:
                 held += kv_footprint(beside, geometry, tokens + max_tokens, dtype, tokens)
-            kv += Footprint(sequences * held.device, sequences * held.host)
+            kv += Footprint(sequences * held.device, sequences * held.host, disk=sequences * held.disk)
     longest = max(counted).tokens
     window = planned(longest).prefill_window
-    if device.type == "cuda" and beside is None and gpu_step_of(get_method(profile.method), profile.settings) == GRAPH:
+    in_graph = gpu_step_of(get_method(profile.method), profile.settings) == GRAPH and disk is None
+    if device.type == "cuda" and beside is None and in_graph:
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
-        kv = Footprint(_in_slots(kinds, counted.total() * samples, widest), kv.host)
+        kv = replace(kv, device=_in_slots(kinds, counted.total() * samples, widest))
     workspace = Workspace.of(geometry, longest, window, device, max(longest, together), dtype.itemsize)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
@@ -178,9 +188,10 @@ def check(
     loaded: bool = False,
     together: int = 0,
     layers_beside: int = 0,
+    disk: DiskTier | None = None,
     way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run that will not fit; `together` and `layers_beside` as in `need`, `way_out` is what a user can change.
+    """Refuse a run that will not fit; `together` to `disk` as in `need`, `way_out` is what a user can change.
 
     Raises:
         KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit; a budget
@@ -205,12 +216,15 @@ def check(
             device,
             together,
             layers_beside,
+            disk,
         )
         return replace(wanted, weights=0) if loaded else wanted
 
     device, longest = checkpoint.device, max(counted).tokens
     free, wanted = available(device), planned(longest)
     if fits(wanted.on(device), free):
+        if disk is not None:
+            disk.check(wanted.kv.disk)
         return
     pool = next(name for name, size in wanted.on(device).items() if size > free[name])
     fitting = longest_fitting(lambda n: planned(n).on(device), free, longest)

@@ -14,8 +14,9 @@ _IN_PHASES = {
     "--lossless": "takes steps back",
     "--audit": "looks into the phases of a step",
     "--trace": "looks into the phases of a step",
+    "--kv-disk": "has pages in files, which no CUDA graph reads",
 }
-"""Options for which steps are blocking, and why."""
+"""Options for which steps are blocking, and why; a disk is one on a GPU alone."""
 
 
 def choose(
@@ -30,7 +31,7 @@ def choose(
     """
     if {"--audit", "--lossless"} <= {*watching}:
         raise usage_error("--lossless writes the text of full attention, which --audit compares with", "leave one out")
-    second = next((option for option in watching if option != "--trace"), None)
+    second = next((option for option in watching if option not in ("--trace", "--kv-disk")), None)
     if kept and second is not None:
         what = f"{second} has full attention beside the method, which --checkpoint does not keep"
         raise usage_error(what, "leave one out")

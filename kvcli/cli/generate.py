@@ -14,7 +14,7 @@ from kvcli.cli.options import METHOD, OUTPUT, Panel, at_least, given, positive_c
 from kvcli.cli.presentation import Presentation
 from kvcli.cli.reads import check_files
 from kvcli.cli.resume import resume_run
-from kvcli.cli.saved import SAVED, KVCache, KVCacheSize, SaveKV, kv_options
+from kvcli.cli.saved import SAVED, HostMemory, KVCache, KVCacheSize, KVDisk, SaveKV, kv_options
 from kvcli.cli.turns import check_turns, take_turns
 
 _KEEPING = Panel("Going on")
@@ -78,6 +78,8 @@ def generate(
     ] = None,
     page_size: Annotated[str | None, METHOD.option("--page-size", "TOKENS", "Tokens recalled together.")] = None,
     kv_dtype: asked.KVDType = None,
+    kv_disk: KVDisk = None,
+    host_memory: HostMemory = None,
     max_tokens: asked.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -155,6 +157,7 @@ def generate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP), 141 stdout was closed.
     """
+    from kvcli.inputs.kv_options import disk_options
     from kvcli.inputs.sampling import Sampling
 
     if resume is not None:
@@ -190,6 +193,7 @@ def generate(
             "--lossless": lossless,
             "--trace": trace,
             "--checkpoint": checkpoint,
+            "--kv-disk": kv_disk,
         }
         stored = bool(given(context, ["kv_cache"]))
         beside |= {"--save-kv": save_kv, "--kv-cache": stored, "--question-first": question_first != "no"}
@@ -201,7 +205,7 @@ def generate(
     if num_samples > 1 and temperature == 0:
         show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
     keep = None if checkpoint is None else Keep(checkpoint, every)
-    how = (audit, pipeline, keep, saved_kv, lossless)
+    how = (audit, pipeline, keep, saved_kv, lossless, disk_options(kv_disk, host_memory))
     request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, *how)
     spec, spans = ModelSpec(model, device, dtype, load_format, offline, weights), Timeline(trace is not None)
     try:

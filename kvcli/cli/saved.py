@@ -1,4 +1,4 @@
-"""Options about saved KV that several commands have, and the command `kvcli prefill`, which only saves."""
+"""Options about KV on a disk that several commands have, and the command `kvcli prefill`, which only saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from kvcli.cli import options
 from kvcli.cli.asked import ChatTemplateKwargs, Raw, System, hush_libraries
 from kvcli.cli.entries import template_of
-from kvcli.cli.options import Panel, require_text
+from kvcli.cli.options import METHOD, Panel, at_least, require_text
 from kvcli.cli.output import write_result
 from kvcli.cli.reads import check_files
 from kvcli.errors import ExitCode, KvcliError, usage_error
@@ -44,6 +44,25 @@ KVCacheSize = Annotated[
         "Keep the store to a size as in 200GiB: what was not used for longest goes.",
         size,
         show_default="any size",
+    ),
+]
+
+
+KVDisk = Annotated[
+    Path | None,
+    METHOD.option(
+        "--kv-disk", "DIR", "KV that host memory is not to hold lies in files there, which end with the run.", env=False
+    ),
+]
+HostMemory = Annotated[
+    int | None,
+    METHOD.option(
+        "--host-memory",
+        "SIZE",
+        "Host memory for KV beside --kv-disk, as in 32GiB: all sequences together.",
+        at_least(1, parse_bytes),
+        env=False,
+        show_default="half of what is free",
     ),
 ]
 

@@ -1,10 +1,11 @@
 """What a method that reads prompts by windows offers besides `Method` (see `Method.prefill_window`)."""
 
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods._disk import count_disk
 from kvcli.store.cache import LayerCache
 
 CacheT = TypeVar("CacheT", bound=LayerCache, contravariant=True)
@@ -16,3 +17,12 @@ class AttendsWindows(Protocol[CacheT]):
 
     def retrieve_window(self, layer: int, cache: CacheT, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Do what `Method.attend_window` says in a layer of `Method.new_cache`."""
+
+
+def attend_window(method: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Do so in a layer of `Method.new_cache`, and count what was asked of a disk."""
+    assert isinstance(method, AttendsWindows), f"{type(method).__name__} has no retrieve_window"
+    cache = method.retrieval[layer]
+    out = method.retrieve_window(layer, cache, q, k, v, softmax)
+    count_disk(method.context, layer, cache)
+    return out

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods._latents import tiers_for
-from kvcli.methods._windows import AttendsWindows
+from kvcli.methods._disk import count_disk, tiers_of_layer
+from kvcli.methods._windows import attend_window
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry, StateGeometry
@@ -121,11 +121,10 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     """Whether `take_next_query` is to be called, one layer ahead of `attend`."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
-        tiers = context.tiers = tiers_for(layers, context.tiers, type(self).__name__, self.no_latents)
-        self.config, self.context = config, context
+        tiers = context.tiers = tiers_of_layer(self, layers, config.leading_dense_layers, context.tiers)
+        self.config, self.context, self.caches = config, context, list[LayerCache]()
         self.retrieval: dict[int, CacheT] = {}
         self.plain: dict[int, DenseCache | SlidingCache] = {}
-        self.caches: list[LayerCache] = []
         self.states = RecurrentState(context.states, context.tiers)
         for layer in layers:
             cache: LayerCache
@@ -179,6 +178,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         """
         if layer in self.retrieval:
             self.take_prompt(layer, self.retrieval[layer], k, v, q, softmax)
+            count_disk(self.context, layer, self.caches[layer])
         else:
             self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
 
@@ -193,6 +193,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         self.count(layer, Count.BYTES_TO_HOST, written)
         if layer in self.retrieval:
             out = self.retrieve(layer, self.retrieval[layer], q, softmax)
+            count_disk(self.context, layer, self.caches[layer])
         else:
             with self.span("attention", layer):
                 out = self.caches[layer].attend(q, softmax)
@@ -221,8 +222,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
     def attend_window(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append the next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d]."""
         if layer in self.retrieval:
-            assert isinstance(self, AttendsWindows), f"{type(self).__name__} has no retrieve_window"
-            return self.retrieve_window(layer, self.retrieval[layer], q, k, v, softmax)
+            return attend_window(self, layer, q, k, v, softmax)
         return self.plain[layer].attend_window(q, k, v, softmax)
 
     @property

@@ -102,6 +102,11 @@ class MethodConfig(BaseModel):
         """Whether the query heads of a KV head choose together; else the setting `pooling` is none."""
         return getattr(self, "pooling", None) != "none"
 
+    @property
+    def on_host(self) -> bool:
+        """Whether KV lies in host memory, from where a disk can take it."""
+        return False
+
     def readers(self, layer: LayerGeometry) -> int:
         """Query heads of a KV head that choose for themselves; 1 where they choose together."""
         return 1 if self.pooled else layer.num_heads // layer.num_kv_heads
@@ -126,12 +131,22 @@ class HostKVConfig(MethodConfig):
             raise ValueError(f"kv_dtype {self.kv_dtype} is not for the ablations of host_layout and recall")
         return self
 
+    @property
+    @override
+    def on_host(self) -> bool:
+        return bool(getattr(self, "offload", True))
+
     def tiers(self, tiers: Tiers) -> Tiers:
         """The memory that caches are made in, with KV in host memory as it is to be held.
 
         Raises:
-            KvcliError: the model keeps one latent a token, which is held as it is (usage).
+            KvcliError: the model keeps one latent a token, which is held as it is; a disk, with the ablations of the
+                host's layout (usage).
         """
+        plain = getattr(self, "host_layout", "hnd") == "hnd" and getattr(self, "recall", "gather") == "gather"
+        if tiers.disk is not None and not plain:
+            what = "--kv-disk is not for the ablations of host_layout and recall"
+            raise KvcliError(what, "leave them as they are", ExitCode.USAGE)
         if self.kv_dtype != "auto" and tiers.parts == 1:
             what = f"kv_dtype {self.kv_dtype}: this model's tokens have one latent instead of keys and values"
             raise KvcliError(what, "leave it at auto: a latent is small", ExitCode.USAGE)

@@ -114,7 +114,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
             out = cache.attend(q, softmax)
         if not corrected.all():
             with self.span("recall", layer):  # for the other heads: a corrected one misses nothing any more
-                misses, moved = cache.recall(selected)
+                misses, moved = cache.recall(selected, later=True)
             self.count_recalled(layer, misses, moved, hidden=True)
         self.previous_query[layer] = q.clone()
         return out

@@ -97,7 +97,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         cache = self.retrieval[layer]
         if cache.length + 1 > cache.budget.total:
             self.foretold += 1
-            self._fetch(layer, cache, q, cache.length + 1)
+            self._fetch(layer, cache, q, cache.length + 1, later=True)
 
     @property
     @override
@@ -120,7 +120,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         with self.span("attention", layer):
             return cache.attend_selected(q, self.ahead.pop(layer), softmax)
 
-    def _fetch(self, layer: int, cache: Cache, q: Tensor, length: int) -> None:
+    def _fetch(self, layer: int, cache: Cache, q: Tensor, length: int, later: bool = False) -> None:
         """Choose with q [H, d] from the first `length` tokens, and bring what is missing to the device."""
         candidates = cache.budget.candidates(length)
         with self.span("score", layer):
@@ -134,7 +134,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         self.choices += selected.shape[0]
         self.count_selected(layer, selected)
         with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
+            misses, moved = cache.recall(selected, later)
         self.count_recalled(layer, misses, moved)
         self.ahead[layer] = selected
 

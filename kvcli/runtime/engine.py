@@ -33,6 +33,7 @@ from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_score
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend, windowed_prefill
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.timeline import Timeline
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
@@ -41,8 +42,10 @@ _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # 
 class Engine:
     """Runs methods on one model; made by `engine`."""
 
-    def __init__(self, model: Model, hook: Hook, rope: Rope, notice: Callable[[str], None]):
-        self.model, self.hook, self.rope, self.notice = model, hook, rope, notice
+    def __init__(
+        self, model: Model, hook: Hook, rope: Rope, notice: Callable[[str], None], disk: DiskTier | None = None
+    ):
+        self.model, self.hook, self.rope, self.notice, self.disk = model, hook, rope, notice, disk
 
     @property
     def layers(self) -> Sequence[LayerGeometry]:
@@ -75,7 +78,7 @@ class Engine:
         `capacity` is room for more tokens than the sequence will have, one of the engine's.
         """
         capacity = capacity or prompt_tokens + max_tokens
-        return SequenceContext.of(
+        context = SequenceContext.of(
             len(self.layers),
             self.model.device,
             self.model.dtype,
@@ -87,6 +90,8 @@ class Engine:
             prompt_tokens=prompt_tokens,
             states=self.model.geometry.states,
         )
+        context.tiers = context.tiers.above(self.disk)
+        return context
 
     def method(self, profile: Profile, context: SequenceContext) -> AnyMethod:
         """Make the object that serves one sequence.
@@ -262,11 +267,15 @@ def shared_windows(branches: Branches, methods: Sequence[AnyMethod], window: int
 
 @contextmanager
 def engine(
-    model: Model, capacities: Collection[int], notice: Callable[[str], None] = lambda _: None
+    model: Model,
+    capacities: Collection[int],
+    notice: Callable[[str], None] = lambda _: None,
+    disk: DiskTier | None = None,
 ) -> Iterator[Engine]:
     """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was.
 
-    `notice` takes a line for the user about work that was not asked for but takes time.
+    `notice` takes a line for the user about work that was not asked for but takes time. On a `disk` lies what host
+    memory is not to hold.
     """
     here = torch.cuda.device(model.device if model.device.type == "cuda" else -1)  # -1: none; Triton launches on it
     with (
@@ -275,4 +284,4 @@ def engine(
         onednn_linears(model.module),
         installed(model.module, capacities) as rope,
     ):
-        yield Engine(model, hook, rope, notice)
+        yield Engine(model, hook, rope, notice, disk)

@@ -33,6 +33,7 @@ def run_report(
             host_pinned_bytes=kv.host if cuda else 0,
             device_kv_bytes=kv.device,
             host_kv_bytes=kv.host,
+            disk_kv_bytes=kv.disk,
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         ),
         saved=list(saved),

@@ -26,7 +26,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.host_pool import HostPagePool
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import page_pool
 from kvcli.store.pages import PageBudget, paged, slices
 from kvcli.store.state import Settled
 
@@ -73,7 +74,7 @@ class BlockCache(LayerCache):
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
         self.mass = tiers.on_device(near, dtype=torch.float32).zero_()
         self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
-        self.pool = HostPagePool(heads, d, budget.size, num_blocks, tiers)
+        self.pool = page_pool(heads, d, budget.size, num_blocks, tiers, kept=0 if budget.sink else 1)
         self.keys = tiers.on_device(num_blocks, heads, d)
         self.slots = tiers.on_device(min(layout.slots, num_blocks), heads, 2, budget.size, d)
         self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)
@@ -88,6 +89,11 @@ class BlockCache(LayerCache):
     def block_keys(self) -> Tensor:
         """Keys that represent these blocks: [num_blocks, Hk, d]."""
         return self.keys[: self.num_blocks]
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.pool.on_disk
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:

@@ -16,6 +16,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
+from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.footprint import Footprint as Footprint
 from kvcli.store.footprint import Traffic as Traffic
 from kvcli.store.footprint import nbytes as nbytes
@@ -43,6 +44,11 @@ class LayerCache(ABC):
 
     length: int
     """Tokens seen so far, whether still held or not."""
+
+    @property
+    def disk(self) -> DiskBlocks | None:
+        """What of it lies on a disk; None where nothing does."""
+        return None
 
     @abstractmethod
     def load(self, k: Tensor, v: Tensor) -> int:

@@ -9,14 +9,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds."""
+    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds.
+
+    `disk` are those of its files: what `host` holds of them is a copy.
+    """
 
     device: int = 0
     host: int = 0
     shared: int = 0
+    disk: int = 0
 
     def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(self.device + other.device, self.host + other.host, self.shared + other.shared)
+        return Footprint(
+            self.device + other.device, self.host + other.host, self.shared + other.shared, self.disk + other.disk
+        )
 
 
 @dataclass(frozen=True)

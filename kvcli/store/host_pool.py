@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.footprint import Footprint
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled, raw
@@ -43,11 +44,14 @@ class HostPagePool:
     ready in the background. A copy of a pool, and one that is told to `share`, refer to pages of another one and have
     only the others themselves.
 
-    Reading and writing wait for the memory of the pages concerned.
+    Reading and writing wait for the memory of the pages concerned. `on_disk` are the blocks of a pool that has files
+    instead (`kvcli.store.disk_pool`).
 
     Raises:
         KvcliError: reading and writing, where the system does not pin that memory (will not fit).
     """
+
+    on_disk: DiskBlocks | None = None
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class HostPagePool:
         What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
         kind, nothing is shared and False returned.
         """
-        kinds = [(each.layout, each.page_shape, each.dtype, each.format) for each in (self, other)]
+        kinds = [(type(each), each.layout, each.page_shape, each.dtype, each.format) for each in (self, other)]
         alike = kinds[0] == kinds[1]
         if alike and (pages := min(pages, self.num_pages, other.num_pages)):
             self._allocating, self._lender, self.shared = [], (other, pages), pages
@@ -137,21 +141,9 @@ class HostPagePool:
 
     def fetch_parts(self, pages: Tensor, heads: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Do as `fetch`, part after part: on a CPU no more at once than its cache holds, where numbers are made."""
-        pieces = self.pieces
-        pages, heads = pages.to(pieces[0].device), heads.to(pieces[0].device)
-
-        def gather(blocks: Tensor, part: slice) -> None:
-            if len(pieces) == 1:
-                self._take(pieces[0], pages[part], heads[part], blocks)
-                return
-            for (start, _), piece in zip(self._allocating, pieces, strict=True):
-                inside = (pages[part] >= start) & (pages[part] < start + len(piece))
-                here = inside.nonzero()[:, 0]
-                blocks[here] = self._take(piece, pages[part][here] - start, heads[part][here])
-
-        form = self.format
+        gather, form = self._gatherer(pages, heads), self.format
         if form is None:
-            yield slice(len(pages)), self.tiers.gathered((len(pages), *self._blocks(pieces[0]).shape[2:]), gather)
+            yield slice(len(pages)), self.tiers.gathered((len(pages), *self.block_shape), gather)
             return
         at_once = form.at_once if self.tiers.device.type == "cpu" else max(1, len(pages))
         for part in slices(len(pages), at_once):
@@ -187,6 +179,22 @@ class HostPagePool:
         else:
             other._allocating = other._allocate(0)
         return other
+
+    def _gatherer(self, pages: Tensor, heads: Tensor) -> Callable[[Tensor, slice], None]:
+        """Make what fills rows of host memory with a part of these blocks."""
+        pieces = self.pieces
+        pages, heads = pages.to(pieces[0].device), heads.to(pieces[0].device)
+
+        def gather(blocks: Tensor, part: slice) -> None:
+            if len(pieces) == 1:
+                self._take(pieces[0], pages[part], heads[part], blocks)
+                return
+            for (start, _), piece in zip(self._allocating, pieces, strict=True):
+                inside = (pages[part] >= start) & (pages[part] < start + len(piece))
+                here = inside.nonzero()[:, 0]
+                blocks[here] = self._take(piece, pages[part][here] - start, heads[part][here])
+
+        return gather
 
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
         """Ask for pieces from page `first` on, each with its first page."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -18,10 +19,10 @@ class LayerPrefetcher:
     """Two buffers [t, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
 
     On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
-    overlap with, and it is copied at once.
+    overlap with, and it is copied at once, unless it comes from a disk.
     """
 
-    not_state: ClassVar[tuple[str, ...]] = ("buffers", "stream", "done")
+    not_state: ClassVar[tuple[str, ...]] = ("buffers", "stream", "done", "coming")
 
     def __init__(self, capacity: int, width: int, tiers: Tiers):
         self.capacity, self.width, self.tiers = capacity, width, tiers
@@ -32,16 +33,22 @@ class LayerPrefetcher:
         self.prefetched: TokenMajorCache | None = None  # the layer in the buffer whose turn it is
         self.rows = 0  # how many of its tokens are there, or on their way
         self.done: torch.cuda.Event | None = None  # when they are there
+        self.coming: Future[None] | None = None  # likewise, from a disk
 
     def prefetch(self, cache: TokenMajorCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Begin to copy all tokens of a layer; the layer fetched last stays valid until the next call.
 
         On CUDA the copies run in a `span`, which times them.
         """
+        self._arrive()
         self.buffers.reverse()
         self.prefetched, self.rows = cache, cache.held
         if self.stream is None:
-            cache.read(slice(0, cache.held), self._views(cache))
+            if cache.on_disk is None:
+                cache.read(slice(0, cache.held), self._views(cache))
+            else:  # a thread takes it from the disk
+                ahead, tokens = cache.on_disk.share_of.tier.ahead, slice(0, cache.held)
+                self.coming = ahead.submit(_read, cache, tokens, self._views(cache))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # which has read this buffer
         with torch.cuda.stream(self.stream), span():
@@ -57,6 +64,7 @@ class LayerPrefetcher:
         early = self.rows if self.prefetched is cache else 0
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
+        self._arrive()
         cache.read(slice(early, cache.held), self._views(cache))
         self.prefetched = self.done = None
         kv = self._views(cache)[:, : cache.held].transpose(1, 2)
@@ -75,7 +83,18 @@ class LayerPrefetcher:
         """A copy has buffers of its own, and nothing on its way."""
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
+    def _arrive(self) -> None:
+        """Wait for what comes from a disk."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            coming.result()
+
     def _views(self, cache: TokenMajorCache) -> Tensor:
         """View the buffer whose turn it is in the shape of the layer: [t, capacity, Hk, d]."""
         shape = (cache.kv.shape[1], *cache.token_shape)
         return self.buffers[0][:, : math.prod(shape)].unflatten(1, shape)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@torch.inference_mode()
+def _read(cache: TokenMajorCache, tokens: slice, views: Tensor) -> None:
+    cache.read(tokens, views)

@@ -25,10 +25,12 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.kernels.resolve_pages import resolve_pages
+from kvcli.kernels.resolve_pages import Misses, resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import DiskPagePool, page_pool
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import PageBudget, PagedCache, paged, slices
@@ -55,12 +57,14 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.taken = 0  # pages of a prompt that is not all there yet
         self.budget = budget
         num_pages = budget.count(capacity)
-        self.pool = HostPagePool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout)
+        kept = 0 if budget.sink else 1  # sinks are on the device
+        self.pool = page_pool(num_kv_heads, head_dim, budget.size, num_pages, tiers, layout, kept=kept)
         if self.pool.format is not None:
             digest = partial(_digest_as_held, digest, self.pool.format)
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
+        self.coming: Misses | None = None  # recalled for later: resident, and not yet in its slots
 
     @override
     def share(self, other: LayerCache, tokens: int) -> None:
@@ -70,6 +74,11 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def share_pages(self, pages: HostPagePool, tokens: int) -> bool:
         return self.pool.share(pages, tokens // self.budget.size)
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.pool.on_disk
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
@@ -111,24 +120,28 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.summaries.fill(page, full_k)
         return self.pool.write(page, full_k, full_v)
 
-    def recall(self, selected: Tensor, heads: Tensor | None = None) -> tuple[list[int], int]:
+    def recall(self, selected: Tensor, heads: Tensor | None = None, later: bool = False) -> tuple[list[int], int]:
         """Bring the missing pages of `selected` [Hk, k] to the device, in place of those no longer selected.
 
-        Only the KV heads marked in `heads` [Hk], where it is given, change their pages. Returns the misses of each KV
-        head and the bytes moved.
+        Only the KV heads marked in `heads` [Hk], where it is given, change their pages. What is for `later`, no
+        attention of this step, is read from a disk beside the run. Returns the misses of each KV head and the bytes
+        moved.
         """
+        self._arrive()
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
         misses = resolve_pages(self.resident, selected)
-        slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
-        for some, blocks in self.pool.fetch_parts(misses.pages, misses.heads):  # [m, 2, p, d]
-            for part, kv in enumerate(self.kv):
-                kv.flatten(0, 1).index_copy_(0, slots[some], blocks[:, part])
+        if later and isinstance(self.pool, DiskPagePool):
+            self.pool.announce(misses.pages, misses.heads)
+            self.coming = misses
+        else:
+            self._bring(misses)
         self.resident[misses.heads, misses.slots] = misses.pages
-        return misses.by_head(len(selected)), len(slots) * self.pool.block_bytes
+        return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        self._arrive()
         k, v = both(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(self.length)])  # [Hk, rows, d]
         return decode_attention(q, k, v, softmax)
 
@@ -175,6 +188,19 @@ class OffloadedPageCache(PagedCache, LayerCache):
         first = self.budget.sink
         pages = torch.arange(first, first + self.budget.selected, device=self.resident.device)
         self.resident[:] = pages if self.pool.format is None else EMPTY
+
+    def _bring(self, misses: Misses) -> None:
+        """Fetch pages into their slots."""
+        slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
+        for some, blocks in self.pool.fetch_parts(misses.pages, misses.heads):  # [m, 2, p, d]
+            for part, kv in enumerate(self.kv):
+                kv.flatten(0, 1).index_copy_(0, slots[some], blocks[:, part])
+
+    def _arrive(self) -> None:
+        """Bring what was recalled for later."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            self._bring(coming)
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
         """Put `tokens` of k, v [Hk, s, d] into the rows from `slot` on."""

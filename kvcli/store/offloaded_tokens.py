@@ -8,9 +8,13 @@ from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, both, nbytes
-from kvcli.store.host_pool import HostPagePool
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import DiskPagePool, page_pool
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.tokens import IndexT, TokenBudget, TokenCache
+
+SINKS = 4
+"""First tokens that stay in host memory where their pages lie on a disk and the device keeps no sinks."""
 
 
 class OffloadedTokenCache(TokenCache[IndexT]):
@@ -29,11 +33,13 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.budget = budget
         self.index = index
         self.recent = max(budget.window, budget.group)
-        self.pool = HostPagePool(num_kv_heads, head_dim, 1, capacity, tiers)
+        kept = 0 if budget.sink else SINKS
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=kept)
         self.token_on_host = self.pool.page_bytes
         self.first_rows = budget.sink + budget.max_selected
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, self.first_rows + self.recent, head_dim)
         self.k, self.v = both(self.kv)
+        self.coming: Misses | None = None  # recalled for later: resident, and not yet in its slots
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         first = torch.arange(budget.sink, self.first_rows, device=tiers.device)
         self.resident[:] = first if self.pool.format is None else EMPTY
@@ -42,6 +48,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def share(self, other: LayerCache, tokens: int) -> None:
         assert isinstance(other, OffloadedTokenCache)
         self.pool.share(other.pool, self.budget.full(tokens))
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.pool.on_disk
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
@@ -81,18 +92,21 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         return self._offload(self.length - group, self.k[:, rows_of_group], self.v[:, rows_of_group])
 
     @override
-    def recall(self, selected: Tensor) -> tuple[list[int], int]:
+    def recall(self, selected: Tensor, later: bool = False) -> tuple[list[int], int]:
+        self._arrive()
         misses, leaving = resolve_tokens(self.resident, selected, self.length)
-        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, t, 1, d]
-        rows = misses.slots + self.budget.sink
-        self.k[misses.heads, rows] = tokens[:, 0, 0]
-        self.v[misses.heads, rows] = tokens[:, -1, 0]
+        if later and isinstance(self.pool, DiskPagePool):
+            self.pool.announce(misses.pages, misses.heads)
+            self.coming = misses
+        else:
+            self._bring(misses)
         self.resident[leaving] = EMPTY
         self.resident[misses.heads, misses.slots] = misses.pages
-        return misses.by_head(len(selected)), len(tokens) * self.pool.block_bytes
+        return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
 
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+        self._arrive()
         self.chosen = selected
         slots = (self.resident != EMPTY).nonzero()[:, 1].view_as(selected)
         return self._attend_rows(q, slots + self.budget.sink, self._recent_rows(), softmax)
@@ -126,6 +140,19 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.kv, self.resident = slots.kv, slots.tensors["resident"]
         self.k, self.v = both(self.kv)
         self.index.adopt(slots.tensors)
+
+    def _bring(self, misses: Misses) -> None:
+        """Fetch tokens into their slots."""
+        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, t, 1, d]
+        rows = misses.slots + self.budget.sink
+        self.k[misses.heads, rows] = tokens[:, 0, 0]
+        self.v[misses.heads, rows] = tokens[:, -1, 0]
+
+    def _arrive(self) -> None:
+        """Bring what was recalled for later."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            self._bring(coming)
 
     def _recent_rows(self) -> Tensor:
         return self._ring_rows(torch.arange(self.candidates.stop, self.length, device=self.k.device))

@@ -23,7 +23,8 @@ from kvcli.kernels.slot_layout import EMPTY, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, ResidentCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.host_pool import HostPagePool
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import page_pool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.low_rank import LowRankKeys
@@ -113,7 +114,7 @@ class ShadowCache(ResidentCache):
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
         self.landmarks = Landmarks(heads, d, num_chunks, tiers)
-        self.values = HostPagePool(heads, d, layout.size, num_chunks, tiers, tensors=1)
+        self.values = page_pool(heads, d, layout.size, num_chunks, tiers, tensors=1, kept=1)
 
     @property
     def active(self) -> bool:
@@ -124,6 +125,11 @@ class ShadowCache(ResidentCache):
     def share(self, other: LayerCache, tokens: int) -> None:
         assert isinstance(other, ShadowCache)
         self.values.share(other.values, max(0, tokens // self.layout.size - self.layout.local))
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.values.on_disk
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:

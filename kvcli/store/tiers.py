@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.quantised_blocks import KVDtype
+from kvcli.store.disk_tier import DiskShare, DiskTier
 from kvcli.store.host_memory import host_memory
 from kvcli.store.pinned import PinnedAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
@@ -22,7 +23,8 @@ class Tiers:
     On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
     `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
     goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is
-    in `dtype`, but in host memory as `kv_dtype` says.
+    in `dtype`, but in host memory as `kv_dtype` says. Where there is a `disk`, its files hold what host memory would,
+    which then is their cache.
     """
 
     device: torch.device
@@ -32,6 +34,7 @@ class Tiers:
     staging: PinnedStaging | None = None
     parts: int = 2
     kv_dtype: KVDtype = "auto"
+    disk: DiskShare | None = None
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
@@ -39,6 +42,10 @@ class Tiers:
         if device.type == "cuda":
             return cls(device, torch.device("cpu"), dtype, pinned_allocator(device), pinned_staging(device))
         return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
+
+    def above(self, disk: DiskTier | None) -> Tiers:
+        """The memory of one sequence, of which what host memory is not to hold lies on a disk, where there is one."""
+        return self if disk is None else replace(self, disk=disk.share())
 
     def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised device memory."""

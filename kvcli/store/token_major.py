@@ -1,6 +1,6 @@
 """A layer whose tokens lie in order, one after another, on the device or in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled
@@ -19,8 +20,11 @@ class TokenMajorCache(LayerCache):
     """Every token, kv [t, capacity, Hk, d], on the device or, with `offload`, in host memory.
 
     Any range of tokens is contiguous and crosses the bus in one piece. Quantised in host memory (`Tiers.kv_dtype`), a
-    token of a KV head is a block of bytes, kv [1, capacity, Hk, bytes].
+    token of a KV head is a block of bytes, kv [1, capacity, Hk, bytes]. Where there is a disk and host memory has no
+    room for all of it, kv holds nothing: tokens are the blocks `on_disk`, the first ones in host memory as well.
     """
+
+    on_disk: DiskBlocks | None = None
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
@@ -29,6 +33,11 @@ class TokenMajorCache(LayerCache):
         self.format = BlockFormat.of(tiers.kv_dtype, 2, 1, head_dim) if offload else None
         self.token_shape = (num_kv_heads, head_dim)
         self._hold_in(self._rows(capacity))
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.on_disk
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
@@ -61,28 +70,28 @@ class TokenMajorCache(LayerCache):
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
-        if self.format is None:
+        if self.format is None and self.on_disk is None:
             kv = [rows[: self.held].to(self.tiers.device, non_blocking=True) for rows in self.kv]
         else:
-            kv = list(self.tiers.on_device(2, self.held, *self.token_shape))
+            kv = list(self.tiers.on_device(self.tiers.parts, self.held, *self.token_shape))
             self.read(slice(0, self.held), kv)
         return kv[0].transpose(0, 1), kv[-1].transpose(0, 1), self._moved(self.held)
 
     def read(self, tokens: slice, kv: Sequence[Tensor] | Tensor) -> None:
         """Bring `tokens` to the same rows of kv [t, rows, Hk, d] on the device; from pinned memory it is queued."""
-        if self.format is None:
-            for target, rows in zip(kv, self.kv, strict=True):
-                target[tokens].copy_(rows[tokens], non_blocking=True)
-            return
-        like = kv[0]
-        at_once = self._at_once() if like.is_cuda else max(1, self.format.at_once // self.token_shape[0])
-        for part in slices(tokens.stop - tokens.start, at_once):
-            here = slice(tokens.start + part.start, tokens.start + part.stop)
-            blocks = self.kv[0, here].to(like.device, non_blocking=True).flatten(0, 1)  # [n * Hk, bytes]
-            numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])
-            self.format.dequantise(blocks, numbers)
-            for target, found in zip(kv, numbers.unbind(1), strict=True):
-                target[here] = found.view(-1, *self.token_shape)
+        queued, like = self.on_disk is None, kv[0]  # what comes from a disk lies there until the next part comes
+        for first, held in self._parts(tokens):  # [t, n, Hk, d] or [1, n, Hk, bytes]
+            if self.format is None:
+                for target, rows in zip(kv, held, strict=True):
+                    target[first : first + held.shape[1]].copy_(rows, non_blocking=queued)
+                continue
+            at_once = self._at_once() if like.is_cuda else max(1, self.format.at_once // self.token_shape[0])
+            for part in slices(held.shape[1], at_once):
+                blocks = held[0, part].to(like.device, non_blocking=queued).flatten(0, 1)  # [n * Hk, bytes]
+                numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])
+                self.format.dequantise(blocks, numbers)
+                for target, found in zip(kv, numbers.unbind(1), strict=True):
+                    target[first + part.start : first + part.stop] = found.view(-1, *self.token_shape)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -91,14 +100,17 @@ class TokenMajorCache(LayerCache):
 
     def settled(self) -> list[Settled]:
         """Tokens stay as they came."""
-        return [Settled(self.kv, 1, self.held)]
+        return [] if self.on_disk is not None else [Settled(self.kv, 1, self.held)]
 
     @override
     def attended(self) -> Tensor:
-        return token_mask(self.kv[0, 0], self.length, range(self.length))
+        heads = torch.empty(self.token_shape[0], device=self.tiers.device)
+        return token_mask(heads, self.length, range(self.length))
 
     @override
     def footprint(self) -> Footprint:
+        if self.on_disk is not None:
+            return self.on_disk.footprint()
         held = nbytes(self.kv)
         return Footprint(host=held) if self.offload else Footprint(device=held)
 
@@ -111,7 +123,7 @@ class TokenMajorCache(LayerCache):
     def _fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Put tokens [Hk, n, d] from the `first` on into their rows; from a GPU to pinned memory this queues copies."""
         # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
-        in_parts = self.offload and (k.is_cuda or self.format is not None)
+        in_parts = self.offload and (k.is_cuda or self.format is not None or self.on_disk is not None)
         for part in slices(k.shape[1] - first, self._at_once() if in_parts else max(1, k.shape[1])):
             tokens = slice(first + part.start, first + part.stop)
             self._put(tokens, [x[:, tokens].transpose(0, 1) for x in (k, v)])
@@ -120,10 +132,16 @@ class TokenMajorCache(LayerCache):
         """Put keys and values [n, Hk, d] into rows `tokens`."""
         if self.format is not None:
             rows = self.kv[0, tokens]
-            blocks = torch.empty_like(rows, device=parts[0].device) if parts[0].is_cuda else rows
+            apart = parts[0].is_cuda or self.on_disk is not None
+            blocks = torch.empty_like(rows, device=parts[0].device) if apart else rows
             self.format.quantise([x[..., None, :] for x in parts], blocks)
-            if blocks is not rows:
+            if self.on_disk is not None:
+                self.on_disk.write(tokens.start, blocks.cpu())
+            elif blocks is not rows:
                 rows.copy_(blocks, non_blocking=True)
+            return
+        if self.on_disk is not None:
+            self.on_disk.write(tokens.start, torch.stack([x.cpu() for x in parts[: self.tiers.parts]], 1))
             return
         for rows, x in zip(self.kv, parts, strict=False):
             rows[tokens].copy_(x.contiguous() if self.offload and x.is_cuda else x, non_blocking=True)
@@ -139,11 +157,26 @@ class TokenMajorCache(LayerCache):
     def _rows(self, capacity: int) -> Tensor:
         """Allocate rows for `capacity` tokens."""
         heads, d = self.token_shape
+        self.on_disk = None
         if not self.offload:
             return self.tiers.on_device(self.tiers.parts, capacity, heads, d)
+        shape, dtype = (self.tiers.parts, capacity, heads, d), self.tiers.dtype
         if self.format is not None:
-            return self.tiers.on_host(1, capacity, heads, self.format.bytes, dtype=torch.uint8)
-        return self.tiers.on_host(self.tiers.parts, capacity, heads, d)
+            shape, dtype = (1, capacity, heads, self.format.bytes), torch.uint8
+        kv, disk = torch.empty(shape, dtype=dtype, device="meta"), self.tiers.disk
+        if disk is None or nbytes(kv) <= disk.host_bytes:
+            return self.tiers.on_host(*shape, dtype=dtype)
+        token = shape[2:] if self.format is not None else (self.tiers.parts, heads, d)
+        self.on_disk = DiskBlocks(capacity, token, dtype, disk, in_order=True)
+        return kv
+
+    def _parts(self, tokens: slice) -> Iterator[tuple[int, Tensor]]:
+        """Give `tokens` of host memory or of the disk, each part with its first: [t, n, Hk, d] or [1, n, Hk, bytes]."""
+        if self.on_disk is None:
+            yield tokens.start, self.kv[:, tokens]
+            return
+        for first, rows in self.on_disk.stream(tokens.start, tokens.stop):  # [n, t, Hk, d] or [n, Hk, bytes]
+            yield first, rows[None] if self.format is not None else rows.transpose(0, 1)
 
     def _moved(self, tokens: int) -> int:
         """Bytes of so many tokens that cross to or from the host: none where the cache is on the device."""

@@ -24,10 +24,15 @@ class Count(IntEnum):
     BYTES_TO_DEVICE = 5
     BYTES_TO_HOST = 6
     BYTES_EXPOSED = 7
+    HOST_HITS = 8
+    DISK_READS = 9
+    BYTES_FROM_DISK = 10
+    BYTES_TO_DISK = 11
+    DISK_WAIT_US = 12
 
 
 class Counters:
-    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept.
+    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept, and the waits.
 
     What heads do alike or apart is summed up by KV head as well, over all steps but the first `warmup`.
     """
@@ -38,6 +43,8 @@ class Counters:
         self.counts: list[list[list[int]]] = []  # [steps][layers][Count]
         self.heads: list[dict[Count, list[int]]] = [{} for _ in range(num_layers)]  # [layers][Count][Hk]
         self.prefill_bytes_to_host = 0
+        self.prefill_bytes_to_disk = 0
+        self.prefill_disk_wait_us = 0
 
     def next_step(self) -> None:
         """Begin the next decode step."""
@@ -49,6 +56,10 @@ class Counters:
             self.counts[step][layer][count] += amount
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
+        elif count is Count.BYTES_TO_DISK:
+            self.prefill_bytes_to_disk += amount
+        elif count is Count.DISK_WAIT_US:
+            self.prefill_disk_wait_us += amount
 
     def add_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
         """Count in the current step, head by head: `amounts` [Hk]."""
@@ -78,9 +89,14 @@ class Counters:
     def cache(self) -> report.Cache:
         """Total what was asked for and moved, with the layers one by one."""
         counts = self._done()
-        total = _named(report.Cache, counts.sum((0, 1)).tolist())
+        sums = counts.sum((0, 1)).tolist()
+        total = _named(report.Cache, sums)
         total["bytes_to_host"] += self.prefill_bytes_to_host
+        total["bytes_to_disk"] += self.prefill_bytes_to_disk
         return report.Cache(
+            prefill_bytes_to_disk=self.prefill_bytes_to_disk,
+            disk_wait_ms=sums[Count.DISK_WAIT_US] / 1000,
+            prefill_disk_wait_ms=self.prefill_disk_wait_us / 1000,
             hits=total["pages_requested"] - total["misses"],
             prefill_bytes_to_host=self.prefill_bytes_to_host,
             layers=[

@@ -70,6 +70,9 @@ class LayerCacheCounts:
     heads_corrected: int
     bytes_to_device: int
     by_head: HeadCounts | None = None
+    host_hits: int = 0
+    disk_reads: int = 0
+    bytes_from_disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Cache:
 
     `bytes_exposed` is the part of `bytes_to_device` that attention waited for, the rest came after it, for later steps.
     `bytes_to_host` is all that was written out, `prefill_bytes_to_host` the prompt's part of it.
+
+    With a disk below host memory, of what was fetched `host_hits` pages were in host memory and `disk_reads` were not
+    (tokens, where layers are brought whole). `bytes_from_disk` were read, `bytes_to_disk` written, and the run did
+    nothing else for `disk_wait_ms` of its steps and `prefill_disk_wait_ms` of its prefill.
     """
 
     pages_requested: int = 0
@@ -88,6 +95,13 @@ class Cache:
     prefill_bytes_to_host: int = 0
     layers: list[LayerCacheCounts] = field(default_factory=list)
     bytes_exposed: int = 0
+    host_hits: int = 0
+    disk_reads: int = 0
+    bytes_from_disk: int = 0
+    bytes_to_disk: int = 0
+    prefill_bytes_to_disk: int = 0
+    disk_wait_ms: float = 0.0
+    prefill_disk_wait_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,9 @@ class Step:
     misses: int
     bytes_to_device: int
     bytes_to_host: int
+    host_hits: int = 0
+    disk_reads: int = 0
+    bytes_from_disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +205,8 @@ class Memory:
     """Where the bytes were. On a CPU both tiers are host memory and nothing is pinned.
 
     `device_kv_bytes` is what the method keeps on the device for all sequences at the end of the run,
-    `host_kv_bytes` what lies in the host tier; what several sequences share there counts once.
+    `host_kv_bytes` what lies in the host tier; what several sequences share there counts once. `disk_kv_bytes` lies in
+    files, which host memory caches.
     """
 
     device_peak_bytes: int | None = None
@@ -196,6 +214,7 @@ class Memory:
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     process_peak_bytes: int = 0
+    disk_kv_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ class Timeline:
         """Time a block as `name` on `track`; `details` show up when the span is clicked."""
         return self._timed(name, track, details) if self.enabled else _NOTHING
 
+    def add(self, name: str, track: str, begun: int, ended: int, **details: Any) -> None:
+        """Note what ran between two times of the clock in nanoseconds (`time.perf_counter_ns`)."""
+        if self.enabled:
+            start, end = ((each - self._origin) / 1000 for each in (begun, ended))
+            self._spans.append(Span(name, track, start, end, threading.get_ident(), details))
+
     def save(self, path: Path) -> None:
         """Write the spans as a Chrome trace."""
         path.write_text(chrome_trace({"kvcli": self.spans}))

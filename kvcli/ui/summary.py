@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcli.sizes import format_bytes
-from kvcli.telemetry.report import Report, Sequence, Step
+from kvcli.telemetry.report import Cache, Report, Sequence, Step
 
 _NAME = 18
 _GAP = 2  # between columns
@@ -23,7 +23,7 @@ class Table:
 class TimelineRow(Step):
     """The decode steps from `step` to `last`: the sums of their counts, and in `ms` the mean time of one."""
 
-    last: int
+    last: int = 0
 
 
 def duration(ms: float | None) -> str:
@@ -96,6 +96,11 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         rows.append(("page hits" if recalls else "pages read", value))
     if cache.bytes_to_device:
         rows.append(("to device", _moved(cache.bytes_to_device, steps)))
+    if cache.host_hits or cache.disk_reads:
+        rows.append(("host hits", rate(cache.host_hits, cache.host_hits + cache.disk_reads)))
+    if cache.bytes_to_disk:
+        rows.append(("from disk", _from_disk(cache, steps)))
+        rows.append(("to disk", f"{format_bytes(cache.bytes_to_disk)} · waited {duration(cache.prefill_disk_wait_ms)}"))
     if cache.bytes_to_host:
         prefill = f"prefill {format_bytes(cache.prefill_bytes_to_host)} · decode "
         rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps)))
@@ -128,6 +133,12 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("next token", f"{divergence} · same likeliest {agreeing}")]
 
 
+def _from_disk(cache: Cache, steps: int) -> str:
+    """What was read of the disk, by the step, and how long steps waited for it."""
+    waited = f" · waited {duration(cache.disk_wait_ms / steps)} a step" if steps else ""
+    return _moved(cache.bytes_from_disk, steps) + waited
+
+
 def _prefill(sequence: Sequence) -> str:
     """The time of what was read of a prompt, and its speed."""
     kv, ms = sequence.kv, sequence.timing.prefill_ms
@@ -141,6 +152,8 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
     cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
     if memory.host_kv_bytes:
         cache.append(f"{format_bytes(memory.host_kv_bytes)} on the host")
+    if memory.disk_kv_bytes:
+        cache.append(f"{format_bytes(memory.disk_kv_bytes)} on the disk")
     if memory.host_pinned_bytes:
         cache.append(f"{format_bytes(memory.host_pinned_bytes)} of it pinned")
     peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]

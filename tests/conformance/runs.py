@@ -30,16 +30,26 @@ def in_memory(module: PreTrainedModel) -> Model:
 
 
 def run(
-    model: PreTrainedModel, name, settings, prompts, max_tokens, sampling=None, chunk=7, eos=(), streams=None, step=None
+    model: PreTrainedModel,
+    name,
+    settings,
+    prompts,
+    max_tokens,
+    sampling=None,
+    chunk=7,
+    eos=(),
+    streams=None,
+    step=None,
+    disk=None,
 ):
     """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
 
     With `streams` the steps run over slots, in these streams; `step` makes a stepper of another kind of the hook, the
-    rotary tables and the sequences.
+    rotary tables and the sequences. On a `disk` (a `DiskTier`) lies what host memory is not to hold.
     """
     sampling = sampling or Sampling(max_tokens=max_tokens)
     sequences = []
-    with engine(in_memory(model), [len(ids) + max_tokens + SPARE for ids in prompts]) as ready:
+    with engine(in_memory(model), [len(ids) + max_tokens + SPARE for ids in prompts], disk=disk) as ready:
         for index, ids in enumerate(prompts):
             context = ready.context(len(ids), max_tokens + SPARE)
             method = get_method(name)(get_method(name).Config(**settings), ready.layers, context)

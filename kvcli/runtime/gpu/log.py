@@ -122,4 +122,5 @@ def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepSta
         Count.BYTES_TO_HOST: written,
         Count.BYTES_EXPOSED: found.missed_now.sum(-1) * layer.block_bytes,
     }
-    return torch.stack([amounts[count] for count in Count], -1)
+    none = torch.zeros_like(written)  # graphs do not read from a disk
+    return torch.stack([amounts.get(count, none) for count in Count], -1)

@@ -13,26 +13,22 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
-import xxhash
 from torch import Tensor
 
 from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import slices
-
-ALIGNMENT = 4096
-"""Bytes to which the data of a file, and the memory it is read into, are aligned."""
+from kvcli.store.unbuffered import ALIGNMENT as ALIGNMENT
+from kvcli.store.unbuffered import DamagedError as DamagedError
+from kvcli.store.unbuffered import UnbufferedFile as UnbufferedFile
+from kvcli.store.unbuffered import as_bytes as as_bytes
+from kvcli.store.unbuffered import checksum as checksum
 
 CHECKED_PAGES = 64
 """Pages that have a checksum together: 2,048 tokens, 8 MiB of a layer with 8 KV heads of 128 in bf16."""
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class DamagedError(Exception):
-    """A file is not as it was written; says what is wrong with it."""
 
 
 def header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
@@ -99,66 +95,3 @@ def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Seque
     if block is not pages:
         pages.copy_(block[: len(pages)])
     return count * page_bytes
-
-
-def checksum(block: Tensor) -> str:
-    """Sixteen hexadecimal digits over bytes [n]."""
-    return xxhash.xxh3_64_hexdigest(_view(block))
-
-
-class UnbufferedFile:
-    """A file whose aligned parts go past the system's cache, where its file system can do that; use it in a `with`."""
-
-    def __init__(self, path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None):
-        self.fd = os.open(path, flags, 0o666, dir_fd=folder)
-        try:
-            access = flags & (os.O_RDONLY | os.O_RDWR)
-            self.direct: int | None = os.open(path, access | os.O_DIRECT, dir_fd=folder)
-        except OSError:  # tmpfs, say
-            self.direct = None
-
-    def __enter__(self) -> UnbufferedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self.fd)
-        if self.direct is not None:
-            os.close(self.direct)
-
-    def read_into(self, memory: Tensor, offset: int) -> None:
-        """Fill bytes `memory` [n] from `offset` on.
-
-        Raises:
-            DamagedError: the file ends before.
-        """
-        at = 0
-        while at < len(memory):
-            fd, part = self._way(memory[at:], offset + at)
-            if not (moved := os.preadv(fd, [_view(part)], offset + at)):
-                raise DamagedError("it ends too early")
-            at += moved
-
-    def write(self, memory: Tensor, offset: int) -> None:
-        """Write bytes `memory` [n] from `offset` on."""
-        at = 0
-        while at < len(memory):
-            fd, part = self._way(memory[at:], offset + at)
-            at += os.pwritev(fd, [_view(part)], offset + at)
-
-    def _way(self, memory: Tensor, offset: int) -> tuple[int, Tensor]:
-        """Choose how to move bytes [n], and how many of them at once."""
-        whole = len(memory) // ALIGNMENT * ALIGNMENT
-        if self.direct is None or not whole or memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT:
-            return self.fd, memory
-        return self.direct, memory[:whole]
-
-
-def as_bytes(pages: Tensor) -> Tensor:
-    """View memory of the host as bytes [n]."""
-    return pages.reshape(-1).view(torch.uint8)
-
-
-def _view(block: Tensor) -> memoryview:
-    return block.numpy().data

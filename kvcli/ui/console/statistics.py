@@ -63,6 +63,7 @@ def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
         "corrected": [f"{row.heads_corrected:,} / {row.heads_checked:,}" for row in rows],
         "missed": [f"{row.misses:,} / {row.pages_requested:,}" for row in rows],
         "recalled": [format_bytes(row.bytes_to_device) for row in rows],
+        "from disk": [format_bytes(row.bytes_from_disk) for row in rows],
     }
     columns = {name: cells for name, cells in columns.items() if not set(cells) <= {"0 / 0", "0 B"}}
     taken = sum(2 + max(map(len, [name, *cells])) for name, cells in columns.items())

@@ -1,0 +1,29 @@
+"""The tier below host memory for a run, or for a plan of one."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcli.capacity.memory import available
+from kvcli.errors import usage_error
+from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.profiles import Profile
+from kvcli.store.disk_tier import DiskTier
+
+
+def disk_tier(
+    asked: DiskOptions, profile: Profile, device: torch.device, sequences: int, free: int | None = None
+) -> DiskTier:
+    """Make the tier for so many sequences; by default its cache is half of the host memory that is `free`.
+
+    Raises:
+        KvcliError: the method keeps nothing in host memory, or the directory takes no files (usage).
+    """
+    if not profile.settings.on_host:
+        what = f"--kv-disk: method {profile.method!r} keeps no KV in host memory with these settings"
+        raise usage_error(what, "take a method that does, such as freekv or offload, or leave it out")
+    if free is None:
+        free = available(device)["host"]
+    tier = DiskTier(asked.folder, free // 2 if asked.host_memory is None else asked.host_memory, sequences)
+    tier.check(0)
+    return tier
