@@ -152,13 +152,14 @@ def need(
                 held += kv_footprint(beside, geometry, tokens + max_tokens, dtype, tokens)
             kv += Footprint(sequences * held.device, sequences * held.host, disk=sequences * held.disk)
     longest = max(counted).tokens
-    window = planned(longest).prefill_window
+    reader = planned(longest)
     in_graph = gpu_step_of(get_method(profile.method), profile.settings) == GRAPH and disk is None
     if device.type == "cuda" and beside is None and in_graph:
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
         kv = replace(kv, device=_in_slots(kinds, counted.total() * samples, widest))
-    workspace = Workspace.of(geometry, longest, window, device, max(longest, together), dtype.itemsize)
+    size = max(longest, together), dtype.itemsize
+    workspace = Workspace.of(geometry, longest, reader.prefill_window, device, *size, reader)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)

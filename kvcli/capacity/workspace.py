@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.runtime.hidden_states import CHUNKS_ON_DEVICE, streamed
 from kvcli.runtime.prefill import chunk_length
+from kvcli.store.footprint import nbytes
 from kvcli.store.prefill_offloader import prefill_buffers
 
 _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
@@ -17,15 +19,19 @@ _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes by what they are, on the `device` and in `host` memory beside one."""
+    """Bytes by what they are, on the `device` and in `host` memory beside one.
+
+    Meanwhile so many bytes of the caches on the device are `away`, which wait in host memory.
+    """
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
+    away: int = 0
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device."""
-        return sum(self.device.values())
+        """Bytes on the device beside caches that are all there: while decoding, the rotary tables at least."""
+        return max(sum(self.device.values()) - self.away, self.device.get("rotary tables", 0))
 
     @property
     def on_host(self) -> int:
@@ -41,6 +47,7 @@ class Workspace:
         device: torch.device,
         together: int,
         itemsize: int,
+        method: AnyMethod | None = None,
     ) -> Workspace:
         """Find the terms for a prompt of `length` tokens, by windows of so many through all layers where one is given.
 
@@ -48,20 +55,32 @@ class Workspace:
         that is read `together` are the tokens, their positions, and the hidden states, which layers write over; on a
         GPU these are in host memory beyond a size, and so many chunks of them on the device. As long as a chunk are the
         intermediates of a layer, and what is looked up in the tables. By windows, only the tables are as long as the
-        prompt.
+        prompt. Of a `method`, what it holds of other layers waits in host memory where hidden states lie there, and
+        layers whose cache lends its rows to a prompt that is alone need no buffer.
         """
         layer = max(geometry.layers, key=lambda layer: layer.token_size)
+        alone = together == length
         rotary = layer.head_dim - (layer.latent or 0)
         tables = itemsize * length * 2 * rotary
         if window is not None:
             length = together = min(length, window)
         chunk = min(length, chunk_length(device) if window is None else window)
-        hidden, host = itemsize * together * geometry.hidden_size, dict[str, int]()
+        hidden, host, away = itemsize * together * geometry.hidden_size, dict[str, int](), 0
         if window is None and streamed(geometry, together, itemsize, device):
-            host = {"hidden states": hidden}
+            host["hidden states"] = hidden
             hidden = itemsize * CHUNKS_ON_DEVICE * chunk * geometry.hidden_size
-        kv = itemsize * length * layer.token_size
+        needs = [itemsize * length * each.token_size for each in geometry.layers]
+        if method is not None and alone:
+            needs = [0 if method.caches[at].lends else size for at, size in enumerate(needs)]
+        kv = max(needs)
         buffers = prefill_buffers(device, kv) * kv
+        if window is None and method is not None and streamed(geometry, length, itemsize, device):
+            waiting = sum(nbytes(*each.waiting()) for each in method.waiting)
+            present = [nbytes(*each.waiting()) if waiting else 0 for each in method.caches]
+            # A layer's own is there beside the buffers, which are there from the first layer on that needs one.
+            beside = max(size + (buffers if any(needs[: at + 1]) else 0) for at, size in enumerate(present))
+            away = waiting + buffers - beside
+            host |= {"KV that waits for the device": sum(present)} if waiting else {}
         per_chunk_token = 4 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
         in_attention = buffers + itemsize * chunk * per_chunk_token
         most = max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
@@ -72,7 +91,7 @@ class Workspace:
             "KV of a layer": buffers,
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
-        return cls(terms, host)
+        return cls(terms, host, away)
 
 
 def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int, buffers: int) -> Iterator[int]:

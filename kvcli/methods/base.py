@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods._disk import count_disk, tiers_of_layer
+from kvcli.methods._prompt_parts import PromptParts
 from kvcli.methods._windows import attend_window
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
@@ -26,6 +27,7 @@ from kvcli.models.geometry import LayerGeometry, StateGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
 from kvcli.store.chunks import windowed_cache
 from kvcli.store.pages import distinct
+from kvcli.store.parking import Parking
 from kvcli.store.recurrent import RecurrentState
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
@@ -57,6 +59,7 @@ class SequenceContext:
     prepared: Mapping[str, Any] | None = None
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
     states: Sequence[StateGeometry] = ()  # the layers that keep one
+    parking: Parking | None = None  # where what layers hold on the device waits while a long prompt is read
     attention_observer: AttentionObserver | None = None  # called after every `Method.attend`
 
     @classmethod
@@ -88,7 +91,7 @@ ConfigT = TypeVar("ConfigT", bound=MethodConfig)
 CacheT = TypeVar("CacheT", bound=LayerCache)
 
 
-class Method(ABC, Generic[ConfigT, CacheT]):
+class Method(PromptParts, ABC, Generic[ConfigT, CacheT]):
     """One method serving one sequence."""
 
     Config: ClassVar[type[MethodConfig]]
@@ -136,6 +139,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
             else:
                 cache = self.retrieval[layer.index] = self.new_cache(layer)
             self.caches.append(cache)
+            self.wait(cache)
 
     @classmethod
     def needs(cls, config: ConfigT) -> Sequence[str]:  # noqa: ARG003
@@ -167,15 +171,12 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         Called before `prefill`; the caller uses the tensors again afterwards.
         """
 
-    def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take what can leave of a layer's k, v [Hk, m, d] of the first tokens; `prefill` comes with all of them."""
-        self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].take(k, v))
-
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
 
         The caller uses the tensors again afterwards.
         """
+        self.open(layer)
         if layer in self.retrieval:
             self.take_prompt(layer, self.retrieval[layer], k, v, q, softmax)
             count_disk(self.context, layer, self.caches[layer])
@@ -202,10 +203,7 @@ class Method(ABC, Generic[ConfigT, CacheT]):
         return out
 
     def attended(self, layer: int) -> Tensor:
-        """Tokens that the last `attend` of a layer looked at, the current one among them: bool [Hk, length].
-
-        Worked out when asked for, from references that exist anyway: who does not ask pays nothing.
-        """
+        """Work out which tokens the last `attend` looked at, the current one among them: bool [Hk, length]."""
         return self.caches[layer].attended()
 
     def take_next_query(self, layer: int, q: Tensor) -> None:

@@ -19,6 +19,7 @@ from kvcli.methods.config import HostKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.layer_prefetcher import LayerPrefetcher
+from kvcli.store.parking import Waits
 from kvcli.store.token_major import TokenMajorCache
 from kvcli.telemetry.counters import Count
 
@@ -42,8 +43,14 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         super().__init__(config, layers, context)
         widths = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.index in self.retrieval]
         self.prefetcher = LayerPrefetcher(context.capacity, max(widths, default=0), context.tiers)
+        self.wait(self.prefetcher, keeps=False)
         order = list(self.retrieval)
         self.following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+
+    @property
+    def waiting(self) -> Sequence[Waits]:
+        """Beside the layers the two buffers, which no prompt needs."""
+        return [*super().waiting, *([self.prefetcher] if hasattr(self, "prefetcher") else [])]
 
     def new_cache(self, layer: LayerGeometry) -> TokenMajorCache:
         """Keep all tokens in host memory."""

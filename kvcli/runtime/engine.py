@@ -24,6 +24,7 @@ from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.hidden_states import streamed
 from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.linear import onednn_linears
 from kvcli.runtime.next_query import check_next_queries
@@ -34,6 +35,7 @@ from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.store.disk_tier import DiskTier
+from kvcli.store.parking import Parking
 from kvcli.telemetry.timeline import Timeline
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed
@@ -93,8 +95,11 @@ class Engine:
         context.tiers = context.tiers.above(self.disk)
         return context
 
-    def method(self, profile: Profile, context: SequenceContext) -> AnyMethod:
+    def method(self, profile: Profile, context: SequenceContext, waits: bool = False) -> AnyMethod:
         """Make the object that serves one sequence.
+
+        With `waits` what it holds on the device of a long prompt's layers waits in host memory until `prefill_branches`
+        has read all of them.
 
         Raises:
             KvcliError: the method wants queries a layer ahead, and this model's cannot be made; a budget that is a
@@ -104,7 +109,12 @@ class Engine:
         profile = profile.for_prompt(context.prompt_tokens)
         method_class = get_method(profile.method)
         context.prepared = {name: self.prepared(name) for name in method_class.needs(profile.settings)}
+        model = self.model
+        if waits and streamed(model.geometry, context.prompt_tokens, model.dtype.itemsize, model.device):
+            context.parking = Parking(context.tiers)
         method = method_class(profile.settings, self.layers, context)
+        if method.prefill_window is not None:  # which goes through all layers, window by window
+            method.be_present()
         if method.wants_next_query:
             check_next_queries(self.hook, self.rope, method)
         return method
@@ -186,6 +196,9 @@ class Engine:
             rows = [list(row) for row in zip(*exact, strict=True)]
             consumers = [PrefillFanout([*rows[0], *watchers]), *map(PrefillFanout, rows[1:])]
             read = list(prefill_branches(self.hook, branches, consumers, self.layers, advance, chunk))
+            for column in exact:
+                for method in column:
+                    method.be_present()
         logits = [
             self._windowed(branches, column, advance, column[0].prefill_window) if column[0].prefill_window else read
             for column in columns

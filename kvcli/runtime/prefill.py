@@ -55,8 +55,14 @@ class PrefillConsumer(Protocol):
 class PartTaker(Protocol):
     """Who has use for a layer's KV before all of it is there, because parts of it can leave the device."""
 
+    def lend(self, layer: int, length: int) -> Tensor | None:
+        """Lend rows [t, Hk, length, d] in which a layer's KV is collected, where `prefill` would copy it there."""
+
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Take what can leave of the first m tokens' k, v [Hk, m, d]; ever more of them, then `prefill` is called."""
+
+    def close(self, layer: int) -> None:
+        """Know that all who a layer's KV is handed to have had it."""
 
 
 class PrefillFanout:
@@ -75,11 +81,22 @@ class PrefillFanout:
         for consumer in self.consumers:
             consumer.observe(layer, q, k, softmax)
 
+    def lend(self, layer: int, length: int) -> Tensor | None:
+        """Give the rows of the first consumer that lends some."""
+        takers = (consumer for consumer in self.consumers if isinstance(consumer, PartTaker))
+        return next((rows for taker in takers if (rows := taker.lend(layer, length)) is not None), None)
+
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Give k, v [Hk, m, d] of a layer's first tokens to those consumers that have use for them."""
         for consumer in self.consumers:
             if isinstance(consumer, PartTaker):
                 consumer.take_part(layer, k, v)
+
+    def close(self, layer: int) -> None:
+        """Say that everybody had a layer's KV."""
+        for consumer in self.consumers:
+            if isinstance(consumer, PartTaker):
+                consumer.close(layer)
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Give every consumer a layer's k, v [Hk, s, d], and those of the last queries q [H, r, d] that it wants."""
@@ -145,6 +162,7 @@ class PrefillAttention:
         self.branch: int | None = None  # the prompt being read; None at a layer's beginning
         self.done = 0  # its tokens of the current layer
         self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
+        self.lent = False  # by the cache that keeps it
         self.q = self.common_q = torch.empty(0)  # [H, rows, d], its last queries
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -172,7 +190,11 @@ class PrefillAttention:
     def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
         """Make room for a layer, q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and get what is known."""
         self.kv = torch.empty(0)  # lets go of the buffer before, so that there need not be one more
-        self.kv = self.offloader.buffer((self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]), k.dtype)
+        # What prompts have in common is read once, into rows that all of them copy.
+        lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
+        self.lent = lent is not None
+        shape = self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]
+        self.kv = self.offloader.buffer(shape, k.dtype) if lent is None else lent
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
@@ -194,13 +216,18 @@ class PrefillAttention:
         """Give the prompt that was read to its consumer, and go on with the next one, or to the next layer."""
         assert self.branch is not None
         k, v = both(self.kv[:, :, : self.done])
-        work = partial(self.consumers[self.branch].prefill, layer, k, v, self.q, softmax)
+        work = partial(_given, self.consumers[self.branch], layer, k, v, self.q, softmax)
         if self.branch + 1 < len(self.consumers):
             work()  # before the next prompt's own tokens take the place of this one's
             self.branch, self.done, self.q = self.branch + 1, self.start, self.common_q
         else:
-            self.offloader.start(self.kv, work)
+            self.offloader.start(None if self.lent else self.kv, work)
             self.branch = None
+
+
+def _given(consumer: PrefillFanout, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
+    consumer.prefill(layer, k, v, q, softmax)
+    consumer.close(layer)
 
 
 def prefill(

@@ -162,7 +162,7 @@ class PrefillRunner:
             for place, prompt in zip(places, prompts, strict=True)
         ]
         methods = [
-            [self.engine.method(profile, first) for profile, (first, *_) in zip(self.profiles, row, strict=True)]
+            [self.engine.method(profile, first, True) for profile, (first, *_) in zip(self.profiles, row, strict=True)]
             for row in contexts
         ]
         column = [row[0] for row in methods]

@@ -7,6 +7,8 @@ Hk KV heads, d head dimension, s tokens of a prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,8 @@ class LayerCache(ABC):
 
     length: int
     """Tokens seen so far, whether still held or not."""
+    lends: ClassVar[bool] = False
+    """Whether the device holds a prompt's keys and values as they come, so that they can be collected there."""
 
     @property
     def disk(self) -> DiskBlocks | None:
@@ -61,6 +65,14 @@ class LayerCache(ABC):
         the host. Here all waits for `load`.
         """
         return 0
+
+    def waiting(self) -> Sequence[Tensor]:
+        """Give tensors on the device that may wait in host memory while other layers are read; see `Waits`."""
+        return ()
+
+    def lend(self, length: int) -> Tensor | None:  # noqa: ARG002
+        """Lend rows [t, Hk, length, d] to collect a prompt's KV in; None where this never `lends`."""
+        return None
 
     @abstractmethod
     def append(self, k: Tensor, v: Tensor) -> int:
@@ -132,10 +144,30 @@ class ResidentCache(LayerCache):
 class DenseCache(ResidentCache):
     """Every token, in order; as many rows as the sequence gets tokens."""
 
+    lends: ClassVar[bool] = True
+    lent = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lend no rows where `load` is another one, which may read what it writes over, unless the class says so."""
+        super().__init_subclass__(**kwargs)
+        if "load" in vars(cls) and "lends" not in vars(cls):
+            cls.lends = False
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return (self.kv,)
+
+    @override
+    def lend(self, length: int) -> Tensor | None:
+        self.lent = self.lends
+        return self.kv[:, :, :length] if self.lends else None
+
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
         self.length = k.shape[1]
-        self.k[:, : self.length], self.v[:, : self.length] = k, v
+        if not self.lent:
+            self.k[:, : self.length], self.v[:, : self.length] = k, v
+        self.lent = False
         return 0
 
     @override

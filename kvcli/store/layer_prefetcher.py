@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -69,6 +69,10 @@ class LayerPrefetcher:
         self.prefetched = self.done = None
         kv = self._views(cache)[:, : cache.held].transpose(1, 2)
         return *both(kv), nbytes(cache.kv[:, early : cache.held])
+
+    def waiting(self) -> Sequence[Tensor]:
+        """Give the buffers, which no prompt needs."""
+        return self.buffers
 
     def restored(self) -> None:
         """Copy again what was in the buffer whose turn it is."""

@@ -14,6 +14,7 @@ of the keys that will be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -79,6 +80,10 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def disk(self) -> DiskBlocks | None:
         return self.pool.on_disk
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return self.kv, self.summaries.bounds
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:

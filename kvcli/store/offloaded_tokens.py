@@ -1,5 +1,7 @@
 """Single tokens selected from host memory: the device holds the selected, the first and the recent ones."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -53,6 +55,10 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     @override
     def disk(self) -> DiskBlocks | None:
         return self.pool.on_disk
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return self.kv, *self.index.tensors().values()
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:

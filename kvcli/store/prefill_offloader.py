@@ -36,6 +36,7 @@ class PrefillOffloader:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The work stays with its buffer, so that whatever else it reads outlives it too.
         self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
+        self._without: tuple[Callable[[], None], torch.cuda.Event | None] | None = None  # the last that had no buffer
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Lend an uninitialised buffer on the device."""
@@ -61,14 +62,20 @@ class PrefillOffloader:
         with torch.cuda.stream(self.stream):
             work()
 
-    def start(self, buffer: Tensor, work: Callable[[], None]) -> None:
-        """Do `work`, the last that reads `buffer`, after all that was computed so far."""
+    def start(self, buffer: Tensor | None, work: Callable[[], None]) -> None:
+        """Do `work`, the last that reads `buffer`, after all that was computed so far; None: it was not lent here."""
         self.beside(work)
         done = None if self.stream is None else self.stream.record_event()
-        self._lent.append((buffer, work, done))
+        if buffer is not None:
+            self._lent.append((buffer, work, done))
+            return
+        if self._without is not None and (before := self._without[1]) is not None:
+            torch.cuda.current_stream(self.device).wait_event(before)
+        self._without = work, done
 
     def finish(self) -> None:
         """Wait until all work is done, and let go of the buffers."""
         if self.stream is not None:
             self.stream.synchronize()
         self._lent.clear()
+        self._without = None

@@ -17,6 +17,8 @@ from kvcli.store.summaries import PageSummaries
 class ResidentPageCache(PagedCache, DenseCache):
     """On the device: k, v [Hk, pages * p, d] of every token, and the summaries of all full pages."""
 
+    lends = True
+
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers, readers: int = 1
     ):

@@ -10,6 +10,7 @@ j until there are more full chunks than places for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,10 @@ class ShadowCache(ResidentCache):
     @override
     def disk(self) -> DiskBlocks | None:
         return self.values.on_disk
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return self.kv, self.keys.a, self.landmarks.means
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:

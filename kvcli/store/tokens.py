@@ -159,6 +159,8 @@ class TokenCache(LayerCache, Generic[IndexT]):
 class ResidentTokenCache(TokenCache[IndexT], DenseCache):
     """On the device: k, v [Hk, capacity, d] of every token, and the index."""
 
+    lends = True
+
     def __init__(
         self,
         num_kv_heads: int,

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from engine import new_method
+from engine import in_memory, new_method, profile_of
 from families import FAMILIES, VOCAB, tiny_model
+from stated import settings
 
 from kvcli.errors import KvcliError
+from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
+from kvcli.runtime import engine as engine_module
 from kvcli.runtime import prefill as prefill_module
 from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.engine import engine
 from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded, streamed
 from kvcli.runtime.prefill import Branches, prefill_branches
+from kvcli.runtime.sampling import Sampling
 
 
 @pytest.fixture
@@ -113,3 +118,35 @@ def test_only_long_prompts_on_a_gpu_are_streamed():
     tokens = (1 << 30) // (4 * geometry.hidden_size)
     assert [streamed(geometry, tokens + more, 4, torch.device("cuda")) for more in (0, 1)] == [False, True]
     assert not streamed(geometry, 100 * tokens, 4, torch.device("cpu"))
+
+
+LONG = [3 + 7 * at % 90 for at in range(127)]
+WAITING = {"arkvale", "fier", "freekv", "infinigen", "offload", "shadowkv"}
+
+
+@pytest.mark.parametrize("name", [name for name in method_names() if name != "razor"])  # which tries a model's heads
+def test_a_method_whose_layers_wait_says_the_same(name, monkeypatch):
+    """Streamed, lent and parked on the CPU as beside a GPU; beside the reference that an audit brings."""
+    wanted = {**settings(name), **({"offload": True} if "offload" in get_method(name).Config.model_fields else {})}
+    model, said = tiny_model("llama"), []
+    for stream in (False, True):
+        for module in (prefill_module, engine_module):
+            monkeypatch.setattr(module, "streamed", lambda *_, stream=stream: stream)
+        with engine(in_memory(model), [len(LONG) + 6]) as ready:
+            profiles = [profile_of(name, wanted), profile_of("full", {})]
+            # Beside what reads by windows, too.
+            methods = [ready.method(each, ready.context(len(LONG), 6), True) for each in profiles]
+            waiting = [x for each in methods[0].waiting for x in each.waiting() if x.numel()]
+            if stream and methods[0].prefill_window is None:
+                assert all(x.untyped_storage().nbytes() == 0 for x in waiting)
+                assert waiting or name not in WAITING
+            logits = ready.prefill(LONG, methods, chunk=50)
+            assert methods[0].context.parking is None
+            sequence = ready.sequence(methods[0], Sampling(max_tokens=6, ignore_eos=True))
+            sequence.accept(logits[0])
+            for _ in ready.decode([sequence]):
+                pass
+        said.append((sequence.token_ids, [x.clone() for x in logits], sequence.counters.prefill_bytes_to_host))
+    assert said[0][0] == said[1][0]
+    assert said[0][2] == said[1][2]
+    assert all(torch.equal(a, b) for a, b in zip(said[0][1], said[1][1], strict=True))

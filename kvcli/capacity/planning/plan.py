@@ -69,6 +69,7 @@ class CapacityPlan:
                 "workspace": self.need.workspace,
                 "workspace_parts": dict(self.need.prefill.device),
                 "workspace_host_parts": dict(self.need.prefill.host),
+                "kv_away": self.need.prefill.away,
                 "runtime": RUNTIME_BYTES,
                 "needed": self.needed,
                 "free": self.free,

@@ -74,6 +74,7 @@ def _memory(plan: CapacityPlan) -> Table:
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
         ("workspace", format_bytes(need.workspace), "estimated"),
         *((f"{name}, of it", format_bytes(size), "") for name, size in need.prefill.device.items()),
+        *([("KV away meanwhile, less", format_bytes(need.prefill.away), "")] if need.prefill.away else []),
         *((f"{name}, host", format_bytes(size), "estimated") for name, size in need.prefill.host.items()),
         ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
         *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
