@@ -9,6 +9,7 @@ from kvcli.cli import options
 from kvcli.cli.options import MODEL, Panel, at_least, compared, distinct, names, positive, positive_count
 from kvcli.cli.output import progress, write_result
 from kvcli.cli.reads import check_files
+from kvcli.cli.saved import KVDisk
 from kvcli.errors import usage_error
 from kvcli.sizes import parse_bytes
 
@@ -37,6 +38,7 @@ def plan(
     budget: options.Budgets = None,
     settings: options.Settings = None,
     kv_dtype: options.KVDType = None,
+    kv_disk: KVDisk = None,
     context: Annotated[str, _RUN.option("--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")] = "32K",
     batch_size: Annotated[str, _RUN.option("--batch-size", "N,...", "Prompts continued together.")] = "1",
     max_tokens: Annotated[
@@ -52,7 +54,10 @@ def plan(
         _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE),
     ] = None,
     host_memory: Annotated[
-        int | None, _MACHINE.option("--host-memory", "SIZE", "Free memory of its host, as in 512GiB.", _SIZE)
+        int | None,
+        _MACHINE.option(
+            "--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk.", _SIZE
+        ),
     ] = None,
     bandwidth: Annotated[
         int | None,
@@ -95,9 +100,15 @@ def plan(
         from kvcli.capacity.planning.advice import METHODS as TRIED
 
         method = ",".join(TRIED)
+    from kvcli.inputs.kv_options import disk_options
+
     chosen = compared(method, profile, settings, budget, kv_dtype)
     contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
     rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
+    for_kv = None
+    if kv_disk is not None and not any((gpu, device_memory, *rates.values())):  # this machine's memory is measured
+        for_kv, host_memory = host_memory, None
+    tier = disk_options(kv_disk, for_kv)
     sizes: dict[str, float | None] = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
     if gpu is not None:
         from kvcli.capacity.planning.advice import published
@@ -126,7 +137,7 @@ def plan(
             labelled = [form for each in labelled for form in advice.forms(*each)]
         observer.stage("plan", len(labelled) * len(contexts) * len(batches))
         plans = []
-        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk):
+        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk, tier):
             plans.append(each_plan)
             observer.advance()
     if advise:

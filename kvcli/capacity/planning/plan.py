@@ -4,17 +4,21 @@ Memory is counted as `generate` counts it before it refuses a run (`kvcli.capaci
 `kvcli.capacity.planning.estimate`.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from kvcli.capacity import memory
+from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.memory import RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
+from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.sizes import Share
+from kvcli.store.disk_tier import DiskTier
 from kvcli.store.recurrent import state_marks
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
@@ -27,7 +31,8 @@ class CapacityPlan:
     `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None
     where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
     has the most of it. `disk` are the bytes that the prompts' KV takes once it is saved, `disk_rate` those that a disk
-    reads in a second, where that was said.
+    reads in a second, where that was said. `tier` is the disk below host memory, where there is one, with so many bytes
+    `disk_free`.
     """
 
     label: str
@@ -43,6 +48,8 @@ class CapacityPlan:
     times: Times | None
     disk: int
     disk_rate: float | None = None
+    tier: DiskTier | None = None
+    disk_free: int | None = None
 
     @property
     def load_seconds(self) -> float | None:
@@ -51,8 +58,8 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Tell whether the memory of the machine holds the run."""
-        return memory.fits(self.needed, self.free)
+        """Tell whether the memory of the machine holds the run, and its disk what lies there."""
+        return memory.fits(self.needed, self.free) and self.need.kv.disk <= (self.disk_free or 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Give plain data for the JSON report: bytes, milliseconds, and what each figure is based on."""
@@ -65,6 +72,7 @@ class CapacityPlan:
                 "weights": self.need.weights,
                 "kv_device": self.need.kv.device,
                 "kv_host": self.need.kv.host,
+                "kv_disk": self.need.kv.disk,
                 "states": self.need.states,
                 "workspace": self.need.workspace,
                 "workspace_parts": dict(self.need.prefill.device),
@@ -114,26 +122,53 @@ def plan(
     batches: Sequence[int],
     max_tokens: int,
     disk_rate: float | None = None,
+    disk: DiskOptions | None = None,
 ) -> Iterator[CapacityPlan]:
-    """Plan every combination of profile, context in tokens and batch size, with `max_tokens` of output each."""
+    """Plan every combination of profile, context in tokens and batch size, with `max_tokens` of output each.
+
+    With a `disk` what host memory is not to hold lies there, under those profiles that keep KV in host memory.
+
+    Raises:
+        KvcliError: the disk cannot be used, or by none of the profiles (usage); its cache is too small (will not fit).
+    """
+    if disk is not None and not any(profile.settings.on_host for _, profile in profiles):
+        disk_tier(disk, profiles[0][1], machine.device, 1)
     for (label, profile), context, batch in product(profiles, contexts, batches):
-        found = _plan(subject, machine, label, profile, context, batch, max_tokens)
+        found = _plan(subject, machine, label, profile, context, batch, max_tokens, disk)
         yield replace(found, disk_rate=disk_rate)
 
 
 def _plan(
-    subject: PlannedRun, machine: Machine, label: str, profile: Profile, context: int, batch: int, max_tokens: int
+    subject: PlannedRun,
+    machine: Machine,
+    label: str,
+    profile: Profile,
+    context: int,
+    batch: int,
+    max_tokens: int,
+    disk: DiskOptions | None,
 ) -> CapacityPlan:
+    tier = None
+    if disk is not None and profile.settings.on_host:
+        tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])
     resolved = profile.for_prompt(context)
     if isinstance(getattr(profile.settings, "budget", None), Share):
         label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
 
     def need(length: int) -> Need:
         lengths, device = {length: batch}, machine.device
-        return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device)
+        return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device, disk=tier)
 
     wanted = need(context)
-    longest = memory.longest_fitting(lambda length: need(length).on(machine.device), machine.free, LONGEST)
+    free = dict(machine.free)
+    if tier is not None:
+        free["disk"] = shutil.disk_usage(tier.folder).free
+
+    def pools(length: int) -> dict[str, int]:
+        found = need(length)
+        return found.on(machine.device) | ({} if tier is None else {"disk": found.kv.disk})
+
+    longest = memory.longest_fitting(pools, free, LONGEST)
     method = memory.planned_method(profile, subject.geometry, context + max_tokens, subject.dtype, context)
     return CapacityPlan(
         label=label,
@@ -148,6 +183,8 @@ def _plan(
         bound=method.planned_is_bound,
         times=estimate(subject, machine, resolved, method, context, batch),
         disk=batch * _saved_bytes(subject, context),
+        tier=tier,
+        disk_free=free.get("disk"),
     )
 
 

@@ -29,6 +29,12 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
         loads = "" if plan.load_seconds is None else f", loaded in {plan.load_seconds:,.3g} s"
         saved.append(f"{format_bytes(plan.disk)} for {plan.batch} x {plan.context:,} tokens{loads}")
     rows.append(("saved KV", "; ".join(saved)))
+    if (tiered := next((plan for plan in plans if plan.tier is not None), None)) is not None:
+        assert tiered.tier is not None
+        assert tiered.disk_free is not None
+        folder, cache = tiered.tier.folder, format_bytes(tiered.tier.host_bytes)
+        place = f"{folder}, {format_bytes(tiered.disk_free)} free; {cache} of host memory cache it"
+        rows.append(("disk tier", f"{place}; times without its reads; steps on a GPU are blocking"))
     if rates is not None:
         found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
         rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
@@ -53,6 +59,7 @@ def _overview(plans: Sequence[CapacityPlan]) -> Table:
                 f"{plan.context:,}",
                 str(plan.batch),
                 *(format_bytes(plan.needed[pool]) for pool in pools),
+                format_bytes(plan.need.kv.disk),
                 "yes" if plan.fits else "no",
                 f"over {LONGEST:,}" if plan.longest is None else f"{plan.longest:,}" if plan.longest else "none",
                 duration(1000 * times.prefill if times else None),
@@ -61,7 +68,19 @@ def _overview(plans: Sequence[CapacityPlan]) -> Table:
                 f"{plan.batch / times.step:,.1f}" if times else "-",
             )
         )
-    columns = ("method", "context", "batch", *pools, "fits", "longest", "prefill", "step", "roofline", "tokens/s")
+    columns = (
+        "method",
+        "context",
+        "batch",
+        *pools,
+        "disk",
+        "fits",
+        "longest",
+        "prefill",
+        "step",
+        "roofline",
+        "tokens/s",
+    )
     return without_empty_columns(Table(columns, rows))
 
 
@@ -72,6 +91,7 @@ def _memory(plan: CapacityPlan) -> Table:
         ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
         *([("states, of it", format_bytes(need.states), "counted")] if need.states else []),
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
+        *([("KV, disk", format_bytes(need.kv.disk), plan.kv_basis)] if plan.tier is not None else []),
         ("workspace", format_bytes(need.workspace), "estimated"),
         *((f"{name}, of it", format_bytes(size), "") for name, size in need.prefill.device.items()),
         *([("KV away meanwhile, less", format_bytes(need.prefill.away), "")] if need.prefill.away else []),
