@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.gpu.streams import Point, Streams, streams_for
 from kvcli.store.host_pool import PIECE_BYTES
 from kvcli.store.tiers import Tiers
 
@@ -60,16 +62,20 @@ class StreamedHiddenStates:
         KvcliError: reading and writing, where the system does not pin that memory (will not fit).
     """
 
-    def __init__(self, parts: Sequence[slice], embed: Callable[[slice], Tensor], device: torch.device):
+    def __init__(
+        self,
+        parts: Sequence[slice],
+        embed: Callable[[slice], Tensor],
+        device: torch.device,
+        streams: Streams | None = None,
+    ):
         self.parts, self.embed, self.device = list(parts), embed, device
         self.place = {part.start: at for at, part in enumerate(self.parts)}
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.streams = streams or streams_for(device)
         self.embedded = 0  # parts that the first layer has read
         self._host: list[tuple[Future[Tensor], slice]] = []  # memory of each part, and its rows there
-        self._arriving: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._arriving: deque[tuple[int, Tensor, Point]] = deque()
+        self._leaving: deque[tuple[Tensor, Point]] = deque()
 
     def read(self, part: slice) -> Tensor:
         """Give a part [1, m, D], and have the next one come."""
@@ -79,10 +85,9 @@ class StreamedHiddenStates:
             return self.embed(part)
         if not self._arriving:
             self._fetch(at)
-        found, hidden, done = self._arriving.popleft()
+        found, hidden, arrived = self._arriving.popleft()
         assert found == at, f"part {at} is read after part {found - 1}"
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+        self.streams.wait(arrived)
         if len(self.parts) > 1:  # of the next layer once this one has all; the only part is not there yet
             self._fetch((at + 1) % len(self.parts))
         return hidden
@@ -90,36 +95,23 @@ class StreamedHiddenStates:
     def write(self, part: slice, out: Tensor) -> None:
         """Send what a layer has made of a part [1, m, D] to the host."""
         host = self._memory(self.place[part.start], out)
-        if self.stream is None:
-            host.copy_(out[0])
-            return
-        while self._leaving:  # the device lets go of its memory for work that comes after the copy
-            _, done = self._leaving.popleft()
-            assert done is not None
-            torch.cuda.current_stream(self.device).wait_event(done)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            host.copy_(out[0], non_blocking=True)
-            self._leaving.append((out, self.stream.record_event()))
+        while self._leaving:  # the device lets go of memory for work that comes after the copy
+            self.streams.wait(self._leaving.popleft()[1])
+        left = self.streams.submit("hidden states", partial(_copy, host, out[0]), [self.streams.mark()])
+        self._leaving.append((out, left))
 
     def close(self) -> None:
-        """Wait for all copies, and let go of the memory."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        """Let what the device does next wait for all copies, and let go of the memory."""
+        self.streams.join()
         for held in (self._host, self._arriving, self._leaving):
             held.clear()
 
     def _fetch(self, at: int) -> None:
         """Begin to bring a part to the device, once all that was given to it so far is done."""
         pinned = self._rows(at)
-        if self.stream is None:
-            self._arriving.append((at, pinned[None].clone(), None))
-            return
         target = torch.empty_like(pinned, device=self.device)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(pinned, non_blocking=True)
-            self._arriving.append((at, target[None], self.stream.record_event()))
+        arrived = self.streams.submit("hidden states", partial(_copy, target, pinned), [self.streams.mark()])
+        self._arriving.append((at, target[None], arrived))
 
     def _memory(self, at: int, like: Tensor) -> Tensor:
         """Find a part's rows; in the first layer, memory for all rows like those of `like` [1, m, D] is asked for."""
@@ -135,6 +127,10 @@ class StreamedHiddenStates:
     def _rows(self, at: int) -> Tensor:
         memory, rows = self._host[at]
         return memory.result()[rows]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _gathered(parts: Sequence[slice], most: int) -> Iterator[list[slice]]:

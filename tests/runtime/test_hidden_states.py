@@ -5,6 +5,7 @@ import torch
 from engine import in_memory, new_method, profile_of
 from families import FAMILIES, VOCAB, tiny_model
 from stated import settings
+from streams import Late
 
 from kvcli.errors import KvcliError
 from kvcli.methods import get_method, method_names
@@ -98,6 +99,30 @@ def test_a_part_comes_while_the_one_before_is_computed():
             assert len(states._arriving) == (layer > 0)
             assert not states._arriving or states._arriving[0][0] == (at + 1) % 3
             states.write(part, hidden + 1)
+
+
+def went_through(streams):
+    """Hidden states of some parts after layers that add to them, each part by its own number."""
+    parts = [slice(0, 3), slice(3, 6), slice(6, 7)]
+    start = torch.arange(14.0).view(1, 7, 2)
+    states = StreamedHiddenStates(parts, lambda part: start[:, part].clone(), torch.device("cpu"), streams)
+    out = []
+    for layer in range(4):
+        for part in parts:
+            made = states.read(part) * 2 + part.start
+            if layer == 3:
+                out.append(made)
+            else:
+                states.write(part, made)
+    states.close()
+    return torch.cat(out, 1)
+
+
+def test_copies_as_late_as_their_points_allow_change_nothing():
+    expected = went_through(None)
+    late = [Late(seed) for seed in range(20)]
+    assert all(torch.equal(went_through(streams), expected) for streams in late)
+    assert sum(streams.late for streams in late) > 0
 
 
 def test_what_the_first_layer_is_given():
