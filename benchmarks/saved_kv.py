@@ -13,7 +13,8 @@ A load ends with all pages in pools of host memory, held against their checksums
 where no memory has to be made, that is into pools whose memory was there before and into one block again and again,
 which is the disk's rate; and into new memory (`_into_memory`), which the system has to find and clear. That goes at a
 rate of its own: where a virtual machine gives memory back to its host, new memory can be slower than the disk. Ratios
-are given of like to like, and of loads into new memory to plain reads into one block (`load_into_memory_to_plain_read`).
+are given of like to like, and of loads into new memory to plain reads into one block
+(`load_into_memory_to_plain_read`).
 
 The question's own tokens are timed on a document whose KV is in memory, and without the time of putting it in place;
 `question_without_document_s` is what they take alone, without attention to the document.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,11 +48,25 @@ def nucleus(weights: Tensor, always: Tensor, p: float) -> Tensor:
     """
     if p >= 1:
         return torch.ones_like(weights, dtype=torch.bool)
-    order = weights.masked_fill(always, float("inf")).argsort(dim=-1, descending=True, stable=True)
-    ranked = weights.gather(-1, order)
+    rest = weights[..., ~always]
+    ranked = torch.cat((weights[..., always], _descending(rest)), -1)
     before = ranked.cumsum(-1) - ranked  # the mass of those that rank higher
-    kept = torch.empty_like(weights, dtype=torch.bool).scatter_(-1, order, before < p)
-    return kept | always
+    count = (before < p).sum(-1, keepdim=True) - always.sum()  # of the rest
+    least = ranked.gather(-1, (count + always.sum() - 1).clamp_min(0))
+    above, equal = rest > least, rest == least
+    room = count - above.sum(-1, keepdim=True)
+    if (equal.sum(-1, keepdim=True) > room).any():
+        equal &= equal.cumsum(-1) <= room
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    kept[..., ~always] = (above | equal) & (count > 0)
+    return kept
+
+
+def _descending(x: Tensor) -> Tensor:
+    """Sort rows; numpy sorts numbers on a CPU up to twenty times as fast as torch."""
+    if x.device.type != "cpu":
+        return x.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def keep_nucleus_ref(

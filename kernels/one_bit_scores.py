@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels import one_bit_rows
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
 from kvcli.kernels.one_bit_keys import blocks
@@ -156,6 +157,8 @@ def _one_bit(query: tl.tensor, bits: tl.tensor, scale: tl.tensor, zero: tl.tenso
 
 def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
     """Score every token of every group: q [Hk, G, d] -> [Hk, G, n * g] in at least fp32, unscaled."""
+    if one_bit_rows.suits(q, codes, ranges):
+        return one_bit_rows.one_bit_rows(q, codes, ranges)
     if not takes(q) or codes.numel() == 0:
         return one_bit_scores_ref(q, codes, ranges)
     (num_kv_heads, groups, d), tokens = q.shape, codes.shape[1] * codes.shape[2]

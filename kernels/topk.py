@@ -16,10 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels import select_best
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.pick import BLOCK, pick
 from kvcli.kernels.resolve_pages import MissList, nothing_missing, resolve_head, resolve_pages_device_ref
 from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates, selected_count
+
+LONG = 4096
+"""Scores of a row from which on a loop over them all is faster on a CPU than to divide them."""
 
 
 class Selection(NamedTuple):
@@ -176,6 +180,8 @@ def _topk_kernel(
 def topk_pages(scores: Tensor, k: int) -> Tensor:
     """Select k pages of every head, with the fastest means of the device."""
     if not takes(scores):
+        if scores.shape[1] >= LONG and select_best.suits(scores):
+            return select_best.select_best(scores, k)
         known = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64)
         selected = _partitioned(scores.numpy(), k) if known and k < scores.shape[1] else None
         return topk_pages_ref(scores, k) if selected is None else selected

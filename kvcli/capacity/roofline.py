@@ -163,7 +163,11 @@ def layer_work(traffic: Traffic, group: int, itemsize: int, miss_rate: float = 1
         "attention": Work(read=traffic.attended, operations=2 * group * traffic.attended // itemsize),
         "score": Work(read=traffic.scored),
         "select": Work(read=traffic.scores),
-        "recall": Work(to_device=round(miss_rate * traffic.recalled)),
+        "recall": Work(
+            read=round(miss_rate * traffic.rebuilt_from),
+            to_device=round(miss_rate * traffic.recalled),
+            operations=round(miss_rate * traffic.rebuilding),
+        ),
     }
 
 

@@ -30,13 +30,16 @@ class Traffic:
     """Bytes that a decode step has to move in one layer of one sequence.
 
     Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` that are selected by.
-    `recalled` is what comes from the host when none of the selected KV is on the device yet.
+    `recalled` is what comes from the host when none of the selected KV is on the device yet; with it `rebuilt_from` is
+    read on the device where keys are made of their factors, in so many `rebuilding` operations (a multiply-add is two).
     """
 
     attended: int = 0
     scored: int = 0
     scores: int = 0
     recalled: int = 0
+    rebuilt_from: int = 0
+    rebuilding: int = 0
 
 
 def nbytes(*tensors: Tensor) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import few_rows, four_bit_rows
 from kvcli.kernels._triton import takes
 from kvcli.kernels.block_attention import add_sinks, block_attention
 from kvcli.kernels.decode_attention import attend_rows
@@ -53,6 +54,8 @@ class Int4Keys:
     def products(self, q: Tensor, tokens: Tensor) -> Tensor:
         """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
         queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
+        if four_bit_rows.suits(queries, self.codes, self.ranges):
+            return four_bit_rows.four_bit_rows(queries, self.codes, self.ranges, tokens)
         return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
 
     def settled(self) -> list[Settled]:
@@ -144,7 +147,10 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: So
         return attend_rows(q, k, v, softmax, valid.contiguous())
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
     mask = valid[:, None].expand(-1, heads.shape[1], -1)  # [Hk, G, n]
-    out, lse = block_attention(heads, k, v, softmax, mask=mask)
+    if few_rows.suits(heads, k, v):
+        out, lse = few_rows.attend(heads, k, v, softmax, mask)
+    else:
+        out, lse = block_attention(heads, k, v, softmax, mask=mask)
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks.view_as(lse))
     return out.reshape(q.shape)

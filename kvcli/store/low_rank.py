@@ -98,6 +98,14 @@ class LowRankKeys:
         positions = chunks[:, None] * self.chunk + torch.arange(self.chunk, device=chunks.device)  # [m, c]
         return self.rotary.rotate(keys.flatten(0, 1), positions.flatten()).view_as(keys)
 
+    def rebuilt_from(self, chunks: int) -> int:
+        """Bytes that so many chunks of a KV head are rebuilt of: their rows, and every head's factor."""
+        return chunks * self.chunk * self.rank * self.a.element_size() + nbytes(self.b)
+
+    def rebuilding(self, chunks: int) -> int:
+        """Operations that rebuild so many chunks of a KV head."""
+        return 2 * chunks * self.chunk * self.rank * self.b.shape[-1]
+
     def settled(self) -> list[Settled]:
         """Chunks do not change, unless they are factorised again."""
         return [Settled(self.a, 0, 0 if len(self.gram) else self.stored, self.stored)]

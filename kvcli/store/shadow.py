@@ -228,7 +228,7 @@ class ShadowCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count, of the chunks recalled, the values, since the keys are rebuilt."""
+        """Count, of the chunks recalled, the values, and what the keys are rebuilt of."""
         token, layout = nbytes(self.k[:, :1], self.v[:, :1]), self.layout
         stored = min(self.landmarks.means.shape[1], length // layout.size - layout.local)
         if stored <= 0 or not layout.active(length):
@@ -239,6 +239,8 @@ class ShadowCache(ResidentCache):
             scored=nbytes(means),
             scores=4 * means.shape[0] * stored,
             recalled=self.resident.numel() * self.values.block_bytes,
+            rebuilt_from=self.keys.rebuilt_from(self.resident.numel()),
+            rebuilding=self.keys.rebuilding(self.resident.numel()),
         )
 
     @property

@@ -19,7 +19,7 @@ SMALL |= {"outliers": 2, "local": 1, "prefill_window": 20}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(probe, "STEPS", 3)
-    monkeypatch.setattr(probe, "_FEW", 0)
+    monkeypatch.setattr(probe, "_FEW", 1)
     monkeypatch.setattr(probe, "PROMPT", 8)
 
 

@@ -1,0 +1,63 @@
+"""What the loops for a CPU have in common: compiled by numba when they are first run, and kept on the disk.
+
+They stand where torch has no function that reads its input at the memory's rate: a decode step reads every weight and
+every key for one row or a few. They take fp32 alone; where numba is absent, or has no threads that may be used beside
+torch's, the functions of torch that they stand beside do the work.
+
+Loops add in an order that does not depend on the number of threads. Sums may be made of parallel ones, and products
+added without rounding in between; nothing else of the arithmetic is loosened, so that what is not finite stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import numba
+    import numba.np.ufunc.omppool
+    from numba import prange
+except ImportError:
+    numba, prange = None, range
+
+__all__ = ["compiled", "flat", "prange", "run", "serves"]
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Make a loop whose `prange` goes over threads."""
+    if numba is None:
+        return function
+    kind = {"parallel": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+    try:
+        return numba.njit(cache=True, **kind)(function)
+    except RuntimeError:  # there is no place on the disk to keep it
+        return numba.njit(**kind)(function)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Tell whether loops can take these: fp32 in the memory of a CPU, the last dimension without gaps."""
+    if numba is None or torch.compiler.is_compiling():
+        return False
+    return all(
+        type(x) is Tensor  # no parameter whose gradient is wanted, and nothing without numbers
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.stride(-1) == 1
+        and x.numel() > 0
+        for x in tensors
+    )
+
+
+def run(loop: Any, *arguments: Any) -> None:
+    """Run a loop with as many threads as torch takes; tensors are given as arrays."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    loop(*[x.numpy() if isinstance(x, Tensor) else x for x in arguments])
+
+
+def flat(x: Tensor) -> Tensor:
+    """View all that lies between the first and the last number of x as one row, which a loop knows to have no gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span,), (1,))

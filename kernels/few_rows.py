@@ -1,0 +1,130 @@
+"""Products of a few rows with long matrices on a CPU, which read these once and at the memory's rate.
+
+    products      s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
+    mixtures      o_hg = sum_j w_hgj v_hj          every value, weighted
+    row_products  y_mi = x_m . W_i                 a linear layer
+
+torch's own read at a half to a fifth of that rate for so few rows (`benchmarks/cpu_linear.py`).
+
+Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n], x [m, in], W [out, in]; all fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels.softmax import Softmax
+
+MOST_ROWS = 8
+"""For more rows a matrix product is faster, which keeps numbers in registers."""
+
+PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
+ROWS = 16  # of a weight
+
+
+@compiled
+def _products(q: Any, k: Any, head: int, row: int, n: int, out: Any) -> None:
+    heads, group, d = q.shape
+    pieces = (n + PIECE - 1) // PIECE
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * PIECE
+        last = min(first + PIECE, n)
+        whole = first + (last - first) // 4 * 4
+        for j in range(first, whole, 4):
+            at = h * head + j * row
+            k0, k1, k2, k3 = k[at:][:d], k[at + row :][:d], k[at + 2 * row :][:d], k[at + 3 * row :][:d]
+            for g in range(group):
+                query = q[h, g]
+                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for c in range(d):
+                    s0 += query[c] * k0[c]
+                    s1 += query[c] * k1[c]
+                    s2 += query[c] * k2[c]
+                    s3 += query[c] * k3[c]
+                out[h, g, j], out[h, g, j + 1], out[h, g, j + 2], out[h, g, j + 3] = s0, s1, s2, s3
+        for j in range(whole, last):
+            key = k[h * head + j * row :][:d]
+            for g in range(group):
+                total = np.float32(0)
+                for c in range(d):
+                    total += q[h, g, c] * key[c]
+                out[h, g, j] = total
+
+
+@compiled
+def _mixtures(w: Any, v: Any, head: int, row: int, d: int, parts: Any) -> None:
+    heads, group, n = w.shape
+    pieces = parts.shape[1]
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * PIECE
+        last = min(first + PIECE, n)
+        whole = first + (last - first) // 4 * 4
+        parts[h, piece % pieces] = 0
+        for j in range(first, whole, 4):
+            at = h * head + j * row
+            v0, v1, v2, v3 = v[at:][:d], v[at + row :][:d], v[at + 2 * row :][:d], v[at + 3 * row :][:d]
+            for g in range(group):
+                out = parts[h, piece % pieces, g]
+                w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
+                for c in range(d):
+                    out[c] += w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]
+        for j in range(whole, last):
+            value = v[h * head + j * row :][:d]
+            for g in range(group):
+                for c in range(d):
+                    parts[h, piece % pieces, g, c] += w[h, g, j] * value[c]
+
+
+@compiled
+def _row_products(x: Any, weight: Any, out: Any) -> None:
+    n, d = weight.shape
+    for block in prange((n + ROWS - 1) // ROWS):
+        for i in range(block * ROWS, min((block + 1) * ROWS, n)):
+            for m in range(len(x)):
+                total = np.float32(0)
+                for c in range(d):
+                    total += x[m, c] * weight[i, c]
+                out[m, i] = total
+
+
+def suits(rows: Tensor, *matrices: Tensor) -> bool:
+    """Tell whether `rows` [.., m, d] are few, and these loops can take them with the matrices."""
+    return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Score every key: [Hk, G, n]."""
+    out = q.new_empty(*q.shape[:2], k.shape[1])
+    run(_products, q.contiguous(), flat(k), *k.stride()[:2], k.shape[1], out)
+    return out
+
+
+def mixtures(w: Tensor, v: Tensor) -> Tensor:
+    """Add values up by weights: [Hk, G, d]."""
+    (heads, group, n), d = w.shape, v.shape[2]
+    parts = w.new_empty(heads, -(-n // PIECE), group, d)
+    run(_mixtures, w.contiguous(), flat(v), *v.stride()[:2], d, parts)
+    return parts.sum(1)
+
+
+def row_products(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by a linear layer's weight, without gaps: [m, out]."""
+    out = x.new_empty(len(x), len(weight))
+    run(_row_products, x.contiguous(), weight, out)
+    return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attend with few rows, to what mask [Hk, G, n] lets them: out [Hk, G, d] and lse [Hk, G]."""
+    scores = softmax.scores(products(q, k))
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1)
+    return mixtures(weights, v) / total[..., None], top[..., 0] + torch.log(total)

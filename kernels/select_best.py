@@ -1,0 +1,62 @@
+"""The k best of each row on a CPU, ties to the lower index: what `kvcli.kernels.topk` selects, by digits.
+
+A float's bits, turned so that they rise with it, are looked at eleven at a time, the highest first: how often each
+digit occurs says which one the k-th best has, and only those that share it are looked at again.
+
+Shapes: scores [Hk, n] fp32, 1 <= k <= n -> [Hk, k] int64, ascending.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels._numba import compiled, prange, run, serves
+
+DIGITS = ((21, 11), (10, 11), (0, 10))  # of 32 bits: where each begins, and how many bits it has
+
+
+@compiled
+def _select(bits: Any, k: int, shifts: Any, widths: Any, out: Any) -> None:
+    heads, n = bits.shape
+    for h in prange(heads):
+        keys = np.empty(n, np.uint32)  # rise with the scores
+        for i in range(n):
+            b = np.uint32(bits[h, i])
+            b = np.uint32(0) if b == np.uint32(0x80000000) else b  # minus zero equals zero
+            keys[i] = ~b if b >> np.uint32(31) else b | np.uint32(0x80000000)
+        wanted, prefix, known = k, np.uint32(0), np.uint32(0)  # `known`: the bits that `prefix` has
+        for digit in range(len(shifts)):
+            shift, mask = np.uint32(shifts[digit]), np.uint32((1 << widths[digit]) - 1)
+            counts = np.zeros(1 << widths[digit], np.int64)
+            for i in range(n):
+                if keys[i] & known == prefix:
+                    counts[(keys[i] >> shift) & mask] += 1
+            value = len(counts) - 1
+            while counts[value] < wanted:
+                wanted -= counts[value]
+                value -= 1
+            prefix |= np.uint32(value) << shift
+            known |= mask << shift
+        # `prefix` is the k-th best now, and `wanted` are still to be taken of those that equal it.
+        at = 0
+        for i in range(n):
+            if keys[i] > prefix or (keys[i] == prefix and wanted > 0):
+                wanted -= keys[i] == prefix
+                out[h, at] = i
+                at += 1
+
+
+def suits(scores: Tensor) -> bool:
+    """Tell whether this can select by these scores."""
+    return serves(scores)
+
+
+def select_best(scores: Tensor, k: int) -> Tensor:
+    """Select the k best of each row."""
+    out = torch.empty(len(scores), k, dtype=torch.int64)
+    run(_select, scores.contiguous().view(torch.int32), k, *(np.array(x) for x in zip(*DIGITS, strict=True)), out)
+    return out

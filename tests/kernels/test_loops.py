@@ -1,0 +1,127 @@
+"""The loops for a CPU against float64 and against what they stand beside: odd shapes, gaps, poison around the input."""
+
+import math
+
+import pytest
+import torch
+
+from kvcli.kernels import _numba, few_rows, four_bit_rows, one_bit_rows, select_best
+from kvcli.kernels.block_attention import block_attention_ref
+from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
+from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
+from kvcli.kernels.one_bit_keys import quantise_keys
+from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.token_scores import token_scores
+from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
+
+pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def among_poison(x):
+    """The same numbers in a larger tensor of NaN, so that reading beside them is seen; the last dimension is whole."""
+    around = torch.full([size + 4 for size in x.shape], math.nan)
+    return around[tuple(slice(2, 2 + size) for size in x.shape)].copy_(x)
+
+
+SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (3, 8, 33, 1025), (1, 2, 64, 2051), (2, 1, 80, 4)]  # Hk, G, d, n
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+def test_products_and_mixtures_are_those_of_float64(heads, group, d, n):
+    q, k, w = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), noise(heads, group, n, seed=2)
+    exact = q.double() @ k.double().transpose(1, 2)
+    torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(few_rows.mixtures(w, k).double(), w.double() @ k.double(), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+def test_attention_with_few_rows(heads, group, d, n):
+    q, k, v = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), among_poison(noise(heads, n, d, seed=2))
+    mask = noise(heads, group, n, seed=3) > 0
+    mask[..., n // 2] = True
+    for softmax in (Softmax(0.3), Softmax(0.3, softcap=2.0)):
+        for seen in (None, mask):
+            found = few_rows.attend(q, k, v, softmax, seen)
+            exact = block_attention_ref(q.double(), k.double(), v.double(), softmax, seen)
+            for one, other in zip(found, exact, strict=True):
+                torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
+def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
+    x, weight = noise(rows, d), noise(n, d, seed=1)
+    found = few_rows.row_products(x, weight)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+    assert all(torch.equal(few_rows.row_products(x[[row]], weight)[0], found[row]) for row in range(rows))
+
+
+def test_what_is_not_finite_stays_so():
+    k = torch.ones(1, 8, 4)
+    k[0, 3, 1], k[0, 5, 2] = math.nan, math.inf
+    found = few_rows.products(torch.ones(1, 1, 4), k)[0, 0]
+    assert found[3].isnan()
+    assert found[5] == math.inf
+    assert found[[0, 1, 2, 4, 6, 7]].tolist() == [4.0] * 6
+
+
+@pytest.mark.parametrize("k", [1, 2, 100, LONG - 1, LONG])
+def test_selection_is_the_references_with_ties(k):
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randint(-40, 40, (3, LONG), generator=generator) / 8
+    scores[0, ::7], scores[1] = -math.inf, 0.0
+    scores[1, 5] = -0.0  # equals 0.0 by value
+    for each in (scores, noise(3, LONG, seed=k), noise(3, LONG, seed=k).abs() * 1e-40):
+        expected = topk_pages_ref(each, k).sort(-1).values
+        assert torch.equal(topk_pages(each, k), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "d", "size", "groups"), [(1, 1, 1, 1, 1), (2, 3, 12, 5, 17), (2, 2, 64, 32, 33)]
+)
+def test_one_bit_scores_among_poison(heads, group, d, size, groups):
+    codes, ranges = quantise_keys(noise(heads, groups, size, d))
+    held = torch.full((heads, groups + 4, 2, d), math.nan)
+    held[:, 2:-2] = ranges
+    more = torch.full((heads, groups + 4, *codes.shape[2:]), 255, dtype=torch.uint8)
+    more[:, 2:-2] = codes
+    q, own = noise(heads, group, d, seed=1), (more[:, 2:-2], held[:, 2:-2])
+    assert one_bit_rows.suits(q, *own)
+    exact = one_bit_scores_ref(q.double(), codes, ranges)
+    torch.testing.assert_close(one_bit_scores(q, *own).double(), exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+def test_four_bit_scores_of_chosen_tokens(heads, group, d, n):
+    codes, ranges = quantise_four_bit(noise(heads, n + 3, d))
+    ranges[:, n:] = math.nan
+    q, tokens = noise(heads, group, d, seed=1), noise(heads, n, seed=2).argsort(-1)
+    chosen = tokens[..., None].expand(-1, -1, codes.shape[2]), tokens[..., None].expand(-1, -1, 2)
+    exact = four_bit_scores(q.double(), codes.gather(1, chosen[0]), ranges.gather(1, chosen[1]))
+    found = four_bit_rows.four_bit_rows(q, codes, ranges, tokens)
+    torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-4)
+
+
+def test_without_numba_torch_does_the_same(monkeypatch):
+    q, k, v = noise(4, 64), noise(2, MANY // 64, 64, seed=1), noise(2, MANY // 64, 64, seed=2)
+    softmax = Softmax(0.125)
+    by_loops = decode_attention(q, k, v, softmax), token_scores(q, k, 0.125)
+    monkeypatch.setattr(_numba, "numba", None)
+    by_torch = decode_attention(q, k, v, softmax), token_scores(q, k, 0.125)
+    torch.testing.assert_close(by_loops, by_torch, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(by_loops[0], decode_attention_ref(q, k, v, softmax), atol=1e-5, rtol=1e-4)
+
+
+def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
+    x = noise(2, 4)
+    assert few_rows.suits(x, noise(3, 4))
+    assert not few_rows.suits(x, torch.nn.Parameter(noise(3, 4)))
+    assert not few_rows.suits(x, noise(3, 4).double())
+    assert not few_rows.suits(x, noise(4, 3).T)
+    assert not few_rows.suits(noise(few_rows.MOST_ROWS + 1, 4), noise(3, 4))
+    assert not select_best.suits(noise(3, 0))
