@@ -54,7 +54,7 @@ def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
 
 def _onednn(module: nn.Linear, x: Tensor) -> Tensor:
     weight = module.weight.detach()
-    if few_rows.suits(rows := x.view(-1, x.shape[-1]), weight) and weight.is_contiguous():
+    if few_rows.suits(rows := x.reshape(-1, x.shape[-1]), weight) and weight.is_contiguous():
         out = few_rows.row_products(rows, weight).view(*x.shape[:-1], -1)
         return out if module.bias is None else out.add_(module.bias)
     return onednn_linear(x, module.weight, module.bias)
