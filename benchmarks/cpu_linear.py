@@ -1,4 +1,4 @@
-"""A linear layer on the CPU through oneDNN, as kvcli runs it, against torch's own, at several numbers of rows.
+"""A linear layer on the CPU as kvcli runs it, against torch's own and oneDNN's, at several numbers of rows.
 
 python benchmarks/cpu_linear.py
 """
@@ -12,7 +12,8 @@ import torch
 from common import add_output, save, spread
 from torch import nn
 
-from kvcli.runtime.linear import onednn_linears
+from kvcli.compat import onednn_linear
+from kvcli.runtime.linear import cpu_linears
 
 WIDTH, INNER = 512, 1408
 COPIES = 40  # different weights in turn, more than a cache holds
@@ -39,18 +40,24 @@ def main() -> None:
     model = nn.ModuleList(nn.Linear(WIDTH, INNER, bias=False) for _ in range(COPIES))
     results = []
     for rows in args.rows:
-        x, theirs, ours = torch.randn(1, rows, WIDTH), [], []
+        x, theirs, onednn, ours = torch.randn(1, rows, WIDTH), [], [], []
 
         def work(x: torch.Tensor = x) -> None:
             for layer in model:
                 layer(x)
 
+        def by_onednn(x: torch.Tensor = x) -> None:
+            for layer in model:
+                onednn_linear(x, layer.weight)
+
         for _ in range(args.repeats):
             theirs.append(milliseconds(work))
-            with onednn_linears(model):
+            onednn.append(milliseconds(by_onednn))
+            with cpu_linears(model):
                 ours.append(milliseconds(work))
-        ratio = spread([a / b for a, b in zip(theirs, ours, strict=True)])
-        results.append({"rows": rows, "torch_ms": spread(theirs), "onednn_ms": spread(ours), "speedup": ratio})
+        ratio, over = (spread([a / b for a, b in zip(other, ours, strict=True)]) for other in (theirs, onednn))
+        times = {"torch_ms": spread(theirs), "onednn_ms": spread(onednn), "kvcli_ms": spread(ours)}
+        results.append({"rows": rows, **times, "speedup": ratio, "speedup_over_onednn": over})
         print(
             f"{rows:>5} rows: {ratio['median']:.2f}x the speed ({ratio['min']:.2f} to {ratio['max']:.2f})", flush=True
         )

@@ -47,8 +47,10 @@ def main() -> None:
         for row in rows_of("windowed_prefill")
     ]
     table("Growth of prefill (`windowed_prefill.json`)", ["method", "tokens", "time"], windowed)
-    linear = [[str(row["rows"]), ratio(row["speedup"])] for row in rows_of("cpu_linear")]
-    table("Linear layer through oneDNN (`cpu_linear.json`)", ["rows", "speedup over torch"], linear)
+    linear = [
+        [str(row["rows"]), *map(ratio, (row["speedup"], row["speedup_over_onednn"]))] for row in rows_of("cpu_linear")
+    ]
+    table("Linear layer (`cpu_linear.json`)", ["rows", "speedup over torch", "over oneDNN"], linear)
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
         + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]

@@ -21,7 +21,7 @@ try:
     import numba.np.ufunc.omppool
     from numba import prange
 except ImportError:
-    numba, prange = None, range
+    numba, prange = None, range  # type: ignore[assignment, misc]
 
 __all__ = ["compiled", "flat", "prange", "run", "serves"]
 
@@ -30,7 +30,7 @@ def compiled(function: Callable[..., Any]) -> Any:
     """Make a loop whose `prange` goes over threads."""
     if numba is None:
         return function
-    kind = {"parallel": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+    kind: Any = {"parallel": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
     try:
         return numba.njit(cache=True, **kind)(function)
     except RuntimeError:  # there is no place on the disk to keep it
@@ -53,7 +53,8 @@ def serves(*tensors: Tensor) -> bool:
 
 def run(loop: Any, *arguments: Any) -> None:
     """Run a loop with as many threads as torch takes; tensors are given as arrays."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    config: Any = numba.config
+    numba.set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
     loop(*[x.numpy() if isinstance(x, Tensor) else x for x in arguments])
 
 

@@ -26,7 +26,7 @@ from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.hidden_states import streamed
 from kvcli.runtime.known_kv import Lending, LentKV
-from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.linear import cpu_linears
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
 from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
@@ -294,7 +294,7 @@ def engine(
     with (
         here,
         attached(model.module) as hook,
-        onednn_linears(model.module),
+        cpu_linears(model.module),
         installed(model.module, capacities) as rope,
     ):
         yield Engine(model, hook, rope, notice, disk)

@@ -16,9 +16,9 @@ Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
 @contextmanager
-def onednn_linears(model: nn.Module) -> Iterator[None]:
-    """Run the linear layers of a model through oneDNN where that is possible; elsewhere change nothing."""
-    with _run_by(_onednn, (module for module in _linears(model) if onednn_suits(module.weight))):
+def cpu_linears(model: nn.Module) -> Iterator[None]:
+    """Run a few rows by loops over the weights and others through oneDNN, where that is possible."""
+    with _run_by(_by_memory, (module for module in _linears(model) if onednn_suits(module.weight))):
         yield
 
 
@@ -52,7 +52,7 @@ def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
                 module.forward = replaced  # type: ignore[method-assign]
 
 
-def _onednn(module: nn.Linear, x: Tensor) -> Tensor:
+def _by_memory(module: nn.Linear, x: Tensor) -> Tensor:
     weight = module.weight.detach()
     if few_rows.suits(rows := x.reshape(-1, x.shape[-1]), weight) and weight.is_contiguous():
         out = few_rows.row_products(rows, weight).view(*x.shape[:-1], -1)

@@ -9,7 +9,7 @@ from torch import nn
 
 from kvcli.bench.timelines import module_spans
 from kvcli.models.geometry import attention_modules
-from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.linear import cpu_linears
 from kvcli.telemetry.timeline import Timeline
 
 
@@ -29,7 +29,7 @@ def test_layers_are_timed_once_and_the_output_is_the_same(family):
 
 def test_the_model_is_left_as_it_was_and_so_are_its_faster_layers():
     model = tiny_model("llama")
-    with onednn_linears(model):
+    with cpu_linears(model):
         before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
         with module_spans(model, Timeline(enabled=True)):
             pass

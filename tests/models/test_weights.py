@@ -20,7 +20,7 @@ from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_co
 from kvcli.models.quantising import is_plain
 from kvcli.models.weight_form import form_of, installed
 from kvcli.runtime.gpu.fused import fused_layers
-from kvcli.runtime.linear import onednn_linears
+from kvcli.runtime.linear import cpu_linears
 
 IDS = torch.randint(3, VOCAB, (1, 37), generator=torch.Generator().manual_seed(0))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -236,7 +236,7 @@ def test_fewer_kernels_leave_products_to_the_library(weights, tmp_path):
     model = load_model(ModelSpec(checkpoint(tmp_path).name, device="cpu", weights=weights)).module
     with torch.inference_mode():
         wanted = model(IDS, use_cache=False).logits
-        with fused_layers(model), onednn_linears(model):
+        with fused_layers(model), cpu_linears(model):
             changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
             torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-3)
     assert "model.layers.0.input_layernorm" in changed

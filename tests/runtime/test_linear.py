@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from kvcli.runtime.linear import fused_rows, onednn_linears
+from kvcli.runtime.linear import cpu_linears, fused_rows
 
 
-@pytest.mark.parametrize("way", [onednn_linears, fused_rows])
+@pytest.mark.parametrize("way", [cpu_linears, fused_rows])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 37), (3, 1, 37), (1, 65, 37), (5, 37)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -25,14 +25,14 @@ def test_the_forward_comes_back_and_strangers_are_left_alone():
         pass
 
     model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Linear(4, 4).half())
-    with onednn_linears(model):
+    with cpu_linears(model):
         assert ["forward" in vars(layer) for layer in model] == [True, False, False]
     assert not any("forward" in vars(layer) for layer in model)
 
 
 def test_one_way_within_the_other():
     model = nn.Sequential(nn.Linear(4, 4))
-    with onednn_linears(model):
+    with cpu_linears(model):
         outer = model[0].forward
         with fused_rows(model):
             assert model[0].forward != outer
