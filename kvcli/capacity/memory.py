@@ -272,7 +272,8 @@ def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int
     if fitting is None:
         return 0
     beyond = next((length for length in lengths if length > fitting), limit)
-    return fitting + bisect_left(range(fitting + 1, beyond), True, key=lambda n: not fits(needed(n), free))
+    more: int = bisect_left(range(fitting + 1, beyond), True, key=lambda n: not fits(needed(n), free))
+    return fitting + more
 
 
 def _counted(prompts: Prompts) -> Counter[PromptSize]:

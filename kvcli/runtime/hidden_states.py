@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.attention_hook import Hook
@@ -154,7 +155,7 @@ class _EmbeddedError(Exception):
 
 def embedded(hook: Hook, tokens: Tensor, positions: Tensor) -> Tensor:
     """Give what the first decoder layer is given for tokens [1, n] at positions [1, n]: [1, n, D]."""
-    with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[index]
+    with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[arg-type, index]
         try:
             hook.run(_no_attention, tokens, positions)
         except _EmbeddedError as found:
@@ -162,8 +163,8 @@ def embedded(hook: Hook, tokens: Tensor, positions: Tensor) -> Tensor:
     raise RuntimeError("the model never called its first layer")
 
 
-def _no_attention(*_: object) -> Tensor:
-    raise RuntimeError("a layer attended before the first one")
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG001
+    raise RuntimeError(f"layer {layer} attended before the first one")
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def layer_major(
         yield
     finally:
         take_out()
+        forwards.clear()  # they refer to each other, and to tensors, which would wait for the garbage collector
 
 
 def _by_parts(

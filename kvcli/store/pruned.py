@@ -89,6 +89,7 @@ class PrunedCache(TokenMajorCache):
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
             self._hold_in(self._rows(room))
             self.positions = self.tiers.on_device(num_kv_heads, room, dtype=torch.int32)
-        self._fill(*(x.take_along_dim(rows[..., None], 1) for x in (k, v)))
+        kept_k, kept_v = (x.take_along_dim(rows[..., None], 1) for x in (k, v))
+        self._fill(kept_k, kept_v)
         self.positions[:, : self.held] = positions
         return self._moved(self.held)
