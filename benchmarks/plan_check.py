@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ from kvcli.capacity.planning.plan import plan
 from kvcli.capacity.planning.probe import shortened
 from kvcli.capacity.roofline import measure_rates
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.models.dummy import random_model
+from kvcli.models.dummy import fallback_tokenizer, random_model
+from kvcli.models.loading import Model, ModelSpec, load_model, read_config
+from kvcli.models.weight_form import ON_LOADING, form_of
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -61,6 +64,9 @@ SHAPES = {
     "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
     "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "heads": (16, 4)},
 }
+# Forms in which checkpoints of one more shape are stored, planned from their files and loaded.
+STORED = ("int8", "int4", "fp8")
+HEAVY = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "heads": (32, 8), "vocab_size": 4000}
 KIND: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 512,
@@ -114,6 +120,9 @@ COMBINATIONS = [  # shape, method, context, batch
     ("hybrid", "freekv", 16_384, 1),
     ("latent", "freekv", 4096, 1),
     ("latent", "freekv", 16_384, 1),
+    ("int8", "freekv", 2500, 1),
+    ("int4", "freekv", 2500, 1),
+    ("fp8", "freekv", 2500, 1),
 ]
 
 
@@ -121,20 +130,29 @@ def config_of(shape: str) -> PreTrainedConfig:
     """The config of a shape of `SHAPES` or `KINDS`."""
     if shape in KINDS:
         return copy.deepcopy(KINDS[shape])
-    sizes: dict[str, Any] = dict(SHAPES[shape])
+    sizes: dict[str, Any] = {"vocab_size": 32_000, **(HEAVY if shape in STORED else SHAPES[shape])}
     heads, kv_heads = sizes.pop("heads")
     return LlamaConfig(
-        vocab_size=32_000,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=131_072,
-        **sizes,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=131_072, **sizes
     )
 
 
-def planned(shape: str, method: str, context: int, batch: int) -> dict[str, float]:
-    """What plan says."""
-    subject = PlannedRun.of(config_of(shape), DTYPE)
+def store(shape: str, folder: str) -> None:
+    """Make a checkpoint in one of the forms of `STORED`, as transformers saves it."""
+    random = random_model(config_of(shape), DTYPE, CPU)
+    random.save_pretrained(folder)
+    fallback_tokenizer(random.config.vocab_size).save_pretrained(folder)
+    del random
+    load_model(ModelSpec(folder, device="cpu", weights=shape)).module.save_pretrained(folder)  # type: ignore[arg-type]
+
+
+def planned(shape: str, method: str, context: int, batch: int, folder: str | None) -> dict[str, float]:
+    """What plan says, of a checkpoint from its files."""
+    if folder is None:
+        subject = PlannedRun.of(config_of(shape), DTYPE)
+    else:
+        config = read_config(ModelSpec(folder))
+        subject = PlannedRun.of(config, DTYPE, form_of(config, "auto", CPU), Path(folder))
     machine = Machine(CPU, memory.available(CPU), measure_rates(CPU, DTYPE), here=True)
     (found,) = plan(subject, machine, [(method, resolve_profile(method))], [context], [batch], STEPS)
     assert found.times is not None
@@ -149,25 +167,38 @@ def planned(shape: str, method: str, context: int, batch: int) -> dict[str, floa
     }
 
 
-def run(shape: str, method: str, context: int, batch: int, fill: bool) -> dict[str, Any]:
+def run(shape: str, method: str, context: int, batch: int, fill: bool, folder: str | None) -> dict[str, Any]:
     """What really happens, by the moves of `kvcli generate`, and the plan; once in little before, for the libraries.
 
     `fill`: write the caches when they are made, so that what is allocated is resident.
     """
     little = shortened(config_of(shape if shape in KINDS else "small"), 4, DTYPE.itemsize)
     little.vocab_size = 1000
-    _run(little, method, 3000, 1, fill, dict)
-    return _run(config_of(shape), method, context, batch, fill, lambda: planned(shape, method, context, batch))
+    form = ON_LOADING.get(shape)  # of which the libraries, too, are used once
+    _run(lambda: model_of(random_model(little, DTYPE, CPU, form)), method, 3000, 1, fill, dict)
+
+    def made() -> Model:
+        if folder is not None:
+            return load_model(ModelSpec(folder, device="cpu"))
+        return model_of(random_model(config_of(shape), DTYPE, CPU))
+
+    return _run(made, method, context, batch, fill, lambda: planned(shape, method, context, batch, folder))
 
 
 def _run(
-    config: PreTrainedConfig, method: str, context: int, batch: int, fill: bool, between: Callable[[], dict[str, float]]
+    make: Callable[[], Model],
+    method: str,
+    context: int,
+    batch: int,
+    fill: bool,
+    between: Callable[[], dict[str, float]],
 ) -> dict[str, Any]:
     profile = resolve_profile(method)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is not taken for free
     before = _status("VmRSS")
-    model = model_of(random_model(config, DTYPE, CPU).requires_grad_(False).train(False))
+    model = make()
+    model.module.requires_grad_(False).train(False)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     generator = torch.Generator().manual_seed(0)
     # Tokens are drawn: the likeliest ones of random weights soon repeat themselves, and then nothing is recalled.
@@ -175,7 +206,7 @@ def _run(
     with engine(model, [context + STEPS]) as ready:
         started, sequences = time.perf_counter(), []
         for index in range(batch):
-            ids = torch.randint(config.vocab_size, (context,), generator=generator).tolist()
+            ids = torch.randint(model.geometry.vocab_size, (context,), generator=generator).tolist()
             with _filled() if fill else nullcontext():
                 made = ready.method(profile, ready.context(context, STEPS))
             (logits,) = ready.prefill(ids, [made])
@@ -242,14 +273,19 @@ def check(combination: tuple[str, str, int, int], repeats: int) -> dict[str, Any
 
 def _repeat(combination: tuple[str, str, int, int]) -> dict[str, Any]:
     """The plan and what the timed process took, with the bytes of the other one beside it."""
-    command = [sys.executable, __file__, "run", *map(str, combination)]
+    command = [sys.executable, __file__]
+    with TemporaryDirectory() as folder:
+        stored = [folder] if combination[0] in STORED else []
+        if stored:
+            subprocess.run([*command, "store", combination[0], folder], check=True)
 
-    def one(kind: str, settings: dict[str, str]) -> dict[str, Any]:
-        environment = {**os.environ, **settings}
-        out = subprocess.run([*command, kind], capture_output=True, text=True, check=True, env=environment).stdout
-        return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
+        def one(kind: str, settings: dict[str, str]) -> dict[str, Any]:
+            environment = {**os.environ, **settings}
+            line = [*command, "run", *map(str, combination), kind, *stored]
+            out = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+            return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
 
-    counted, timed = one("counted", GIVEN_BACK), one("timed", {})
+        counted, timed = one("counted", GIVEN_BACK), one("timed", {})
     timed["taken"] |= {"bytes": counted["taken"]["bytes"], "resident": timed["taken"]["bytes"]}
     return timed
 
@@ -257,8 +293,12 @@ def _repeat(combination: tuple[str, str, int, int]) -> dict[str, Any]:
 def main() -> None:
     """Check all combinations, print, keep."""
     if len(sys.argv) > 1 and sys.argv[1] == "run":
-        shape, method, context, batch, kind = sys.argv[2:]
-        print(json.dumps(run(shape, method, int(context), int(batch), fill=kind == "counted")))
+        shape, method, context, batch, kind, *stored = sys.argv[2:]
+        folder = stored[0] if stored else None
+        print(json.dumps(run(shape, method, int(context), int(batch), kind == "counted", folder)))
+        return
+    if len(sys.argv) > 1 and sys.argv[1] == "store":
+        store(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of each combination")
@@ -276,6 +316,8 @@ def main() -> None:
     print(f"furthest off: {off}; load average {load:.1f} before")
     kinds = {name: KINDS[name].to_diff_dict() for name in KINDS if any(row["shape"] == name for row in rows)}
     shapes = {name: SHAPES[name] for name in SHAPES if any(row["shape"] == name for row in rows)} | kinds
+    if any(row["shape"] in STORED for row in rows):
+        shapes["stored"] = HEAVY
     save(args.output, {"shapes": shapes, "load_average": load, "rows": rows, "furthest_off": worst})
 
 

@@ -20,7 +20,7 @@ from kvcli.models.checkpoint_files import stored_tensors
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.place import bundled_model, find
-from kvcli.models.quantising import have_plain_latents
+from kvcli.models.quantising import have_plain_latents, settle
 from kvcli.models.weight_form import WIDER, WeightForm, Weights, form_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -149,6 +149,7 @@ class Checkpoint:
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
         module.requires_grad_(False).train(False)
+        settle(module, self.dtype)
         geometry_of_model(module, self.geometry)
         return Model(module, self.tokenizer, self.geometry, self.device, self.dtype, self.name, self.source)
 

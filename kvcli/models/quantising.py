@@ -53,6 +53,17 @@ def _made_plain(linear: nn.Module, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
+@torch.inference_mode()
+def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Bring weights into the order that products on a CPU want, before anything else needs memory.
+
+    bitsandbytes does so for 4 bits at a layer's first product, and takes several bytes a weight for it.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and module.weight.device.type == "cpu":
+            module(torch.zeros(1, module.in_features, dtype=dtype))  # type: ignore[arg-type]
+
+
 def have_plain_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make the projections plain that attention to latents takes apart, in place."""
     for name, child in list(model.named_modules()):
