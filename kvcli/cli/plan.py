@@ -73,10 +73,14 @@ def plan(
     ] = None,
     disk: Annotated[
         int | None,
-        _MACHINE.option("--disk", "SIZE", "Rate of the disk that KV is saved on, bytes a second, as in 2GB.", _SIZE),
+        _MACHINE.option("--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", _SIZE),
+    ] = None,
+    disk_rate: Annotated[
+        int | None,
+        _MACHINE.option("--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", _SIZE),
     ] = None,
     advise: Annotated[
-        bool, _RUN.flag("--advise", "Search methods and forms of KV; show what fits, and how to run it.")
+        bool, _RUN.flag("--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it.")
     ] = False,
     as_json: options.AsJson = False,
     output: options.Output = None,
@@ -90,8 +94,9 @@ def plan(
     Reads a config.json and needs no weights. The rates of this machine and the times of
     a few layers are measured in seconds; --device-memory and --host-memory plan for
     another machine instead, and --bandwidth, --bus and --compute give its rates; --gpu
-    knows all but --host-memory of some. --advise searches methods and forms of KV: of
-    each method the most exact form that fits, the fastest step first.
+    knows all but --host-memory of some. --advise searches methods, forms of weights and
+    of KV, a disk (--disk) and budgets: of each method the most exact that fits, the
+    fastest step first.
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
@@ -128,20 +133,23 @@ def plan(
             observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
         subject, machine = _subject_and_machine(model, dtype, weights, device, offline, told)
+        subjects = [subject]
+        if advise and subject.geometry.form is None:
+            subjects += [subject.with_weights(each) for each in ("int8", "int4")]
         observer.stage_done()
         beyond = subject.geometry.beyond_positions(max(contexts) + max_tokens, model or "the demo model")
         if beyond is not None:
             observer.notice(beyond)
         labelled = [(variant.label, variant.profile) for variant in chosen]
-        if advise:
-            labelled = [form for each in labelled for form in advice.forms(*each)]
-        observer.stage("plan", len(labelled) * len(contexts) * len(batches))
         plans = []
-        for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk, tier):
-            plans.append(each_plan)
-            observer.advance()
-    if advise:
-        plans = advice.best(plans)
+        if advise:
+            observer.stage("plan")
+            plans = advice.advise(subjects, machine, labelled, contexts, batches, max_tokens, disk, disk_rate)
+        else:
+            observer.stage("plan", len(labelled) * len(contexts) * len(batches))
+            for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk_rate, tier):
+                plans.append(each_plan)
+                observer.advance()
     commands = [{"command": advice.command(model, entry)} if advise else {} for entry in plans]
     if as_json:
         found = [entry.as_dict() | line for entry, line in zip(plans, commands, strict=True)]

@@ -1,5 +1,7 @@
 """Models in memory whose linear layers are a library's: made so, told from plain ones, and made plain again."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,19 +22,19 @@ def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> No
         model.set_submodule(name, _of_bitsandbytes(model.get_submodule(name), form, dtype))
 
 
-def _of_bitsandbytes(linear: nn.Module, form: WeightForm, dtype: torch.dtype) -> nn.Module:
-    import bitsandbytes
+def _of_bitsandbytes(linear: nn.Module, form: WeightForm, dtype: torch.dtype) -> Any:
+    import bitsandbytes.nn
 
+    library: Any = bitsandbytes.nn
     assert isinstance(linear, nn.Linear)
     sizes, weight = (linear.in_features, linear.out_features, linear.bias is not None), linear.weight.data
-    made: nn.Module
     if form.name == "int8":
-        made = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
-        held = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        made = library.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
+        held = library.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
     else:
         how = {"quant_type": "nf4", "compress_statistics": False}
-        made = bitsandbytes.nn.Linear4bit(*sizes, compute_dtype=dtype, device="meta", **how)
-        held = bitsandbytes.nn.Params4bit(weight.cpu(), requires_grad=False, module=made, **how)
+        made = library.Linear4bit(*sizes, compute_dtype=dtype, device="meta", **how)
+        held = library.Params4bit(weight.cpu(), requires_grad=False, module=made, **how)
     made.weight, made.bias = held.to(weight.device), linear.bias
     return made
 

@@ -115,11 +115,12 @@ class WeightForm:
             return {}
         from transformers import BitsAndBytesConfig, TorchAoConfig
 
+        bitsandbytes: Any = BitsAndBytesConfig
         if self.name == "int8":
-            return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[*spared])}
+            return {"quantization_config": bitsandbytes(load_in_8bit=True, llm_int8_skip_modules=[*spared])}
         if self.name == "int4":
             how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": [*spared]}
-            return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
+            return {"quantization_config": bitsandbytes(load_in_4bit=True, **how)}
         from torchao.quantization import Float8WeightOnlyConfig
 
         rows = Float8WeightOnlyConfig(set_inductor_config=False)
@@ -173,19 +174,20 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
         captured = not how.get("llm_int8_threshold", 6.0)  # the channels of large inputs are looked for by the host
         form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", captured=captured)
     elif method in ("gptq", "awq"):
-        bits, block = int(how.get("bits", 4)), None if group in (None, -1) else int(group)
+        width, length = int(how.get("bits", 4)), None if group in (None, -1) else int(str(group))
         packages = _EXTRAS["gptq"] if method == "gptq" else ("gptqmodel",)
-        form = WeightForm(method, True, packages, bits, 16 + bits, block)
+        form = WeightForm(method, True, packages, width, 16 + width, length)
     elif method == "compressed-tensors":
         form = replace(form, packages=("compressed-tensors",), widened=True)
     elif method == "torchao":
         kind = str(how.get("quant_type"))
-        bits = 4 if "Int4" in kind else 8 if "Int8" in kind or "Float8" in kind else None
-        form = WeightForm(method, True, ("torchao",), bits, 32, 128 if bits == 4 else None, captured=True)
+        known = 4 if "Int4" in kind else 8 if "Int8" in kind or "Float8" in kind else None
+        form = WeightForm(method, True, ("torchao",), known, 32, 128 if known == 4 else None, captured=True)
     elif method in ("fp8", "mxfp4"):
         widened = not _has_kernels(method, device, here)
-        sizes = (8, 32, None) if method == "fp8" else (4, 8, 32)
-        form = WeightForm(method, True, (), *sizes, linears=method == "fp8", experts=True, widened=widened)
+        bits, scale_bits, block = (8, 32, None) if method == "fp8" else (4, 8, 32)
+        held = {"linears": method == "fp8", "experts": True, "widened": widened}
+        form = WeightForm(method, True, (), bits, scale_bits, block, **held)
     spared = how.get("llm_int8_skip_modules") or how.get("modules_to_not_convert")
     return replace(form, stored=True, spared=tuple(spared) if spared else None)
 
@@ -204,12 +206,11 @@ def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable
     Where a config names none, the head, what is tied to it and what has to be in 32 bits are spared.
     """
     # What it imports says on stderr what it cannot load.
-    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    names = HfQuantizer.get_modules_to_not_convert(
-        model, None if spared is None else list(spared), model._keep_in_fp32_modules
-    )
+    wide: Any = model._keep_in_fp32_modules
+    names = HfQuantizer.get_modules_to_not_convert(model, None if spared is None else list(spared), wide)
     return lambda name: bool(should_convert_module(name, names))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.sizes import format_bytes
@@ -80,6 +80,13 @@ class DiskTier:
 
     def __init__(self, folder: Path, host_bytes: int, sequences: int = 1):
         self.folder, self.host_bytes, self.sequences = folder, host_bytes, max(1, sequences)
+
+    @classmethod
+    def elsewhere(cls, folder: Path, host_bytes: int, sequences: int) -> Self:
+        """Make one of another machine, to plan memory with: nothing is asked of its disk."""
+        tier = cls(folder, host_bytes, sequences)
+        tier.sector = ALIGNMENT
+        return tier
 
     @cached_property
     def sector(self) -> int:

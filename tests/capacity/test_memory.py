@@ -212,13 +212,13 @@ def test_the_longest_context_is_found_behind_a_step_down():
 
 def test_hidden_states_of_a_long_prompt_lie_in_host_memory_beside_a_gpu():
     geometry, cuda = geometry_of(tiny_config("llama"), torch.float32), torch.device("cuda")
-    tokens = (1 << 30) // (4 * HIDDEN)
+    tokens = (1 << 30) // (4 * HIDDEN)  # as many as 128K of an 8B model
     short, long = (
-        memory.need(profile("freekv"), geometry, torch.float32, [n], 9, 1, device=cuda) for n in (tokens, tokens + 8)
+        memory.need(profile("freekv"), geometry, torch.float32, [n], 9, 1, device=cuda) for n in (tokens - 8, tokens)
     )
     assert short.prefill.host == {}
-    assert short.prefill.device["hidden states"] == 1 << 30
-    assert long.prefill.host["hidden states"] == (tokens + 8) * 4 * HIDDEN
+    assert short.prefill.device["hidden states"] == (tokens - 8) * 4 * HIDDEN
+    assert long.prefill.host["hidden states"] == 1 << 30
     assert long.prefill.device["hidden states"] == 4 * 4096 * 4 * HIDDEN  # chunks
     assert long.on(cuda)["host"] == long.kv.host + long.prefill.on_host + memory.RUNTIME_BYTES
     assert long.on(cuda)["device"] == sum((long.weights, long.kv.device, long.workspace, memory.RUNTIME_BYTES))

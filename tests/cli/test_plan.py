@@ -149,3 +149,39 @@ def test_a_gpu_that_is_not_listed_is_refused_and_sizes_beside_a_name_count_more(
     body = json.loads(warm("plan", "-m", "llama-3.1-8b", *told, "--json").stdout)
     assert body["machine"]["free"]["device"] == 20 << 30
     assert body["machine"]["ceilings"]["read"]["median"] == 300e9
+
+
+PLACES = [
+    # device, host, context, disk; KV, weights, whether the disk is used
+    ("8GiB", "64GiB", "128K", (), "auto", "int4", False),
+    ("16GiB", "32GiB", "128K", (), "auto", "int8", False),
+    ("24GiB", "64GiB", "1M", (), "int4", "auto", False),
+    ("24GiB", "64GiB", "1M", ("--disk", "1TB"), "auto", "auto", True),
+]
+
+
+@pytest.mark.parametrize(("device", "host", "context", "disk", "kv", "weights", "tiered"), PLACES)
+def test_advice_climbs_the_ladder_of_weights_kv_and_disk(warm, device, host, context, disk, kv, weights, tiered):
+    place = ("--device-memory", device, "--host-memory", host, "--context", context, *disk)
+    body = warm("plan", "-m", "llama-3.1-8b", "--advise", "--method", "freekv", *place, "--json").stdout
+    (found,) = json.loads(body)["plans"]
+    assert found["fits"]
+    assert found["profile"]["settings"]["kv_dtype"] == kv
+    assert ("--weights" in found["command"]) == (weights != "auto")
+    assert weights in (found["weights"], "auto")
+    assert ("--kv-disk DIR" in found["command"]) == tiered == bool(found["memory"]["kv_disk"])
+
+
+@pytest.mark.parametrize(
+    ("card", "arguments"),
+    [
+        ("8gb", ("8GiB", "--host-memory", "16GiB", "--context", "128K", "--weights", "int4")),
+        ("16gb", ("16GB", "--host-memory", "64GiB", "--context", "512K", "--weights", "int8")),
+        ("24gb", ("24GiB", "--host-memory", "64GiB", "--context", "1M")),
+    ],
+)
+def test_a_profile_of_a_card_fits_it_as_it_says(warm, card, arguments):
+    told = ("--profile", f"card-{card}", "--device-memory", *arguments)
+    (found,) = json.loads(warm("plan", "-m", "llama-3.1-8b", *told, "--json").stdout)["plans"]
+    assert found["fits"]
+    assert found["profile"]["description"].startswith(("an ", "a "))

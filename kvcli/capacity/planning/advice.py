@@ -1,15 +1,24 @@
-"""What to run on a machine: of every method the most exact form of its KV that fits, the fastest step first."""
+"""What to run on a machine: of every method the most exact rung of the ladder that fits, the fastest step first.
+
+The ladder has the forms of weights and of KV, a disk below host memory, and smaller budgets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import get_args
 
-from kvcli.capacity.planning.plan import CapacityPlan
+from kvcli.capacity.memory import need
+from kvcli.capacity.planning.estimate import Machine, PlannedRun
+from kvcli.capacity.planning.plan import CapacityPlan, plan_one
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.quantised_blocks import KVDtype
+from kvcli.store.disk_tier import DiskTier
 
 MOST = 5
 """Settings that are shown."""
@@ -48,10 +57,71 @@ def published(name: str) -> PublishedGPU:
     return GPUS[name]
 
 
-def forms(label: str, profile: Profile) -> Iterator[tuple[str, Profile]]:
+def advise(
+    subjects: Sequence[PlannedRun],
+    machine: Machine,
+    profiles: Sequence[tuple[str, Profile]],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    max_tokens: int,
+    disk: float | None = None,
+    disk_rate: float | None = None,
+) -> list[CapacityPlan]:
+    """Search the ladder for each profile, context and batch: the first rung that fits, the fastest step first.
+
+    `subjects` are the model with its weights in each form to try; `disk` are free bytes for KV below host memory, on a
+    disk that reads `disk_rate` a second. Where nothing fits, the plans that lack least.
+    """
+    found, nearest = [], []
+    for (label, profile), context, batch in product(profiles, contexts, batches):
+        for rung in rungs(label, profile, subjects, disk is not None):
+            tier = None
+            if rung.tiered:
+                tier = DiskTier.elsewhere(Path("DIR"), machine.free["host"] // 2, batch)
+            free = None if disk is None or tier is None else int(disk)
+            shape = (rung.subject, machine, rung.label, rung.profile, context, batch, max_tokens, tier, free)
+            short = _lacks(*shape)
+            if not short:
+                found.append(replace(plan_one(*shape), disk_rate=disk_rate))
+                break
+            nearest.append((short, shape))
+    if not found:
+        least = sorted(nearest, key=lambda pair: pair[0])[:MOST]
+        return [replace(plan_one(*shape), disk_rate=disk_rate) for _, shape in least]
+    return sorted(found, key=lambda plan: plan.times.step if plan.times is not None else 0.0)[:MOST]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One setting to try; `tiered`: host memory is a cache of KV on the disk."""
+
+    label: str
+    subject: PlannedRun
+    profile: Profile
+    tiered: bool
+
+
+def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bool) -> list[Rung]:
+    """Give every form of a profile's run, the most exact first, and among equals the fastest.
+
+    A rung is as high as what it gives up: the form of weights and of KV, a disk's pace, half of the budget.
+    """
+    found = []
+    for (fewer, halved), subject in product(_budgets(profile), subjects):
+        for held, formed in forms(halved):
+            for tiered in (False, True) if disk and formed.settings.on_host else (False,):
+                cost = _GIVEN_UP[subject.weights] + _GIVEN_UP[held] + _OF_DISK * tiered + _OF_BUDGET * fewer
+                names = [label] + [f"budget {getattr(halved.settings, 'budget', 0)}"] * bool(fewer)
+                names += [f"{held} KV"] * (held != "auto")
+                names += [f"{subject.weights} weights"] * (subject.weights != "auto")
+                found.append((cost, Rung(", ".join(names + ["disk"] * tiered), subject, formed, tiered)))
+    return [rung for _, rung in sorted(found, key=lambda pair: pair[0])]
+
+
+def forms(profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Give a profile in each form that its KV in host memory can have, the most exact first."""
     if getattr(profile.settings, "kv_dtype", None) != "auto":  # it has none, or it was chosen
-        yield label, profile
+        yield "auto", profile
         return
     for held in get_args(KVDtype):
         settings = profile.settings.model_dump() | {"kv_dtype": held}
@@ -59,25 +129,47 @@ def forms(label: str, profile: Profile) -> Iterator[tuple[str, Profile]]:
             found = resolve_profile(profile.method, overrides=settings)
         except KvcliError:  # not with these settings: KV is on the device
             continue
-        yield label if held == "auto" else f"{label} {held}", found
+        yield held, found
 
 
-def best(plans: Sequence[CapacityPlan]) -> list[CapacityPlan]:
-    """Choose among the plans of `forms`: per method and budget the first that fits, the fastest step first.
+def _budgets(profile: Profile) -> Iterator[tuple[int, Profile]]:
+    """Give a profile with its budget, its half and its quarter, and how often it was halved."""
+    yield 0, profile
+    budget = getattr(profile.settings, "budget", None)
+    if not isinstance(budget, int) or not profile.settings.on_host:
+        return
+    parts = {name: getattr(profile.settings, name) for name in ("sink", "window") if hasattr(profile.settings, name)}
+    for times in (1, 2):
+        smaller = {name: size >> times for name, size in {"budget": budget, **parts}.items()}
+        with suppress(KvcliError):  # too small for the method
+            yield times, resolve_profile(profile.method, overrides=profile.settings.model_dump() | smaller)
 
-    Where nothing fits, those that lack least.
-    """
-    fitting: dict[tuple[object, ...], CapacityPlan] = {}
-    for plan in plans:
-        budget = getattr(plan.profile.settings, "budget", None)
-        if plan.fits:
-            fitting.setdefault((plan.profile.method, budget, plan.context, plan.batch), plan)
-    found = sorted(fitting.values(), key=lambda plan: plan.times.step if plan.times is not None else 0.0)
-    return (found or sorted(plans, key=_lacking))[:MOST]
+
+_GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "int4": 3.0}
+"""What forms of weights and of KV cost in closeness, in order: KV in 4 bits costs as much as weights in 4."""
+
+_OF_DISK = 2.5
+_OF_BUDGET = 4.0
 
 
-def _lacking(plan: CapacityPlan) -> int:
-    return sum(max(0, size - plan.free[pool]) for pool, size in plan.needed.items())
+def _lacks(
+    subject: PlannedRun,
+    machine: Machine,
+    label: str,  # noqa: ARG001 - what is planned, as `plan_one` takes it
+    profile: Profile,
+    context: int,
+    batch: int,
+    max_tokens: int,
+    tier: DiskTier | None,
+    disk_free: int | None,
+) -> int:
+    """Count the bytes that a setting lacks in all pools."""
+    lengths = {context: batch}
+    wanted = need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=machine.device, disk=tier)
+    pools = wanted.on(machine.device)
+    return sum(max(0, size - machine.free[pool]) for pool, size in pools.items()) + max(
+        0, wanted.kv.disk - (disk_free or 0)
+    )
 
 
 def command(model: str | None, plan: CapacityPlan) -> str:
@@ -87,6 +179,10 @@ def command(model: str | None, plan: CapacityPlan) -> str:
     options = ["--method", plan.profile.method]
     for key, value in changed.items():
         options += [f"--{key.replace('_', '-')}", f"{value}"] if key in OPTIONS else ["--set", f"{key}={value}"]
+    if plan.weights != "auto":
+        options += ["--weights", plan.weights]
+    if plan.tier is not None:
+        options += ["--kv-disk", f"{plan.tier.folder}", "--host-memory", f"{plan.tier.host_bytes >> 30}GiB"]
     named = [] if model is None else ["-m", model]
     return " ".join(["kvcli generate", *named, "DOCUMENT", *options, "--max-tokens", f"{plan.max_tokens}"])
 

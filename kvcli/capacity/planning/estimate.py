@@ -21,7 +21,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe
-from kvcli.models.weight_form import WeightForm
+from kvcli.models.weight_form import ON_LOADING, WeightForm
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
 _TRIED_BYTES = 512 << 20
@@ -47,6 +47,16 @@ class PlannedRun:
     config: PreTrainedConfig
     dtype: torch.dtype
     geometry: ModelGeometry
+
+    @property
+    def weights(self) -> str:
+        """The form that weights are brought into on loading, auto where they stay as they are."""
+        form = self.geometry.form
+        return "auto" if form is None or form.stored else form.name
+
+    def with_weights(self, weights: str) -> PlannedRun:
+        """The same model with its weights in another form."""
+        return PlannedRun.of(self.config, self.dtype, ON_LOADING[weights])
 
     @classmethod
     def of(

@@ -32,7 +32,7 @@ class CapacityPlan:
     where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
     has the most of it. `disk` are the bytes that the prompts' KV takes once it is saved, `disk_rate` those that a disk
     reads in a second, where that was said. `tier` is the disk below host memory, where there is one, with so many bytes
-    `disk_free`.
+    `disk_free`. `weights` is the form that they are brought into on loading.
     """
 
     label: str
@@ -50,6 +50,7 @@ class CapacityPlan:
     disk_rate: float | None = None
     tier: DiskTier | None = None
     disk_free: int | None = None
+    weights: str = "auto"
 
     @property
     def load_seconds(self) -> float | None:
@@ -68,6 +69,7 @@ class CapacityPlan:
             "context": self.context,
             "batch_size": self.batch,
             "max_tokens": self.max_tokens,
+            "weights": self.weights,
             "memory": {
                 "weights": self.need.weights,
                 "kv_device": self.need.kv.device,
@@ -134,11 +136,15 @@ def plan(
     if disk is not None and not any(profile.settings.on_host for _, profile in profiles):
         disk_tier(disk, profiles[0][1], machine.device, 1)
     for (label, profile), context, batch in product(profiles, contexts, batches):
-        found = _plan(subject, machine, label, profile, context, batch, max_tokens, disk)
+        tier = disk_free = None
+        if disk is not None and profile.settings.on_host:
+            tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])
+            disk_free = shutil.disk_usage(tier.folder).free
+        found = plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free)
         yield replace(found, disk_rate=disk_rate)
 
 
-def _plan(
+def plan_one(
     subject: PlannedRun,
     machine: Machine,
     label: str,
@@ -146,11 +152,10 @@ def _plan(
     context: int,
     batch: int,
     max_tokens: int,
-    disk: DiskOptions | None,
+    tier: DiskTier | None = None,
+    disk_free: int | None = None,
 ) -> CapacityPlan:
-    tier = None
-    if disk is not None and profile.settings.on_host:
-        tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])
+    """Plan one combination, with what host memory is not to hold in a `tier` of so many free bytes."""
     resolved = profile.for_prompt(context)
     if isinstance(getattr(profile.settings, "budget", None), Share):
         label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
@@ -160,9 +165,7 @@ def _plan(
         return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device, disk=tier)
 
     wanted = need(context)
-    free = dict(machine.free)
-    if tier is not None:
-        free["disk"] = shutil.disk_usage(tier.folder).free
+    free = machine.free | ({} if disk_free is None else {"disk": disk_free})
 
     def pools(length: int) -> dict[str, int]:
         found = need(length)
@@ -184,7 +187,8 @@ def _plan(
         times=estimate(subject, machine, resolved, method, context, batch),
         disk=batch * _saved_bytes(subject, context),
         tier=tier,
-        disk_free=free.get("disk"),
+        disk_free=disk_free,
+        weights=subject.weights,
     )
 
 
