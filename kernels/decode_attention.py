@@ -34,6 +34,16 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
     return _finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
+def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> bool:
+    """Tell whether `attend_chosen` serves here: on a CPU, where every KV head has `rows` of its own."""
+    return len(rows) == len(k) and few_rows.suits(_by_group(q, k), k, v)
+
+
+def attend_chosen(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax) -> Tensor:
+    """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy of them."""
+    return _finish(q, *few_rows.attend(_by_group(q, k), k, v, softmax, rows=rows), softmax)
+
+
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:
     """Attend on a GPU: every row is a slot of one token; of the rows those that are `kept`, [Hk, n] bool."""
     if not same_strides(k, v):

@@ -28,16 +28,22 @@ ROWS = 16  # of a weight
 
 
 @compiled
-def _products(q: Any, k: Any, head: int, row: int, n: int, out: Any) -> None:
+def _products(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
     heads, group, d = q.shape
+    n = at.shape[1]
     pieces = (n + PIECE - 1) // PIECE
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * PIECE
         last = min(first + PIECE, n)
         whole = first + (last - first) // 4 * 4
+        own, begins = k[h * head :], at[h % len(at)]
         for j in range(first, whole, 4):
-            at = h * head + j * row
-            k0, k1, k2, k3 = k[at:][:d], k[at + row :][:d], k[at + 2 * row :][:d], k[at + 3 * row :][:d]
+            k0, k1, k2, k3 = (
+                own[begins[j] :][:d],
+                own[begins[j + 1] :][:d],
+                own[begins[j + 2] :][:d],
+                own[begins[j + 3] :][:d],
+            )
             for g in range(group):
                 query = q[h, g]
                 s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
@@ -48,7 +54,7 @@ def _products(q: Any, k: Any, head: int, row: int, n: int, out: Any) -> None:
                     s3 += query[c] * k3[c]
                 out[h, g, j], out[h, g, j + 1], out[h, g, j + 2], out[h, g, j + 3] = s0, s1, s2, s3
         for j in range(whole, last):
-            key = k[h * head + j * row :][:d]
+            key = own[begins[j] :][:d]
             for g in range(group):
                 total = np.float32(0)
                 for c in range(d):
@@ -57,7 +63,7 @@ def _products(q: Any, k: Any, head: int, row: int, n: int, out: Any) -> None:
 
 
 @compiled
-def _mixtures(w: Any, v: Any, head: int, row: int, d: int, parts: Any) -> None:
+def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
     heads, group, n = w.shape
     pieces = parts.shape[1]
     for piece in prange(heads * pieces):
@@ -65,16 +71,21 @@ def _mixtures(w: Any, v: Any, head: int, row: int, d: int, parts: Any) -> None:
         last = min(first + PIECE, n)
         whole = first + (last - first) // 4 * 4
         parts[h, piece % pieces] = 0
+        own, begins = v[h * head :], at[h % len(at)]
         for j in range(first, whole, 4):
-            at = h * head + j * row
-            v0, v1, v2, v3 = v[at:][:d], v[at + row :][:d], v[at + 2 * row :][:d], v[at + 3 * row :][:d]
+            v0, v1, v2, v3 = (
+                own[begins[j] :][:d],
+                own[begins[j + 1] :][:d],
+                own[begins[j + 2] :][:d],
+                own[begins[j + 3] :][:d],
+            )
             for g in range(group):
                 out = parts[h, piece % pieces, g]
                 w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
                 for c in range(d):
                     out[c] += w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]
         for j in range(whole, last):
-            value = v[h * head + j * row :][:d]
+            value = own[begins[j] :][:d]
             for g in range(group):
                 for c in range(d):
                     parts[h, piece % pieces, g, c] += w[h, g, j] * value[c]
@@ -97,18 +108,19 @@ def suits(rows: Tensor, *matrices: Tensor) -> bool:
     return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices)
 
 
-def products(q: Tensor, k: Tensor) -> Tensor:
-    """Score every key: [Hk, G, n]."""
-    out = q.new_empty(*q.shape[:2], k.shape[1])
-    run(_products, q.contiguous(), flat(k), *k.stride()[:2], k.shape[1], out)
+def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Score every key, or those in `rows` [Hk, m]: [Hk, G, n or m]."""
+    at = _begins(k, rows)
+    out = q.new_empty(*q.shape[:2], at.shape[1])
+    run(_products, q.contiguous(), flat(k), k.stride(0), at, out)
     return out
 
 
-def mixtures(w: Tensor, v: Tensor) -> Tensor:
-    """Add values up by weights: [Hk, G, d]."""
+def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Add values up, all or those in `rows` [Hk, m], by weights [Hk, G, n or m]: [Hk, G, d]."""
     (heads, group, n), d = w.shape, v.shape[2]
     parts = w.new_empty(heads, -(-n // PIECE), group, d)
-    run(_mixtures, w.contiguous(), flat(v), *v.stride()[:2], d, parts)
+    run(_mixtures, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
     return parts.sum(1)
 
 
@@ -119,12 +131,24 @@ def row_products(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attend with few rows, to what mask [Hk, G, n] lets them: out [Hk, G, d] and lse [Hk, G]."""
-    scores = softmax.scores(products(q, k))
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax: Softmax,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with few rows, to what mask [Hk, G, n] lets them, or to `rows` [Hk, m]: out [Hk, G, d] and lse [Hk, G]."""
+    scores = softmax.scores(products(q, k, rows))
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1)
-    return mixtures(weights, v) / total[..., None], top[..., 0] + torch.log(total)
+    return mixtures(weights, v, rows) / total[..., None], top[..., 0] + torch.log(total)
+
+
+def _begins(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Where rows of a KV head begin, in its memory: [1, n], the same for all heads, or [Hk, m]."""
+    return (torch.arange(x.shape[1])[None] if rows is None else rows) * x.stride(1)

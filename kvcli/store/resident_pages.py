@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, Tiers, Traffic
 from kvcli.store.layer_slots import LayerSlots
@@ -58,6 +58,11 @@ class ResidentPageCache(PagedCache, DenseCache):
         self.chosen = pages
         size = self.budget.size
         sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
+        numbers = torch.arange(self.length, device=pages.device)
+        chosen = (pages[..., None] * size + numbers[:size]).flatten(1)
+        rows = torch.cat([numbers[sink].expand(len(pages), -1), chosen, numbers[window].expand(len(pages), -1)], 1)
+        if attend_chosen_suits(q, self.k, self.v, rows):
+            return attend_chosen(q, self.k, self.v, rows, softmax)
         k, v = (
             torch.cat(
                 (beside(kv[:, sink], pages), take(paged(kv, size), pages).flatten(1, 2), beside(kv[:, window], pages)),

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.slot_layout import SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.layer_slots import LayerSlots
-from kvcli.store.pages import beside, kv_heads, take
+from kvcli.store.pages import kv_heads, take
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
     def _attend_rows(self, q: Tensor, chosen: Tensor, recent: Tensor | slice, softmax: Softmax) -> Tensor:
         """Attend to the rows of the sinks, to rows `chosen` of each KV head or query head, and to rows `recent`."""
-        sink = slice(self.candidates.start)
-        k, v = (
-            torch.cat((beside(rows[:, sink], chosen), take(rows, chosen), beside(rows[:, recent], chosen)), 1)
-            for rows in (self.k, self.v)
-        )
-        return decode_attention(q, k, v, softmax)
+        numbers = torch.arange(self.k.shape[1], device=chosen.device)
+        before, after = (numbers[part].expand(len(chosen), -1) for part in (slice(self.candidates.start), recent))
+        rows = torch.cat((before, chosen, after), 1)
+        if attend_chosen_suits(q, self.k, self.v, rows):
+            return attend_chosen(q, self.k, self.v, rows, softmax)
+        return decode_attention(q, take(self.k, rows), take(self.v, rows), softmax)
 
     @abstractmethod
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
