@@ -90,6 +90,14 @@ def format_bytes(size: float) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+def format_age(seconds: float) -> str:
+    """How long ago something was, in its largest whole unit: "just now", "5 min ago", "3 h ago", "12 days ago"."""
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if (count := int(seconds // size)) > 0:
+            return f"{count:,} {'day' if unit == 'days' and count == 1 else unit} ago"
+    return "just now"
+
+
 def _parse(text: str, units: dict[str, int], wanted: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].lower() not in units:

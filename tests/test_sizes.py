@@ -2,7 +2,7 @@ import copy
 
 import pytest
 
-from kvcli.sizes import format_bytes, parse_bytes, parse_count, parse_count_or_share
+from kvcli.sizes import format_age, format_bytes, parse_bytes, parse_count, parse_count_or_share
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,20 @@ def test_what_is_no_size_is_refused(text):
 )
 def test_sizes_have_three_digits(size, text):
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "just now"),
+        (-3, "just now"),
+        (59.9, "just now"),
+        (60, "1 min ago"),
+        (3599, "59 min ago"),
+        (7200, "2 h ago"),
+        (86_400, "1 day ago"),
+        (2e8, "2,314 days ago"),
+    ],
+)
+def test_ages(seconds, text):
+    assert format_age(seconds) == text

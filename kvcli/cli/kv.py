@@ -13,7 +13,7 @@ from kvcli.cli import options
 from kvcli.cli.output import write_stdout
 from kvcli.cli.saved import SAVED, KVCacheSize
 from kvcli.errors import KvcliError, usage_error
-from kvcli.sizes import format_bytes
+from kvcli.sizes import format_age, format_bytes
 
 if TYPE_CHECKING:
     from kvcli.runtime.saved.store import KVStore, Stored
@@ -46,7 +46,7 @@ def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: op
             f"{row['tokens']:,}",
             f"{row['prompt_tokens']:,}",
             format_bytes(row["bytes"]),
-            f"{(time.time() - row['used']) / 3600:,.1f} h ago",
+            format_age(time.time() - row["used"]),
             row["source"],
         )
         for row in rows

@@ -29,6 +29,7 @@ from typing_extensions import override
 from kvcli.errors import usage_error
 from kvcli.inputs.validation import first_problem
 from kvcli.quality.eval.example import Example, conversation
+from kvcli.quality.eval.final_answer import LETTERS
 from kvcli.quality.eval.reasoning import AimeRow, GpqaRow, MathRow
 from kvcli.quality.eval.row import BenchmarkRow, Text, example_of, named, table_entry
 from kvcli.quality.eval.row_files import read_rows
@@ -38,7 +39,6 @@ _MAX_TOKENS = 128
 
 # Longest answers of RULER's tasks: arXiv 2404.06654, tokens_to_generate in its repository; 128 for the needles.
 _RULER_MAX_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-_LETTERS = "ABCD"
 _GENERIC = "{context}\n\n{question}"
 _SHOWN_FIELDS = 12  # of a row that fits no benchmark
 
@@ -138,11 +138,11 @@ class InfiniteBenchRow(BenchmarkRow):
         values = {"context": self.context, "input": self.input}
         if entry["metric"] in ("choice", "function_choice"):
             answer = references[0]
-            if len(options) != len(_LETTERS) or answer not in (*options, *_LETTERS):
+            if len(options) != len(LETTERS) or answer not in (*options, *LETTERS):
                 raise ValueError("options are not four, with the answer among them")
-            values |= {f"option_{letter}": option for letter, option in zip(_LETTERS, options, strict=True)}
-            right = options.index(answer) if answer in options else _LETTERS.index(answer)
-            references = (options[right], _LETTERS[right])
+            values |= {f"option_{letter}": option for letter, option in zip(LETTERS, options, strict=True)}
+            right = options.index(answer) if answer in options else LETTERS.index(answer)
+            references = (options[right], LETTERS[right])
         elif task == "math_find":
             wanted = _found(r"The .+ of", self.input).lower().removesuffix(" of")
             values["prefix"] = f"What is {wanted} in the following list?"

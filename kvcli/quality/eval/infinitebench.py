@@ -6,7 +6,7 @@ Arguments are those of `scorers.Scorer`. The references of a choice are the righ
 import re
 from collections.abc import Callable, Sequence
 
-_LETTERS = "ABCD"
+from kvcli.quality.eval.final_answer import LETTERS
 
 
 def first_integer(text: str, references: Sequence[str], _: Sequence[str]) -> float:
@@ -59,7 +59,7 @@ def choice(text: str, references: Sequence[str], _: Sequence[str]) -> float:
     text = text.strip()
     if not text:
         return 0.0
-    if text[0] in _LETTERS:
+    if text[0] in LETTERS:
         return float(text[0] in references)
     if text in references:
         return 1.0
@@ -67,7 +67,7 @@ def choice(text: str, references: Sequence[str], _: Sequence[str]) -> float:
     announced = _after(text, ("answer is:", "answer:", "answer is", "option is"))
     if announced is not None:
         return float(announced.startswith(tuple(references)))
-    letters = [part for part in text.split() if part in _LETTERS]
+    letters = [part for part in text.split() if part in LETTERS]
     return float(bool(letters) and letters[0] in references)
 
 
