@@ -78,7 +78,7 @@ Finding = tuple[CheckState, str] | tuple[CheckState, str, str]
 
 
 def _versions() -> Finding:
-    names = ("kvcli", "torch", "transformers", "triton")
+    names = ("kvcli", "torch", "transformers", "triton", "numba")
     found = ", ".join(f"{name} {metadata.version(name)}" for name in names if installed(name))
     return CheckState.OK, f"Python {platform.python_version()}, {found}"
 
