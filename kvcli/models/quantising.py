@@ -44,13 +44,13 @@ def is_plain(linear: object) -> bool:
     return type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor)
 
 
-def _made_plain(linear: nn.Module, dtype: torch.dtype) -> nn.Linear:
+def _made_plain(linear: Any, dtype: torch.dtype) -> nn.Linear:
     """Make a plain linear layer without bias of one that a library multiplies by: its products with unit vectors."""
     device = next(linear.parameters()).device
-    units = torch.eye(linear.in_features, dtype=dtype, device=device)  # type: ignore[arg-type]
+    units = torch.eye(linear.in_features, dtype=dtype, device=device)
     with torch.inference_mode():
         weight = linear(units).T.contiguous()
-    plain = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     plain.weight = nn.Parameter(weight.to(dtype).clone(), requires_grad=False)
     return plain
 
@@ -61,9 +61,10 @@ def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     bitsandbytes does so for 4 bits at a layer's first product, and takes several bytes a weight for it.
     """
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit" and module.weight.device.type == "cpu":
-            module(torch.zeros(1, module.in_features, dtype=dtype))  # type: ignore[arg-type]
+    linears: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    for linear in linears:
+        if linear.weight.device.type == "cpu":
+            linear(torch.zeros(1, linear.in_features, dtype=dtype))
 
 
 def have_plain_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -186,7 +186,7 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
     elif method in ("fp8", "mxfp4"):
         widened = not _has_kernels(method, device, here)
         bits, scale_bits, block = (8, 32, None) if method == "fp8" else (4, 8, 32)
-        held = {"linears": method == "fp8", "experts": True, "widened": widened}
+        held: dict[str, Any] = {"linears": method == "fp8", "experts": True, "widened": widened}
         form = WeightForm(method, True, (), bits, scale_bits, block, **held)
     spared = how.get("llm_int8_skip_modules") or how.get("modules_to_not_convert")
     return replace(form, stored=True, spared=tuple(spared) if spared else None)
