@@ -31,6 +31,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,12 +46,15 @@ from random_weights import model_of
 from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
 
 from kvcli.capacity import memory
+from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
 from kvcli.capacity.planning.probe import shortened
 from kvcli.capacity.roofline import measure_rates
+from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import fallback_tokenizer, random_model
+from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Model, ModelSpec, load_model, read_config
 from kvcli.models.weight_form import ON_LOADING, form_of
 from kvcli.runtime.engine import engine
@@ -123,7 +127,10 @@ COMBINATIONS = [  # shape, method, context, batch
     ("latent", "freekv", 16_384, 1),
     ("int8", "freekv", 2500, 1),
     ("int4", "freekv", 2500, 1),
+    ("mid", "freekv on disk", 8192, 1),
 ]
+ON_DISK = " on disk"
+CACHED = 5  # a fifth of the KV that would lie in host memory is cached there
 
 
 def config_of(shape: str) -> PreTrainedConfig:
@@ -135,6 +142,15 @@ def config_of(shape: str) -> PreTrainedConfig:
     return LlamaConfig(
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=131_072, **sizes
     )
+
+
+def disk_of(geometry: ModelGeometry, method: str, context: int, batch: int) -> DiskOptions | None:
+    """Where KV lies under a method with ` on disk`."""
+    if not method.endswith(ON_DISK):
+        return None
+    profile = resolve_profile(method.removesuffix(ON_DISK))
+    held = memory.kv_footprint(profile, geometry, context + STEPS, DTYPE, context).host
+    return DiskOptions(Path(tempfile.gettempdir()), batch * held // CACHED)
 
 
 def store(shape: str, folder: str) -> None:
@@ -154,12 +170,15 @@ def planned(shape: str, method: str, context: int, batch: int, folder: str | Non
         config = read_config(ModelSpec(folder))
         subject = PlannedRun.of(config, DTYPE, form_of(config, "auto", CPU), Path(folder))
     machine = Machine(CPU, memory.available(CPU), measure_rates(CPU, DTYPE), here=True)
-    (found,) = plan(subject, machine, [(method, resolve_profile(method))], [context], [batch], STEPS)
+    profiles = [(method, resolve_profile(method.removesuffix(ON_DISK)))]
+    disk = disk_of(subject.geometry, method, context, batch)
+    (found,) = plan(subject, machine, profiles, [context], [batch], STEPS, disk=disk)
     assert found.times is not None
     return {
         "bytes": found.needed["host"] - memory.RUNTIME_BYTES,
         "weights": found.need.weights,
         "kv": found.need.kv.device + found.need.kv.host,
+        "disk": found.need.kv.disk,
         "workspace": found.need.workspace,
         "step_ms": 1000 * found.times.step,
         "floor_ms": 1000 * found.times.roofline,
@@ -193,7 +212,7 @@ def _run(
     fill: bool,
     between: Callable[[], dict[str, float]],
 ) -> dict[str, Any]:
-    profile = resolve_profile(method)
+    profile = resolve_profile(method.removesuffix(ON_DISK))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is not taken for free
     before = _status("VmRSS")
@@ -203,7 +222,9 @@ def _run(
     generator = torch.Generator().manual_seed(0)
     # Tokens are drawn: the likeliest ones of random weights soon repeat themselves, and then nothing is recalled.
     sampling = Sampling(max_tokens=STEPS, temperature=1.0, ignore_eos=True)
-    with engine(model, [context + STEPS]) as ready:
+    asked = disk_of(model.geometry, method, context, batch)
+    disk = None if asked is None else disk_tier(asked, profile, CPU, batch)
+    with engine(model, [context + STEPS], disk=disk) as ready, disk or nullcontext():
         started, sequences = time.perf_counter(), []
         for index in range(batch):
             ids = torch.randint(model.geometry.vocab_size, (context,), generator=generator).tolist()
@@ -218,7 +239,8 @@ def _run(
         taken = _status("VmHWM") - before
         said = between()
         times += _steps(steps, sequences[0])
-    was = {"bytes": taken, "step_ms": statistics.median(times), "prefill_ms": 1000 * prefill}
+        lying = sum(sequence.method.footprint().disk for sequence in sequences)
+    was = {"disk": lying, "bytes": taken, "step_ms": statistics.median(times), "prefill_ms": 1000 * prefill}
     return {"planned": said, "taken": was}
 
 
@@ -259,7 +281,7 @@ def check(combination: tuple[str, str, int, int], repeats: int) -> dict[str, Any
     shape, method, context, batch = combination
     step = ratios["step_ms"]
     print(
-        f"{shape:<6}{method:<10}{context:>7,} x{batch}  memory {said['bytes'] / 2**20:7.0f} MiB planned,"
+        f"{shape:<6}{method:<15}{context:>7,} x{batch}  memory {said['bytes'] / 2**20:7.0f} MiB planned,"
         f" {was['bytes'] / 2**20:7.0f} taken ({ratios['bytes']['median']:.3f}),"
         f" {was['resident'] / 2**20:7.0f} resident ({ratios['resident']['median']:.3f})"
         f"  step {said['step_ms']:7.1f} ms planned, {was['step_ms']:7.1f} taken"
