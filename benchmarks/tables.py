@@ -54,9 +54,9 @@ def main() -> None:
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
         + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
-        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds")]
+        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds"), *rows_of("plan_check_disk")]
     ]
-    table("Plan over reality (`plan_check.json`, `plan_check_kinds.json`)", ["run", "memory", "step"], plan)
+    table("Plan over reality (`plan_check.json`, `plan_check_kinds.json`, `plan_check_disk.json`)", ["run", "memory", "step"], plan)
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
     found = {(row["method"], row["context"]): row["here"] for row in rows}
@@ -67,6 +67,19 @@ def main() -> None:
     ]
     heads = [f"{context >> 10}K over {what}" for context in contexts for what in ("floor", "full")]
     table("Steps of methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
+    disks = [
+        [
+            f"{row['case']}, {row['context']:,}",
+            row["method"],
+            ratio(row["step_by_step_without"]),
+            f"{row['hit_rate']:.0%}",
+            f"{row['bytes_from_disk_a_step'] / 2**20:.2f}",
+            f"{row['read_by_missed']:.2f}x",
+        ]
+        for row in rows_of("kv_disk")
+    ]
+    heads = ["run", "method", "step over one without a disk", "host hits", "MiB read a step", "read over missed"]
+    table("KV on a disk, a fifth of it cached in host memory (`kv_disk.json`)", heads, disks)
     rows = rows_of("kv_dtype")
     scores = {
         (row["method"], row["task"], row["kv_dtype"]): f"{row['value']:.1f} ± {row['stderr']:.1f}" for row in rows

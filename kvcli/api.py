@@ -192,8 +192,8 @@ class LanguageModel:
         check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self), disk=disk)
         pipeline = choose_pipeline(request, self.checkpoint)
         kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
-        held = {"kept": kept, "library": library, "disk": disk}
-        return Generation(request, self.loaded, prompts, pipeline, observer, **held), observer
+        asked = (request, self.loaded, prompts, pipeline, observer)
+        return Generation(*asked, kept=kept, library=library, disk=disk), observer
 
 
 class Chat:

@@ -133,7 +133,7 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
     Raises:
         KvcliError: what was asked for cannot do what else was asked for (usage).
     """
-    asked = {"--lossless": request.lossless, "--audit": request.audit, "--trace": traced or None}
+    asked: dict[str, object] = {"--lossless": request.lossless, "--audit": request.audit, "--trace": traced or None}
     if checkpoint.device.type == "cuda":
         asked["--kv-disk"] = request.disk
     watching = [option for option, value in asked.items() if value is not None]

@@ -21,8 +21,8 @@ class AttendsWindows(Protocol[CacheT]):
 
 def attend_window(method: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """Do so in a layer of `Method.new_cache`, and count what was asked of a disk."""
+    cache, context = method.retrieval[layer], method.context
     assert isinstance(method, AttendsWindows), f"{type(method).__name__} has no retrieve_window"
-    cache = method.retrieval[layer]
     out = method.retrieve_window(layer, cache, q, k, v, softmax)
-    count_disk(method.context, layer, cache)
+    count_disk(context, layer, cache)
     return out

@@ -62,6 +62,7 @@ class DiskBlocks:
         self.kept, self.in_order = -(-kept // self.per_line), in_order  # lines
         self.tally = DiskTally()
         self.written = self.shared = 0  # blocks; `shared` of another one
+        self._waiting, self._tail = 0, torch.empty(0)  # blocks of the line that is not full
         self._lender: DiskBlocks | None = None
         self._file: DiskFile | None = None
         self._coming: _Coming | None = None
@@ -202,7 +203,7 @@ class DiskBlocks:
         self.written = self.shared
         self._file = DiskFile(self.share_of.tier, self.lines, self.line_bytes)
         self._cache = LineCache(self.slots, self.lines, self.line_bytes, 0 if self.shared else self.kept)
-        self._flushed = self._waiting = 0  # lines in the file; blocks of the line that is not full
+        self._flushed = 0  # lines in the file
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
             self._tail = torch.empty(self.per_line, *self.layout.shape, dtype=self.layout.dtype)
 
@@ -210,7 +211,6 @@ class DiskBlocks:
         """Write whole lines; those that the cache has room for stay there, and those of a decode step in any case."""
         assert self._file is not None
         used = self.layout.used
-        appended = len(blocks) <= max(self.layout.unit, self.per_line)
         at_once = max(1, 8 * READ_BYTES // self.line_bytes)
         for part in slices(len(blocks) // self.per_line, at_once):
             raw = blocks[part.start * self.per_line : part.stop * self.per_line].reshape(-1).view(torch.uint8)
@@ -222,7 +222,7 @@ class DiskBlocks:
             self._file.write(first, lines)
             self.tally.written += lines.numel()
             self.tally.wait(begun, 0)
-            self._cache_written(first, lines, appended)
+            self._cache_written(first, lines, appended=len(blocks) <= max(self.layout.unit, self.per_line))
             self._flushed += count  # from now on it is looked for there
 
     def _cache_written(self, first: int, lines: Tensor, appended: bool) -> None:

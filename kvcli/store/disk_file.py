@@ -46,7 +46,7 @@ class DiskFile:
             self.file.write(lines.view(-1), first * self.line_bytes)
         except OSError as error:
             raise self.tier.failed("writing", error, lines.numel()) from None
-        self._sums[first : first + len(lines)] = [xxhash.xxh3_64_intdigest(row) for row in lines.numpy()]
+        self._sums[first : first + len(lines)] = [xxhash.xxh3_64_intdigest(row.data) for row in lines.numpy()]
 
     def read(self, lines: Ints, rows: Rows) -> list[Future[int]]:
         """Have lines [n], ascending, read into rows of aligned memory, those that follow each other together."""
@@ -96,6 +96,6 @@ class DiskFile:
         """Read lines that follow each other into rows of memory, and hold them against their checksums."""
         self.file.read_scattered(rows, first * self.line_bytes)
         for line, row in enumerate(rows, first):
-            if xxhash.xxh3_64_intdigest(row) != int(self._sums[line]):
+            if xxhash.xxh3_64_intdigest(row.data) != int(self._sums[line]):
                 raise DamagedError("a checksum is wrong")
         return len(rows) * self.line_bytes
