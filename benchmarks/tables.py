@@ -54,9 +54,13 @@ def main() -> None:
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
         + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
-        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds"), *rows_of("plan_check_disk")]
+        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds")]
     ]
-    table("Plan over reality (`plan_check.json`, `plan_check_kinds.json`, `plan_check_disk.json`)", ["run", "memory", "step"], plan)
+    table(
+        "Plan over reality (`plan_check.json`, `plan_check_kinds.json`, `plan_check_disk.json`)",
+        ["run", "memory", "step"],
+        plan,
+    )
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
     found = {(row["method"], row["context"]): row["here"] for row in rows}
