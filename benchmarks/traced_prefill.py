@@ -34,9 +34,7 @@ from kvcli.sizes import parse_count  # noqa: E402
 SHAPE, DTYPE, MORE = "llama-3-8b-1m", torch.bfloat16, 256  # tokens of output
 METHODS: dict[str, dict[str, Any]] = {
     "freekv, dense_layers=0": {"dense_layers": 0},
-    "freekv, dense_layers=0, kv_dtype=int4": {"dense_layers": 0, "kv_dtype": "int4"},
     "freekv": {},
-    "arkvale, dense_layers=0": {"dense_layers": 0},
     "offload": {},
     "quest": {},
     "full": {},

@@ -266,7 +266,7 @@ def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int
     Needs grow with a context, but where hidden states begin to lie in host memory there is one step down.
     """
     # Steps are right behind a power of two where a model's width is one.
-    tried = sorted({1, *(2**bit + 1 for bit in range(limit.bit_length())), limit - 1})
+    tried = sorted({1, *((1 << bit) + 1 for bit in range(limit.bit_length())), limit - 1})
     lengths = [length for length in tried if 0 < length < limit]
     fitting = next((length for length in reversed(lengths) if fits(needed(length), free)), None)
     if fitting is None:
