@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ class PromptParts:
 
     caches: list[LayerCache]
     context: SequenceContext
-    offloads: ClassVar[bool]
 
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Take what can leave of a layer's k, v [Hk, m, d] of the first tokens; `prefill` comes with all of them."""
@@ -35,8 +34,8 @@ class PromptParts:
     @property
     def waiting(self) -> Sequence[Waits]:
         """What can wait in host memory while a layer that needs none of it is read: where KV goes there anyway."""
-        config = getattr(self, "config", None)
-        return self.caches if self.offloads or getattr(config, "offload", False) else ()
+        offloads = getattr(self, "offloads", False) or getattr(getattr(self, "config", None), "offload", False)
+        return self.caches if offloads else ()
 
     def wait(self, made: Waits, keeps: bool = True) -> None:
         """Let what was just made wait, if the prompt is so long; what `keeps` nothing of it needs no host memory."""

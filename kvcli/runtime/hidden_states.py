@@ -24,7 +24,7 @@ from kvcli.store.host_pool import PIECE_BYTES
 from kvcli.store.tiers import Tiers
 
 STREAMED_BYTES = 1 << 30
-"""Hidden states of more bytes than these lie in host memory beside a GPU: 128K tokens of an 8B model take as much."""
+"""Hidden states of so many bytes and more lie in host memory beside a GPU: 128K tokens of an 8B model take as much."""
 
 CHUNKS_ON_DEVICE = 4
 """Of those in host memory: a chunk before and one after its layer, one that arrives and one that leaves."""
