@@ -11,6 +11,7 @@ added without rounding in between; nothing else of the arithmetic is loosened, s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ try:
     from numba import prange
 except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
+
+WORTH_A_THREAD = 1 << 16
+"""Numbers that a thread reads at least: 10 us or so, where threads that wait for each other can take longer."""
 
 __all__ = ["compiled", "flat", "prange", "run", "serves"]
 
@@ -51,10 +55,18 @@ def serves(*tensors: Tensor) -> bool:
     )
 
 
-def run(loop: Any, *arguments: Any) -> None:
-    """Run a loop with as many threads as torch takes; tensors are given as arrays."""
-    config: Any = numba.config
-    numba.set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
+@cache
+def _most_threads() -> int:
+    """Start numba's threads, of which there are so many; that tells OpenMP to take as many for torch, too."""
+    before = torch.get_num_threads()
+    most: int = numba.get_num_threads()
+    torch.set_num_threads(before)
+    return most
+
+
+def run(loop: Any, numbers: int, *arguments: Any) -> None:
+    """Run a loop that reads so many `numbers`, with as many threads as torch takes; tensors are given as arrays."""
+    numba.set_num_threads(min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD))
     loop(*[x.numpy() if isinstance(x, Tensor) else x for x in arguments])
 
 

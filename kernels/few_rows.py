@@ -112,7 +112,7 @@ def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
     """Score every key, or those in `rows` [Hk, m]: [Hk, G, n or m]."""
     at = _begins(k, rows)
     out = q.new_empty(*q.shape[:2], at.shape[1])
-    run(_products, q.contiguous(), flat(k), k.stride(0), at, out)
+    run(_products, out[:, 0].numel() * k.shape[2], q.contiguous(), flat(k), k.stride(0), at, out)
     return out
 
 
@@ -120,14 +120,14 @@ def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
     """Add values up, all or those in `rows` [Hk, m], by weights [Hk, G, n or m]: [Hk, G, d]."""
     (heads, group, n), d = w.shape, v.shape[2]
     parts = w.new_empty(heads, -(-n // PIECE), group, d)
-    run(_mixtures, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
+    run(_mixtures, w[:, 0].numel() * d, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
     return parts.sum(1)
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply by a linear layer's weight, without gaps: [m, out]."""
     out = x.new_empty(len(x), len(weight))
-    run(_row_products, x.contiguous(), weight, out)
+    run(_row_products, weight.numel(), x.contiguous(), weight, out)
     return out
 
 

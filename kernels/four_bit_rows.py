@@ -46,5 +46,5 @@ def suits(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
 def four_bit_rows(q: Tensor, codes: Tensor, ranges: Tensor, tokens: Tensor) -> Tensor:
     """Score the tokens, unscaled."""
     out = q.new_empty(*q.shape[:2], tokens.shape[1])
-    run(_four_bit_rows, q.contiguous(), codes, ranges, tokens.contiguous(), out)
+    run(_four_bit_rows, tokens.numel() * q.shape[2], q.contiguous(), codes, ranges, tokens.contiguous(), out)
     return out

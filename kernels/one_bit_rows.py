@@ -68,5 +68,15 @@ def one_bit_rows(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
     """Score every token of every group, unscaled."""
     (heads, queries, _), (groups, size) = q.shape, codes.shape[1:3]
     out = q.new_empty(heads, queries, groups * size)
-    run(_one_bit_rows, q.contiguous(), flat(codes), codes.stride(0), flat(ranges), ranges.stride(0), size, out)
+    run(
+        _one_bit_rows,
+        out.numel(),
+        q.contiguous(),
+        flat(codes),
+        codes.stride(0),
+        flat(ranges),
+        ranges.stride(0),
+        size,
+        out,
+    )
     return out

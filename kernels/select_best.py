@@ -58,5 +58,12 @@ def suits(scores: Tensor) -> bool:
 def select_best(scores: Tensor, k: int) -> Tensor:
     """Select the k best of each row."""
     out = torch.empty(len(scores), k, dtype=torch.int64)
-    run(_select, scores.contiguous().view(torch.int32), k, *(np.array(x) for x in zip(*DIGITS, strict=True)), out)
+    run(
+        _select,
+        scores.numel(),
+        scores.contiguous().view(torch.int32),
+        k,
+        *(np.array(x) for x in zip(*DIGITS, strict=True)),
+        out,
+    )
     return out

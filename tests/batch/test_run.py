@@ -285,7 +285,7 @@ def test_memory_bounds_what_is_in_flight(fresh, monkeypatch):
     class Narrow(Room):
         def holds(self, kv, workspace):
             if bound is not None:
-                self.free = {"host": RUNTIME_BYTES + workspace + bound}
+                self.free = {"host": RUNTIME_BYTES + workspace.on_device + bound}
             return super().holds(kv, workspace)
 
         def take(self, kv):
