@@ -10,6 +10,7 @@ added without rounding in between; nothing else of the arithmetic is loosened, s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -62,6 +63,16 @@ def _most_threads() -> int:
     most: int = numba.get_num_threads()
     torch.set_num_threads(before)
     return most
+
+
+def _leave_threads_to_the_parent() -> None:
+    """Do without loops in a process that was forked off: its threads stayed behind, and asking for them would end it."""
+    global numba
+    if _most_threads.cache_info().currsize:
+        numba = None  # type: ignore[assignment]
+
+
+os.register_at_fork(after_in_child=_leave_threads_to_the_parent)
 
 
 def run(loop: Any, numbers: int, *arguments: Any) -> None:

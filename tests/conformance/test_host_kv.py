@@ -49,6 +49,13 @@ class Watch:
             self.reads.append((k, v))
             return block_attention(q, k, v, *rest, **named)
 
+        def watched_rows(q, k, v, softmax, mask=None, rows=None):
+            heads = torch.arange(len(k))[:, None]
+            self.reads.append((k, v) if rows is None else (k[heads, rows], v[heads, rows]))
+            return few_attend(q, k, v, softmax, mask, rows)
+
+        few_attend = few_rows.attend
+        monkeypatch.setattr(few_rows, "attend", watched_rows)
         for module in list(sys.modules.values()):
             if getattr(module, "block_attention", None) is block_attention:
                 monkeypatch.setattr(module, "block_attention", watched)

@@ -10,6 +10,7 @@ import kvcli.kernels.block_attention as kernels
 from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
+from kvcli.kernels import few_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names, own_method_names
 from kvcli.methods.base import Method
@@ -74,14 +75,20 @@ def test_ample_budget_is_token_for_token_what_transformers_generates(family, nam
 
 
 def on_block_attention(monkeypatch, note):
-    """Show `note` which keys every call of the kernel that all attention goes through reads: bool [Hk, n]."""
-    block_attention = kernels.block_attention
+    """Show `note` which keys every call of the kernels that all attention goes through reads: bool [Hk, n]."""
+    block_attention, attend = kernels.block_attention, few_rows.attend
 
     def watched(q, k, v, softmax, mask=None, causal=False):
         by_head = mask is not None and mask.dim() == 3
         note(mask.any(1) if by_head else torch.ones(k.shape[:2], dtype=torch.bool))
         return block_attention(q, k, v, softmax, mask, causal)
 
+    def watched_rows(q, k, v, softmax, mask=None, rows=None):
+        keys = torch.ones(k.shape[:2], dtype=torch.bool) if mask is None else mask.any(1)
+        note(keys if rows is None else torch.zeros_like(keys).scatter_(1, rows, True))
+        return attend(q, k, v, softmax, mask, rows)
+
+    monkeypatch.setattr(few_rows, "attend", watched_rows)
     for module in list(sys.modules.values()):
         if getattr(module, "block_attention", None) is block_attention:
             monkeypatch.setattr(module, "block_attention", watched)

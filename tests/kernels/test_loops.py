@@ -1,6 +1,7 @@
 """The loops for a CPU against float64 and against what they stand beside: odd shapes, gaps, poison around the input."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -125,3 +126,11 @@ def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
     assert not few_rows.suits(x, noise(4, 3).T)
     assert not few_rows.suits(noise(few_rows.MOST_ROWS + 1, 4), noise(3, 4))
     assert not select_best.suits(noise(3, 0))
+
+
+def test_a_process_that_is_forked_off_does_without():
+    assert few_rows.suits(noise(2, 4), noise(3, 4))
+    few_rows.row_products(noise(2, 4), noise(3, 4))  # threads are there now
+    if (child := os.fork()) == 0:
+        os._exit(3 if few_rows.suits(noise(2, 4), noise(3, 4)) else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
