@@ -66,7 +66,7 @@ def _most_threads() -> int:
 
 
 def _leave_threads_to_the_parent() -> None:
-    """Do without loops in a process that was forked off: its threads stayed behind, and asking for them would end it."""
+    """Do without loops in a process that was forked off: threads stayed behind, and asking for them would end it."""
     global numba
     if _most_threads.cache_info().currsize:
         numba = None  # type: ignore[assignment]

@@ -10,6 +10,7 @@ import kvcli.kernels.block_attention as kernels
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
+from kvcli.kernels import few_rows
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
 
