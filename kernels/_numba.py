@@ -25,6 +25,9 @@ try:
 except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
 
+LEAST = 1 << 15
+"""Numbers in the largest input from which on a loop is worth its loading, which takes each process some 50 ms."""
+
 WORTH_A_THREAD = 1 << 16
 """Numbers that a thread reads at least: 10 us or so, where threads that wait for each other can take longer."""
 
@@ -43,8 +46,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Tell whether loops can take these: fp32 in the memory of a CPU, the last dimension without gaps."""
-    if numba is None or torch.compiler.is_compiling():
+    """Tell whether loops take these: fp32 in the memory of a CPU, the last dimension without gaps, not all of them small."""
+    if numba is None or torch.compiler.is_compiling() or not any(x.numel() >= LEAST for x in tensors):
         return False
     return all(
         type(x) is Tensor  # no parameter whose gradient is wanted, and nothing without numbers

@@ -19,6 +19,11 @@ from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_too_small(monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", 1)
+
+
 def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -134,3 +139,9 @@ def test_a_process_that_is_forked_off_does_without():
     if (child := os.fork()) == 0:
         os._exit(3 if few_rows.suits(noise(2, 4), noise(3, 4)) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_is_small_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", 13)
+    assert not few_rows.suits(noise(2, 4), noise(3, 4))
+    assert few_rows.suits(noise(2, 4), noise(4, 4))

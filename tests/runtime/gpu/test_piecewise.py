@@ -8,6 +8,7 @@ from stated import settings, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvcli.kernels import _numba
 from kvcli.methods.card import PIECEWISE
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
@@ -53,7 +54,8 @@ def prompts():
 
 
 @pytest.mark.parametrize(("name", "switch"), CASES)
-def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch):
+def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch, monkeypatch):
+    monkeypatch.setattr(_numba, "numba", None)  # only what torch does is replayed here
     recorders, wanted = [], settings(name, **switch)
 
     def step(hook, rope, sequences):
