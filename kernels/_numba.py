@@ -46,7 +46,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Tell whether loops take these: fp32 in the memory of a CPU, the last dimension without gaps, not all of them small."""
+    """Tell whether loops take these: fp32 on a CPU, the last dimension without gaps, and not all of them small."""
     if numba is None or torch.compiler.is_compiling() or not any(x.numel() >= LEAST for x in tensors):
         return False
     return all(
