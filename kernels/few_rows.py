@@ -4,7 +4,7 @@
     mixtures      o_hg = sum_j w_hgj v_hj          every value, weighted
     row_products  y_mi = x_m . W_i                 a linear layer
 
-torch's own read at a half to a fifth of that rate for so few rows (`benchmarks/cpu_linear.py`).
+torch's own read at a half to a third of that rate for so few rows (`benchmarks/cpu_linear.py`).
 
 Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n], x [m, in], W [out, in]; all fp32.
 """
