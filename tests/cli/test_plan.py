@@ -172,6 +172,13 @@ def test_advice_climbs_the_ladder_of_weights_kv_and_disk(warm, device, host, con
     assert ("--kv-disk DIR" in found["command"]) == tiered == bool(found["memory"]["kv_disk"])
 
 
+def test_advice_names_a_cache_of_less_than_a_gibibyte(warm):
+    place = ("--device-memory", "24GiB", "--host-memory", "1GiB", "--disk", "1TB", "--context", "32K")
+    body = warm("plan", "-m", "llama-3.1-8b", "--advise", "--method", "freekv", *place, "--json").stdout
+    (found,) = json.loads(body)["plans"]
+    assert "--kv-disk DIR --host-memory 512MiB" in found["command"]
+
+
 @pytest.mark.parametrize(
     ("card", "arguments"),
     [

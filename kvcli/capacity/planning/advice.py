@@ -182,7 +182,9 @@ def command(model: str | None, plan: CapacityPlan) -> str:
     if plan.weights != "auto":
         options += ["--weights", plan.weights]
     if plan.tier is not None:
-        options += ["--kv-disk", f"{plan.tier.folder}", "--host-memory", f"{plan.tier.host_bytes >> 30}GiB"]
+        size = plan.tier.host_bytes >> 20
+        host = f"{size >> 10}GiB" if size % 1024 == 0 else f"{size}MiB"
+        options += ["--kv-disk", f"{plan.tier.folder}", "--host-memory", host]
     named = [] if model is None else ["-m", model]
     return " ".join(["kvcli generate", *named, "DOCUMENT", *options, "--max-tokens", f"{plan.max_tokens}"])
 
