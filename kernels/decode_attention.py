@@ -34,9 +34,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
     return _finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
-def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> bool:
-    """Tell whether `attend_chosen` serves here: on a CPU, where every KV head has `rows` of its own."""
-    return len(rows) == len(k) and few_rows.suits(_by_group(q, k), k, v)
+def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> bool:
+    """Tell whether `attend_chosen` serves: on a CPU, what is `chosen` [Hk, ..] by KV heads, not by query heads."""
+    return len(chosen) == len(k) and few_rows.suits(_by_group(q, k), k, v)
 
 
 def attend_chosen(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax) -> Tensor:

@@ -58,11 +58,11 @@ class ResidentPageCache(PagedCache, DenseCache):
         self.chosen = pages
         size = self.budget.size
         sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
-        numbers = torch.arange(self.length, device=pages.device)
-        chosen = (pages[..., None] * size + numbers[:size]).flatten(1)
-        rows = torch.cat([numbers[sink].expand(len(pages), -1), chosen, numbers[window].expand(len(pages), -1)], 1)
-        if attend_chosen_suits(q, self.k, self.v, rows):
-            return attend_chosen(q, self.k, self.v, rows, softmax)
+        if attend_chosen_suits(q, self.k, self.v, pages):
+            numbers = torch.arange(self.length)
+            inside = (pages[..., None] * size + numbers[:size]).flatten(1)
+            before, after = (numbers[part].expand(len(pages), -1) for part in (sink, window))
+            return attend_chosen(q, self.k, self.v, torch.cat((before, inside, after), 1), softmax)
         k, v = (
             torch.cat(
                 (beside(kv[:, sink], pages), take(paged(kv, size), pages).flatten(1, 2), beside(kv[:, window], pages)),
