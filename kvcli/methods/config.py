@@ -125,9 +125,9 @@ class HostKVConfig(MethodConfig):
     def _has_kv_there(self) -> HostKVConfig:
         if self.kv_dtype == "auto":
             return self
-        if not getattr(self, "offload", True):
+        if not self.on_host:
             raise ValueError(f"kv_dtype {self.kv_dtype} is for KV in host memory: set offload = true as well")
-        if getattr(self, "host_layout", "hnd") != "hnd" or getattr(self, "recall", "gather") != "gather":
+        if self.ablates_host:
             raise ValueError(f"kv_dtype {self.kv_dtype} is not for the ablations of host_layout and recall")
         return self
 
@@ -136,6 +136,11 @@ class HostKVConfig(MethodConfig):
     def on_host(self) -> bool:
         return bool(getattr(self, "offload", True))
 
+    @property
+    def ablates_host(self) -> bool:
+        """Whether KV lies in host memory, or is fetched from it, in a way that only shows what the usual one gains."""
+        return getattr(self, "host_layout", "hnd") != "hnd" or getattr(self, "recall", "gather") != "gather"
+
     def tiers(self, tiers: Tiers) -> Tiers:
         """The memory that caches are made in, with KV in host memory as it is to be held.
 
@@ -143,8 +148,7 @@ class HostKVConfig(MethodConfig):
             KvcliError: the model keeps one latent a token, which is held as it is; a disk, with the ablations of the
                 host's layout (usage).
         """
-        plain = getattr(self, "host_layout", "hnd") == "hnd" and getattr(self, "recall", "gather") == "gather"
-        if tiers.disk is not None and not plain:
+        if tiers.disk is not None and self.ablates_host:
             what = "--kv-disk is not for the ablations of host_layout and recall"
             raise KvcliError(what, "leave them as they are", ExitCode.USAGE)
         if self.kv_dtype != "auto" and tiers.parts == 1:
