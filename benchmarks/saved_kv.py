@@ -45,13 +45,13 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import Branches, prefill_branches
-from kvcli.runtime.saved.layer_file import ALIGNMENT, UnbufferedFile
 from kvcli.runtime.saved.manifest import PAGE, Identity, Manifest, PromptRead, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving
 from kvcli.store.cache import Tiers
 from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import slices
+from kvcli.store.unbuffered import ALIGNMENT, UnbufferedFile
 
 BLOCK = 8 << 20
 QUESTION = 32  # tokens

@@ -19,11 +19,7 @@ from torch import Tensor
 
 from kvcli.store.host_memory import host_memory
 from kvcli.store.pages import slices
-from kvcli.store.unbuffered import ALIGNMENT as ALIGNMENT
-from kvcli.store.unbuffered import DamagedError as DamagedError
-from kvcli.store.unbuffered import UnbufferedFile as UnbufferedFile
-from kvcli.store.unbuffered import as_bytes as as_bytes
-from kvcli.store.unbuffered import checksum as checksum
+from kvcli.store.unbuffered import ALIGNMENT, DamagedError, UnbufferedFile, as_bytes, checksum
 
 CHECKED_PAGES = 64
 """Pages that have a checksum together: 2,048 tokens, 8 MiB of a layer with 8 KV heads of 128 in bf16."""

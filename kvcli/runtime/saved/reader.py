@@ -18,20 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.runtime.saved.layer_file import (
-    CHECKED_PAGES,
-    DamagedError,
-    UnbufferedFile,
-    as_bytes,
-    check_layer,
-    checksum,
-    read_pages,
-)
+from kvcli.runtime.saved.layer_file import CHECKED_PAGES, check_layer, read_pages
 from kvcli.runtime.saved.manifest import PAGE, Manifest, StateEntry, damaged, read_manifest
 from kvcli.store.cache import Footprint, Tiers
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged, slices
 from kvcli.store.recurrent import cut_at
+from kvcli.store.unbuffered import DamagedError, UnbufferedFile, as_bytes, checksum
 
 READERS = 4
 """Threads that read: the disk has work while some of them wait for new memory or sum up what they have read."""

@@ -20,7 +20,7 @@ from kvcli.kernels.slot_layout import distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.layers import StateGeometry
 from kvcli.runtime.saved.folders import NewFolder
-from kvcli.runtime.saved.layer_file import as_bytes, checksum, write_layer
+from kvcli.runtime.saved.layer_file import write_layer
 from kvcli.runtime.saved.manifest import (
     FORMAT,
     MANIFEST,
@@ -37,6 +37,7 @@ from kvcli.store.host_memory import host_memory
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import paged, slices
 from kvcli.store.recurrent import state_marks
+from kvcli.store.unbuffered import as_bytes, checksum
 
 _BUFFERS = 2  # one being filled while the other is written
 

@@ -5,15 +5,9 @@ import torch
 from safetensors import safe_open
 
 from kvcli.runtime.saved import layer_file
-from kvcli.runtime.saved.layer_file import (
-    ALIGNMENT,
-    DamagedError,
-    UnbufferedFile,
-    check_layer,
-    read_pages,
-    write_layer,
-)
+from kvcli.runtime.saved.layer_file import check_layer, read_pages, write_layer
 from kvcli.store.host_memory import host_memory
+from kvcli.store.unbuffered import ALIGNMENT, DamagedError, UnbufferedFile
 
 
 def pages(count, dtype=torch.float32, heads=2, d=8):
