@@ -33,9 +33,9 @@ def onednn_suits(weight: Tensor) -> bool:
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] @ weight.T + bias -> [..., out], without gradients; agrees with torch's within rounding.
 
-    A decode step reads every weight, and every cached value of a dense layer, once for a row or a few: it is bound by
-    memory. For such shapes oneDNN reads at up to twice the rate of the BLAS that torch calls by default, and it is no
-    slower for the many rows of a prefill (`benchmarks/cpu_linear.py`). A transposed view of the weight will do.
+    A decode step reads every weight once for a row or a few: it is bound by memory. For such shapes oneDNN reads at up
+    to twice the rate of the BLAS that torch calls by default, and it is no slower for the many rows of a prefill
+    (`benchmarks/cpu_linear.py`).
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out

@@ -78,8 +78,6 @@ class ModelGeometry:
     parts: WeightParts
     form: WeightForm | None = None
     """How weights are held that are not in the dtype."""
-    widest: int = 0
-    """Numbers in the largest of those."""
     spared: tuple[str, ...] = ()
     """Linear layers whose weights are in the dtype all the same."""
 
@@ -142,7 +140,6 @@ def geometry_of(
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
         form=form,
-        widest=max((model.get_parameter(name).numel() for name in held), default=0),
         spared=tuple(
             name
             for name, module in model.named_modules()
