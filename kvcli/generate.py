@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
+from kvcli.capacity.ahead import forget_host_memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.models.loading import Model, ModelSpec, open_checkpoint
@@ -16,6 +17,7 @@ from kvcli.quality.audit import Audit, conclude, prepare
 from kvcli.request import (
     GenerationRequest,
     begin_to_keep,
+    begin_to_pin,
     capacities,
     check,
     choose_pipeline,
@@ -62,6 +64,7 @@ def generate(
         check(request, checkpoint, prompts, observer, disk=disk)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
         kept = begin_to_keep(request, checkpoint, prompts, pipeline)
+        begin_to_pin(request, checkpoint, prompts, disk)
         model = checkpoint.load()
     return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept, library, disk))
 
@@ -146,6 +149,7 @@ class Generation:
             )
             try:
                 yield from self._read(ready, runner)
+                forget_host_memory(self.model.device)
                 yield from self._decode(ready)
             finally:  # what was read is kept, also where the run is interrupted
                 self.loaded, self.saved = runner.kept, runner.finish()

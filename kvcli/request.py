@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcli.capacity import memory, pipelines
+from kvcli.capacity.ahead import prepare_host_memory
 from kvcli.capacity.disk import disk_tier
 from kvcli.errors import usage_error
 from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
@@ -125,6 +126,16 @@ def check(
     beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
     if beyond is not None:
         observer.notice(f"{beyond}: the text may be poor")
+
+
+def begin_to_pin(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], disk: DiskTier | None
+) -> None:
+    """Have host memory for the first prompt's KV get ready while the weights are read, if all of it is new."""
+    loaded = request.kv.use is not None or request.kv.cache is not None
+    lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
+    if lengths and disk is None and not loaded:
+        prepare_host_memory(request.profile, checkpoint, lengths[0], request.sampling.max_tokens)
 
 
 def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:

@@ -28,6 +28,7 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
 from kvcli.store.disk_tier import DiskTier
+from kvcli.store.pinned import HostAllocator
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
@@ -89,11 +90,13 @@ def planned_method(
     dtype: torch.dtype,
     prompt_tokens: int | None = None,
     disk: DiskTier | None = None,
+    pinned: HostAllocator | None = None,
 ) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
 
-    On a `disk` lies what host memory is not to hold; raises KvcliError where its cache is too small (will not fit). A
-    budget that is a share of the prompt and too small for the method is taken to hold everything.
+    Host memory is asked of `pinned`, where that is given. On a `disk` lies what host memory is not to hold; raises
+    KvcliError where its cache is too small (will not fit). A budget that is a share of the prompt and too small for the
+    method is taken to hold everything.
     """
     if prompt_tokens is not None:
         with suppress(KvcliError):
@@ -109,7 +112,7 @@ def planned_method(
     context = SequenceContext.of(
         len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens, states=geometry.states
     )
-    context.tiers = context.tiers.above(disk)
+    context.tiers = replace(context.tiers, pinned=pinned).above(disk)
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 

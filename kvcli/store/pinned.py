@@ -3,8 +3,9 @@
 `torch.empty(pin_memory=True)` does not serve here, for three reasons. Its caching allocator rounds each size up to a
 power of two and keeps what is freed: two layers of 1.1 GiB each take 4 GiB. The options that change this
 (`pinned_max_round_threshold_mb`, `pinned_max_cached_size_mb`) hold for the whole process and belong to its user. It
-pins on the calling thread, and tens of GiB take seconds: here the first layer's memory is ready while the last one's is
-still to come, beside the prefill. And it asks for no huge pages, of which a registration has 512 times fewer to pin.
+pins on the calling thread, and tens of GiB take seconds: here memory gets ready while the weights are read (`prepare`),
+or the first layer's while the last one's is still to come, beside the prefill. And it asks for no huge pages, of which
+a registration has 512 times fewer to pin.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import mmap
 import os
 import threading
 import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +81,17 @@ class CudaHostRegistrar:
             _check(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
+Wanted = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+class HostAllocator(Protocol):
+    """Allocates tensors in host memory that a device reads and writes itself."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, urgent: bool = False) -> Future[Tensor]:
+        """Ask for an uninitialised tensor."""
+
+
 class PinnedAllocator:
     """Allocates pinned tensors and frees them with their last view, on a thread of its own and in order.
 
@@ -93,6 +107,7 @@ class PinnedAllocator:
         self._freed: set[int] = set()  # addresses to unregister
         self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: the end, or ..
         self._urgent: SimpleQueue[_Request] = SimpleQueue()  # .. that there is something here
+        self._ahead: defaultdict[Wanted, deque[Future[Tensor]]] = defaultdict(deque)
         self._closing = False
         # An executor would work off its queue before the process may end, which takes seconds after Ctrl-C.
         self._worker = threading.Thread(target=self._work, name="pinning", daemon=True)
@@ -104,6 +119,19 @@ class PinnedAllocator:
         Raises:
             KvcliError: the system pins no more (will not fit); raised by the future.
         """
+        prepared = self._ahead[shape, dtype]
+        return prepared.popleft() if prepared else self._ask(shape, dtype, urgent)
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Begin to allocate what will be asked for, in this order; it waits for that, or for `forget`."""
+        for shape, dtype in wanted:
+            self._ahead[shape, dtype].append(self._ask(shape, dtype))
+
+    def forget(self) -> None:
+        """Let go of what was prepared and not asked for."""
+        self._ahead.clear()
+
+    def _ask(self, shape: tuple[int, ...], dtype: torch.dtype, urgent: bool = False) -> Future[Tensor]:
         future: Future[Tensor] = Future()
         if math.prod(shape):
             request = _Request(weakref.ref(future), shape, dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.kernels.quantised_blocks import KVDtype
 from kvcli.store.disk_tier import DiskShare, DiskTier
 from kvcli.store.host_memory import host_memory
-from kvcli.store.pinned import PinnedAllocator, pinned_allocator
+from kvcli.store.pinned import HostAllocator, pinned_allocator
 from kvcli.store.staging import PinnedStaging, pinned_staging
 
 
@@ -30,7 +30,7 @@ class Tiers:
     device: torch.device
     host: torch.device
     dtype: torch.dtype
-    pinned: PinnedAllocator | None = None
+    pinned: HostAllocator | None = None
     staging: PinnedStaging | None = None
     parts: int = 2
     kv_dtype: KVDtype = "auto"

@@ -116,6 +116,16 @@ def test_what_is_asked_for_comes_in_order_while_others_go_on(notes, pinned):
     assert threading.current_thread() not in notes.threads
 
 
+def test_what_is_prepared_is_given_in_order_and_the_rest_let_go(notes, pinned):
+    pinned.prepare([((4, 2), torch.float32), ((9,), torch.uint8), ((9,), torch.uint8)])
+    eventually(lambda: notes.sizes == [32, 9, 9])
+    first, second = (pinned.allocate((9,), torch.uint8).result(10) for _ in range(2))
+    assert [first.data_ptr(), second.data_ptr()] == list(notes.held)[1:]
+    assert len(pinned.allocate((8,), torch.uint8).result(10)) == 8  # of another shape: new
+    pinned.forget()
+    eventually(lambda: sorted(notes.held.values()) == [9, 9])
+
+
 def test_nothing_is_pinned_for_a_caller_that_has_gone(notes, pinned):
     notes.go.clear()
     asked = [pinned.allocate((size,), torch.uint8) for size in (1, 2, 3)]
