@@ -9,12 +9,12 @@ the system's cache. These files hold documents of several lengths (`--loaded`), 
 longest is needed. Each ratio is one of neighbours in time; medians, least and most are over the rounds. Memory is what
 a process of its own holds more than before.
 
-A load ends with all pages in pools of host memory, held against their checksums. Loads and plain reads go two ways:
-where no memory has to be made, that is into pools whose memory was there before and into one block again and again,
-which is the disk's rate; and into new memory (`_into_memory`), which the system has to find and clear. That goes at a
-rate of its own: where a virtual machine gives memory back to its host, new memory can be slower than the disk. Ratios
-are given of like to like, and of loads into new memory to plain reads into one block
-(`load_into_memory_to_plain_read`).
+A load ends with all pages in pools of host memory, held against their checksums. Where bytes go to matters beside the
+disk, so loads and plain reads both go into memory that was there before (`_there`) and into new memory (`_new`), which
+the system has to find and clear; plain reads also into one block again and again, which stays in the processor's caches
+(`_block`). Where a virtual machine gives memory back to its host, new memory can be slower than the disk, and where the
+host copies what it reads, so can memory that is not in a cache. Ratios are given of like to like, and of loads to plain
+reads into one block.
 
 The question's own tokens are timed on a document whose KV is in memory, and without the time of putting it in place;
 `question_without_document_s` is what they take alone, without attention to the document.
@@ -74,22 +74,23 @@ def prefill(ready: Engine, ids: list[int], target: Path | None) -> tuple[float, 
     return read, time.perf_counter() - begun
 
 
-def plain_read(folder: Path, into_memory: bool = False) -> float:
-    """Read the data of all files, block by block past the cache; returns bytes a second.
+def plain_read(folder: Path, where: str) -> float:
+    """Read the data of all files, block by block past the system's cache; returns bytes a second.
 
-    Into one block again and again, or `into_memory` that is new and kept, a piece for each file.
+    `where` to: the same "block" again and again, memory that is "there", or "new" memory, a piece for each file.
     """
-    memory, kept, size, begun = host_memory((BLOCK,), torch.uint8), [], 0, time.perf_counter()
-    for path in sorted(folder.glob("*.safetensors")):
+    sizes = {path: path.stat().st_size - ALIGNMENT for path in sorted(folder.glob("*.safetensors"))}
+    block = host_memory((BLOCK,), torch.uint8).zero_()
+    there = {path: host_memory((size,), torch.uint8).zero_() for path, size in sizes.items() if where == "there"}
+    begun = time.perf_counter()
+    for path, size in sizes.items():
+        if where == "new":
+            there[path] = host_memory((size,), torch.uint8)
         with UnbufferedFile(path) as file:
-            data = path.stat().st_size - ALIGNMENT
-            if into_memory:
-                kept.append(host_memory((data,), torch.uint8))
-            for part in slices(data, BLOCK):
-                target = kept[-1][part] if into_memory else memory[: part.stop - part.start]
+            for part in slices(size, BLOCK):
+                target = block[: part.stop - part.start] if where == "block" else there[path][part]
                 file.read_into(target, ALIGNMENT + part.start)
-            size += data
-    return size / (time.perf_counter() - begun)
+    return sum(sizes.values()) / (time.perf_counter() - begun)
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,17 @@ class MemoryThere(Tiers):
         return ready
 
 
-def opened(folder: Path, into_memory: bool = True) -> SavedKV:
-    """Open what was saved, to be read into new memory or into what is there."""
+def opened(folder: Path, where: str = "new") -> SavedKV:
+    """Open what was saved, to be read into "new" memory or into what is "there"."""
     manifest = read_manifest(folder)
     new = Tiers.for_device(torch.device("cpu"), manifest.dtype)
-    tiers = new if into_memory else MemoryThere.of(manifest)
+    tiers = new if where == "new" else MemoryThere.of(manifest)
     return SavedKV([Segment(folder, manifest, len(manifest.pages))], tiers)
 
 
-def load(folder: Path, into_memory: bool = False) -> float:
-    """Load all layers into pools of host memory, as fast as they come; returns bytes a second.
-
-    The pools' memory was there before, or is new (`into_memory`).
-    """
-    with opened(folder, into_memory) as saved:
+def load(folder: Path, where: str) -> float:
+    """Load all layers into pools of host memory, "new" or "there", as fast as they come; returns bytes a second."""
+    with opened(folder, where) as saved:
         pools, begun = [], time.perf_counter()
         for layer in range(len(saved.segments[0].manifest.layers)):
             saved.check(layer)
@@ -199,13 +197,15 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
         writer.prefill(each.index, k, v, kv[:, :0], Softmax(1.0))
     writer.finish()
     there, size = InMemory(kv), writer.bytes_written
-    reads, news, loads, new_loads, firsts, questions, alone = ([] for _ in range(7))
+    reads: dict[str, list[float]] = {"block": [], "there": [], "new": []}
+    loads: dict[str, list[float]] = {"there": [], "new": []}
+    firsts, questions, alone = ([] for _ in range(3))
     first_token(ready, asked, folder)
     for _ in range(rounds):
-        reads.append(plain_read(folder))
-        news.append(plain_read(folder, into_memory=True))
-        loads.append(load(folder))
-        new_loads.append(load(folder, into_memory=True))
+        for where, rates in reads.items():
+            rates.append(plain_read(folder, where))
+        for where, rates in loads.items():
+            rates.append(load(folder, where))
         firsts.append(first_token(ready, asked, folder))
         questions.append(there.own_tokens(ready, asked))
         alone.append(first_token(ready, asked[-QUESTION:], None))
@@ -219,19 +219,15 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
     return {
         "tokens": tokens,
         "bytes": size,
-        "plain_read_bytes_per_s": spread(reads),
-        "plain_read_into_memory_bytes_per_s": spread(news),
-        "load_bytes_per_s": spread(loads),
-        "load_into_memory_bytes_per_s": spread(new_loads),
-        "load_to_plain_read": ratios(loads, reads),
-        "load_to_plain_read_both_into_memory": ratios(new_loads, news),
-        "load_into_memory_to_plain_read": ratios(new_loads, reads),
-        "plain_read_s": spread([size / read for read in reads]),
+        **{f"plain_read_{where}_bytes_per_s": spread(rates) for where, rates in reads.items()},
+        **{f"load_{where}_bytes_per_s": spread(rates) for where, rates in loads.items()},
+        **{f"load_to_plain_read_{where}": ratios(rates, reads[where]) for where, rates in loads.items()},
+        **{f"load_{where}_to_plain_read_block": ratios(rates, reads["block"]) for where, rates in loads.items()},
+        "plain_read_there_s": spread([size / rate for rate in reads["there"]]),
         "question_s": spread(questions),
         "question_without_document_s": spread(alone),
         "first_token_s": spread(firsts),
-        "first_token_to_read_and_question": to_parts(reads),
-        "first_token_to_read_into_memory_and_question": to_parts(news),
+        **{f"first_token_to_read_{where}_and_question": to_parts(rates) for where, rates in reads.items()},
     }
 
 
