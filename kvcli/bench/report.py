@@ -82,7 +82,8 @@ class Case:
 
     `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`); None
     for peers. `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's,
-    `floor_ms` the roofline. A case that could not run has the reason in `error` and no figures.
+    `floor_ms` the roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as
+    fast. A case that could not run has the reason in `error` and no figures.
     """
 
     label: str
@@ -96,6 +97,7 @@ class Case:
     tokens_per_s: float | None = None
     ratio: Spread | None = None
     floor_ms: float | None = None
+    equivalent_bandwidth: float | None = None
     breakdown: Breakdown | None = None
     counts: Counts | None = None
     device_kv_bytes: int | None = None

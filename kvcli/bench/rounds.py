@@ -9,7 +9,7 @@ import torch
 from kvcli.bench.phases import StepParts, middle, step_parts
 from kvcli.bench.report import Breakdown, Case, Counts, PhaseTime, Spread
 from kvcli.bench.runs import Candidate, Load, TimedRun
-from kvcli.capacity.roofline import PHASES, MachineRates, least_seconds
+from kvcli.capacity.roofline import PHASES, MachineRates, equivalent_bandwidth, least_seconds
 from kvcli.errors import KvcliError
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
@@ -89,6 +89,7 @@ class Rounds:
             tokens_per_s=1000 * load.batch / statistics.median(own),
             ratio=Spread.of(ratios) if ratios else None,
             floor_ms=1000 * least_seconds(last.work, self.rates, self.overlapped) if last.work else None,
+            equivalent_bandwidth=equivalent_bandwidth(last.work, last.kv_bytes, self.rates) if last.work else None,
             breakdown=self._breakdown(label),
             counts=counts(last.counters, load.warmup) if last.counters else None,
             device_kv_bytes=None if last.footprint is None else last.footprint.device,

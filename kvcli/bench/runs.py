@@ -127,13 +127,15 @@ def seeded_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 class TimedRun:
     """One run: the wall time of each timed step, and what a method's loop knows beside it.
 
-    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline.
+    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline. `kv_bytes`
+    is what full attention reads at the last step.
     """
 
     steps_ms: list[float]
     counters: Sequence[Counters] = ()
     footprint: Footprint | None = None
     work: dict[str, Work] = field(default_factory=dict)
+    kv_bytes: int = 0
     parts: list[StepParts] | None = None
 
 
@@ -208,13 +210,18 @@ class Decoding:
         asked, missed = (_total(counters, count) for count in (Count.PAGES_REQUESTED, Count.MISSES))
         held = [(method, sequence.length) for method, sequence in zip(methods, sequences, strict=True)]
         work = step_work(self.model.geometry, self.model.dtype.itemsize, held, missed / asked if asked else 1.0)
+        kv_bytes = self.model.dtype.itemsize * sum(
+            layer.token_size * min(sequence.length, layer.window or sequence.length)
+            for layer in self.model.geometry.layers
+            for sequence in sequences
+        )
         footprint = sum((method.footprint() for method in methods), Footprint())
         parts = None
         if replays:
             products = products_of(self.model.module)
             parts = parts_of(replays, products)
             timeline.spans.extend(spans_of(replays, products))
-        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, parts)
+        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, kv_bytes, parts)
 
 
 def _total(counters: Sequence[Counters], count: Count) -> int:

@@ -29,14 +29,14 @@ def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]
 
 def steps_table(cases: Sequence[Case]) -> Table:
     """Tabulate step times with their spread, the speedup over the first case, and transfers."""
-    times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline")
+    times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline", "equivalent")
     moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host")
     return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
 
 
 def _steps_row(case: Case) -> tuple[str, ...]:
     if case.step_ms is None:
-        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 11)
+        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 12)
     step, counts = case.step_ms, case.counts
     corrected = missed = recalled = exposed = "-"
     if counts is not None:
@@ -55,6 +55,7 @@ def _steps_row(case: Case) -> tuple[str, ...]:
         ratio(case.ratio),
         "-" if case.floor_ms is None else duration(case.floor_ms),
         _over_roofline(case),
+        "-" if case.equivalent_bandwidth is None else f"{case.equivalent_bandwidth / 1e9:,.0f} GB/s",
         corrected,
         missed,
         recalled,

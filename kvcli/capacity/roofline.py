@@ -126,6 +126,18 @@ def least_seconds(work: Mapping[str, Work], rates: MachineRates, overlapped: boo
     return max(on_device, transfers.seconds(rates))
 
 
+def equivalent_bandwidth(work: Mapping[str, Work], kv_bytes: int, rates: MachineRates) -> float | None:
+    """Give the rate, in bytes a second, at which full attention would read all KV in the time that a method takes.
+
+    `kv_bytes` is all KV. The method reads what it scores and attends to on the device, and brings what it recalls over
+    the bus, one after another; what is computed meanwhile is not counted (arXiv 2410.21465, section 4.2). None where it
+    reads nothing.
+    """
+    read = sum(work[phase].read for phase in ("score", "attention"))
+    seconds = read / rates.read.median + work["recall"].to_device / rates.to_device.median
+    return kv_bytes / seconds if seconds else None
+
+
 def step_work(
     geometry: ModelGeometry, itemsize: int, sequences: Sequence[tuple[AnyMethod, int]], miss_rate: float = 1.0
 ) -> dict[str, Work]:

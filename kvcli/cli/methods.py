@@ -82,7 +82,7 @@ def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One method as data: its card, settings, and the profiles with what each of them sets.
+    """One method as data: its card, settings, ablations, and the profiles with what each of them sets.
 
     Raises `KvcliError` (usage) for an unknown name.
     """
@@ -97,6 +97,7 @@ def describe(name: str) -> dict[str, Any]:
         "name": name,
         **asdict(read_card(name)),
         "settings": [_setting(key, field) for key, field in settings.items()],
+        "ablations": [{"name": part, "settings": changed} for part, changed in method.ablation.items()],
         "profiles": [each.as_dict() | {"gpu_step": gpu_step_of(method, each.settings)} for each in profiles],
     }
 

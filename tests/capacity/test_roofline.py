@@ -9,6 +9,7 @@ from kvcli.capacity.roofline import (
     MachineRates,
     Rate,
     Work,
+    equivalent_bandwidth,
     least_seconds,
     measure_rates,
     rate_rows,
@@ -54,6 +55,20 @@ def test_pages_are_scored_by_their_bounds_and_recalled_where_they_are_away():
     bounds, scores = pages * TOKEN, 4 * HK * pages
     assert traffic("quest") == Traffic(attended, bounds, scores)
     assert traffic("freekv") == Traffic(attended, bounds, scores, recalled=4 * 8 * TOKEN)
+
+
+def test_the_equivalent_bandwidth_of_shadowkv_is_its_papers():
+    """arXiv 2410.21465, section 4.2: an A100, 128K tokens, chunks of 8, 256 of them, 48 outliers, 60 % hits."""
+    bus, memory_rate = Rate.given(31.5e9), Rate.given(2e12)
+    rates = MachineRates(memory_rate, memory_rate, bus, bus, Rate.given(1.0))
+    vector, length, chunk, chosen, outliers = 256, 128 << 10, 8, 256, 48
+    work = dict.fromkeys(PHASES, Work(read=12345)) | {
+        "score": Work(read=vector * length // chunk),
+        "attention": Work(read=2 * vector * (chosen + outliers) * chunk, operations=1 << 60),
+        "recall": Work(read=1 << 60, to_device=round(0.4 * vector * chosen * chunk), operations=1 << 60),
+    }
+    assert equivalent_bandwidth(work, 2 * vector * length, rates) == pytest.approx(7.2e12, rel=0.01)
+    assert equivalent_bandwidth(dict.fromkeys(PHASES, Work()), 1, rates) is None
 
 
 def test_only_the_bus_goes_on_beside_the_phases():

@@ -59,6 +59,8 @@ def test_a_page_shows_settings_profiles_and_paper(warm):
     assert "O(B + L/p)" in text
     assert "freekv-long-input" in text
     assert "tau 0.8" in text
+    for part in method.ablation:
+        assert part in text
 
 
 def test_a_method_without_settings_says_so(warm):
@@ -74,6 +76,7 @@ def test_json_is_one_object(warm):
     assert freekv["device_memory"] == "O(B + L/p)"
     tau = next(setting for setting in freekv["settings"] if setting["name"] == "tau")
     assert (tau["type"], tau["default"], tau["minimum"], tau["maximum"]) == ("number or array", 0.9, 0, 1)
+    assert {"name": "no speculation", "settings": {"tau": 1.0}} in freekv["ablations"]
     assert {"freekv", "freekv-long-input"} <= {profile["name"] for profile in freekv["profiles"]}
 
 

@@ -74,7 +74,7 @@ def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def method_page(entry: dict[str, Any]) -> RenderableType:
-    """One method: title, paper, settings with default, unit and bounds, and its profiles with what they set."""
+    """One method: title, paper, settings with default, unit and bounds, ablations and profiles with what they set."""
     settings = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     settings.add_column("setting", no_wrap=True, style="cyan")
     settings.add_column("default", no_wrap=True)
@@ -90,14 +90,18 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
         changed += [f"GPU step {profile['gpu_step']}"] if profile["gpu_step"] != entry["gpu_step"] else []
         profiles.add_row(profile["name"], f"{profile['description']} ({profile['paper']})")
         profiles.add_row("", Text(", ".join(changed) or "all defaults", style="dim"))
+    ablations = grid_of(("cyan", True), ("", False))
+    for part in entry["ablations"]:
+        ablations.add_row(part["name"], ", ".join(f"{key} {value}" for key, value in part["settings"].items()))
     head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))
     can = pairs_of(
         zip(LEGEND, Card(**{key: entry[key] for key in Card.__dataclass_fields__}).capabilities, strict=True)
     )
     nothing = Text("no settings", style="dim")
-    return Group(
-        head, Text(), can, Text(), settings if entry["settings"] else nothing, Text("\nprofiles", style="dim"), profiles
-    )
+    found: list[RenderableType] = [head, Text(), can, Text(), settings if entry["settings"] else nothing]
+    if entry["ablations"]:
+        found += [Text("\nablations, run by --ablate", style="dim"), ablations]
+    return Group(*found, Text("\nprofiles", style="dim"), profiles)
 
 
 def _values(setting: dict[str, Any]) -> str:
