@@ -45,14 +45,14 @@ def compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(**kind)(function)
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Tell whether loops take these: fp32 on a CPU, the last dimension without gaps, and not all of them small."""
+def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Tell whether loops take these: of a `dtype`, on a CPU, the last dimension without gaps, not all of them small."""
     if numba is None or torch.compiler.is_compiling() or not any(x.numel() >= LEAST for x in tensors):
         return False
     return all(
         type(x) is Tensor  # no parameter whose gradient is wanted, and nothing without numbers
         and x.device.type == "cpu"
-        and x.dtype == torch.float32
+        and x.dtype == dtype
         and x.stride(-1) == 1
         and x.numel() > 0
         for x in tensors

@@ -118,6 +118,8 @@ class Method(PromptParts, ABC, Generic[ConfigT, CacheT]):
     """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
     budget_is_bound: ClassVar[bool] = False
     """Whether a step may attend to fewer tokens than the budget holds, because their scores decide how many."""
+    reads_by_chance: ClassVar[bool] = False
+    """Whether chance decides how much a step reads, so that `traffic` can only tell what to expect."""
     no_latents: ClassVar[str | None] = None
     """Why latents, which are key and value both, cannot be kept; None: they can."""
     wants_next_query: ClassVar[bool] = False

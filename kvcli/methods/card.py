@@ -29,7 +29,7 @@ LEGEND = {
     "long generation": "generated tokens are treated like the prompt's, however many there are",
     "offload": "KV lies in host memory",
     "group-consistent": "as published, all query heads of a KV head read the same KV; pooled: kvcli sees to it by "
-    "pooling their scores",
+    "pooling their scores, or reads what any of them chose",
     "GPU step": "what runs a step on a GPU: graph, one CUDA graph of all of it; piecewise, graphs of what lies between "
     "the attention of two layers; blocking, phase after phase",
     "device memory": "KV on the device for each layer, in tokens: "

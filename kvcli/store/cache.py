@@ -223,7 +223,7 @@ class SlidingCache(ResidentCache):
         self.length = k.shape[1]
         kept = torch.arange(self.length, device=k.device)
         kept = torch.cat((kept[: self.sink], kept[self.sink :][-self.window :]))
-        rows = self._row(kept)
+        rows = self.rows_of(kept)
         self.k[:, rows], self.v[:, rows] = k[:, kept], v[:, kept]
         return 0
 
@@ -248,11 +248,11 @@ class SlidingCache(ResidentCache):
 
         Each query sees the last `window` tokens up to its own.
         """
-        held = self._row(torch.arange(self.dropped, self.length, device=k.device))  # in the order of their positions
+        held = self.rows_of(torch.arange(self.dropped, self.length, device=k.device))  # in the order of their positions
         seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
         self.length += k.shape[1]
         kept = torch.arange(self.dropped, self.length, device=k.device)
-        rows = self._row(kept)
+        rows = self.rows_of(kept)
         self.k[:, rows], self.v[:, rows] = seen_k[:, -len(kept) :], seen_v[:, -len(kept) :]
         return prefill_attention(q, seen_k, seen_v, softmax, self.window)
 
@@ -273,6 +273,7 @@ class SlidingCache(ResidentCache):
     def traffic(self, length: int) -> Traffic:
         return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.kv[:, :, :1]))
 
-    def _row(self, positions: Tensor) -> Tensor:
+    def rows_of(self, positions: Tensor) -> Tensor:
+        """The rows of the tokens at `positions`, as `row_of`."""
         ring = self.sink + (positions - self.sink) % self.window
         return torch.where(positions < self.sink, positions, ring)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
+from kvcli.kernels.counted_attention import attend_beside, counted_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic, nbytes
 
@@ -115,9 +115,5 @@ def compensated_attention(
     log N is added to its score. f is the model's softcap. q [H, d], k, v [Hk, n, d] -> [H, d].
     """
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    weight = attention_scores(heads, mean_k[:, None], softmax)[..., 0] + math.log(count)  # [Hk, G]
-    mean = mean_v[:, None].expand_as(heads)
-    out, lse = merge_blocks(block_attention(heads, k, v, softmax), (mean, weight))
-    if softmax.sinks is not None:
-        out = add_sinks(out, lse, softmax.sinks.view_as(lse))
-    return out.to(q.dtype).reshape(q.shape)
+    mean = counted_attention(heads, mean_k[:, None], mean_v[:, None], math.log(count), softmax)
+    return attend_beside(q, k, v, mean, softmax)

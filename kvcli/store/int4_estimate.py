@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels import few_rows, four_bit_rows
+from kvcli.kernels import four_bit_rows
 from kvcli.kernels._triton import takes
-from kvcli.kernels.block_attention import add_sinks, block_attention
+from kvcli.kernels.counted_attention import attend_beside
 from kvcli.kernels.decode_attention import attend_rows
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
@@ -145,12 +145,4 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: So
     """
     if takes(q):
         return attend_rows(q, k, v, softmax, valid.contiguous())
-    heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    mask = valid[:, None].expand(-1, heads.shape[1], -1)  # [Hk, G, n]
-    if few_rows.suits(heads, k, v):
-        out, lse = few_rows.attend(heads, k, v, softmax, mask)
-    else:
-        out, lse = block_attention(heads, k, v, softmax, mask=mask)
-    if softmax.sinks is not None:
-        out = add_sinks(out, lse, softmax.sinks.view_as(lse))
-    return out.reshape(q.shape)
+    return attend_beside(q, k, v, None, softmax, valid)

@@ -119,6 +119,12 @@ def distinct(index: Tensor, num_kv_heads: int) -> list[int]:
     return [len(torch.unique(rows)) for rows in index.view(num_kv_heads, -1)]
 
 
+def numbered(marked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List what is marked, bool [Hk, n], head by head: heads, entries, and their places among those of the head."""
+    heads, entries = marked.nonzero(as_tuple=True)
+    return heads, entries, (marked.cumsum(1) - 1)[heads, entries]
+
+
 def paged(kv: Tensor, size: int) -> Tensor:
     """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
     return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]

@@ -118,7 +118,8 @@ def test_traffic_is_that_of_a_run(name):
         if not sequence.method.planned_is_bound:
             assert stated == [sequence.method.traffic(layer.index, 60 + step) for step in range(1, 9)]
         moved = sequence.counters.cache().layers[layer.index]
-        assert moved.bytes_to_device <= sum(step.recalled for step in stated)
+        if not sequence.method.reads_by_chance:
+            assert moved.bytes_to_device <= sum(step.recalled for step in stated)
         if moved.pages_requested:
             assert all(step.scored and step.scores for step in stated)
         held = sum(vars(meta.footprint()).values())

@@ -67,3 +67,8 @@ def run(
         for _ in decode(stepper, sequences, Timeline()):
             pass
     return sequences
+
+
+def index_on_host(method):
+    """Bytes of host memory in which a method keeps an index of the tokens, beside their KV."""
+    return sum(cache.codes.nbytes for cache in method.caches if hasattr(cache, "codes"))

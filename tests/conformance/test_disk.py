@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcli.conformance.models import HEAD_DIM, HEADS, KV_HEADS, LAYERS, tiny_model
-from kvcli.conformance.runs import run
+from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_host_kv import HOLDING
 from kvcli.conformance.test_method import SMALL, prompt, settings
 from kvcli.kernels.softmax import Softmax
@@ -29,6 +29,7 @@ def check_counts(sequence):
     assert held.disk == sum(blocks.lines * blocks.line_bytes for blocks in on_disk)
     if len(on_disk) == len(sequence.method.retrieval):
         beside = sum(blocks.layout.used + 16 * (blocks.lines + blocks.slots) for blocks in on_disk)
+        beside += index_on_host(sequence.method)
         assert held.host <= SHARE + beside
     return cache, on_disk
 

@@ -1,0 +1,193 @@
+"""Tokens sampled from host memory by their hashes; sinks and recent ones stay on the device (MagicPIG, 2410.16179)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.lsh import colliding, directions, hash_codes, sampling_chance
+from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Footprint, LayerCache, SlidingCache, Tiers, Traffic, nbytes
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import page_pool
+from kvcli.store.offloaded_tokens import SINKS
+from kvcli.store.pages import numbered, slices
+from kvcli.store.state import Settled
+
+PIECE = 1024
+"""Keys that are hashed at once: their projections are many numbers each."""
+
+LEAST_CHANCE = 1e-4
+"""A token counts no more often than if its chance had been this; the reference code adds as much to all chances."""
+
+
+class Hashing(NamedTuple):
+    """`tables` (L) of hashes of `bits` (K) each, of keys that are `centred` by the prompt's mean or not; and a seed."""
+
+    bits: int
+    tables: int
+    centred: bool
+    seed: int
+
+
+class Sample(NamedTuple):
+    """What the KV heads sampled: k, v [Hk, m, d], of which each query head counts those that are its `own` [Hk, G, m].
+
+    `counts` are the tokens of each KV head; rows beyond them are empty.
+    """
+
+    k: Tensor
+    v: Tensor
+    own: Tensor
+    counts: list[int]
+
+
+class SampledTokenCache(LayerCache):
+    """In host memory: all KV, and `codes` [Hk, n, L] int16 of the tokens between sinks and window.
+
+    On the device: sinks and window, and `centre` [Hk, d], the mean key of the prompt's tokens between them (of all
+    where there are none), in fp32. Codes are those of the keys that will be read.
+    """
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, near: tuple[int, int], hashing: Hashing, tiers: Tiers
+    ):
+        """Make room; `near` are the numbers of sinks and of recent tokens."""
+        sink, window = near
+        self.length = self.taken = self.hashed = 0
+        self.hashing = hashing
+        self.near = SlidingCache(num_kv_heads, head_dim, min(window, capacity), tiers, sink)
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if sink else SINKS)
+        far = max(0, capacity - sink - window)
+        self.codes = tiers.on_host(num_kv_heads, far, hashing.tables, dtype=torch.int16)
+        self.centre = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).zero_()
+        self.chosen: Tensor | None = None  # [Hk, m] tokens last sampled, EMPTY beyond those of a KV head
+
+    @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, SampledTokenCache)
+        self.pool.share(other.pool, tokens)
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.pool.on_disk
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return (self.near.kv,)
+
+    @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        first, self.taken = self.taken, k.shape[1]
+        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.length = k.shape[1]
+        self.near.load(k, v)
+        written, self.taken = self.take(k, v), 0
+        far = slice(self.near.sink, self.near.sink + self.near.dropped)
+        if self.hashing.centred:
+            self.centre[:] = (k[:, far] if self.near.dropped else k).mean(1, dtype=torch.float32)
+        return written + self._hash(k[:, far])
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Store the current token; the one that falls out of the window is hashed."""
+        written = self.pool.write(self.length, k[:, None, None], v[:, None, None])
+        if self.length >= self.near.sink + self.near.window:
+            row = self.near.row_of(self.length)
+            written += self._hash(self.near.k[:, row : row + 1])
+        self.length += 1
+        return written + self.near.append(k, v)
+
+    def sample(self, q: Tensor) -> Tensor:
+        """Mark what each query head of q [H, d] samples of the tokens between: bool [Hk, G, n], in host memory."""
+        heads = q.view(len(self.codes), -1, q.shape[-1])
+        codes = hash_codes(heads, self._directions(q), self.hashing.bits)
+        return colliding(codes.to(self.codes.device), self.codes[:, : self.hashed])
+
+    def recall(self, sampled: Tensor) -> tuple[Sample, int]:
+        """Bring all that any query head of a KV head sampled to the device; returns also the bytes moved."""
+        device, num_kv_heads = self.centre.device, len(sampled)
+        wanted = sampled.any(1)
+        heads, tokens, row = numbered(wanted)
+        counts = wanted.sum(1)
+        most = int(counts.max())
+        own = torch.zeros(*sampled.shape[:2], most, dtype=torch.bool)
+        own[heads, :, row] = sampled[heads, :, tokens]
+        chosen = torch.full((num_kv_heads, most), EMPTY)
+        chosen[heads, row] = tokens + self.near.sink
+        self.chosen = chosen.to(device)
+        blocks = self.pool.fetch(tokens + self.near.sink, heads)  # [m, t, 1, d]
+        kv = blocks.new_zeros(2, num_kv_heads, most, blocks.shape[-1])
+        kv[:, heads.to(device), row.to(device)] = torch.stack((blocks[:, 0, 0], blocks[:, -1, 0]))
+        return Sample(kv[0], kv[1], own.to(device), counts.tolist()), len(heads) * self.pool.block_bytes
+
+    def attend_sample(self, q: Tensor, sample: Sample, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to sinks and window, and to each sampled token as often as 1 / its chance -> [H, d]."""
+        heads = q.view(len(sample.k), -1, q.shape[-1])  # [Hk, G, d]
+        keys = sample.k.float() - self.centre[:, None]
+        cosine = F.normalize(heads.float(), dim=-1) @ F.normalize(keys, dim=-1).mT  # [Hk, G, m]
+        chance = sampling_chance(cosine, self.hashing.bits, self.hashing.tables).clamp_min(LEAST_CHANCE)
+        log_counts = (-chance.log()).float().masked_fill(~sample.own, float("-inf"))
+        sampled = counted_attention(heads, sample.k, sample.v, log_counts, softmax)
+        return attend_beside(q, *self.near.resident(), sampled, softmax)
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to sinks and window, as long as nothing is between them."""
+        return self.near.attend(q, softmax)
+
+    @override
+    def attended(self) -> Tensor:
+        mask = self.near.attended()
+        if self.chosen is not None:
+            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
+            mask[head, self.chosen[head, row]] = True
+        return mask
+
+    @override
+    def footprint(self) -> Footprint:
+        beside = Footprint(device=nbytes(self.centre), host=nbytes(self.codes))
+        return self.near.footprint() + self.pool.footprint() + beside
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        """Count as if every key were at right angles to every query: those nearer to it are sampled more often."""
+        far = max(0, length - self.near.sink - self.near.window)
+        sampled = math.ceil(far * float(sampling_chance(torch.zeros(()), self.hashing.bits, self.hashing.tables)))
+        return Traffic(
+            attended=self.near.traffic(length).attended + sampled * nbytes(self.near.kv[:, :, :1]),
+            scored=nbytes(self.codes[:, :far]),
+            scores=far * len(self.codes),
+            recalled=sampled * self.pool.page_bytes,
+        )
+
+    def settled(self) -> list[Settled]:
+        """Tokens are hashed once."""
+        return [Settled(self.codes, 1, self.hashed)]
+
+    def _hash(self, keys: Tensor) -> int:
+        """Hash the next keys [Hk, n, d] after those hashed, as they will be read; returns the bytes moved."""
+        form = self.pool.format
+        for part in slices(keys.shape[1], PIECE):
+            held = keys[:, part] if form is None else form.rounded(keys[:, part, None])[:, :, 0]
+            centred = held.float() - self.centre[:, None]
+            codes = hash_codes(centred, self._directions(keys), self.hashing.bits)
+            self.codes[:, self.hashed : self.hashed + codes.shape[1]] = codes
+            self.hashed += codes.shape[1]
+        return keys.shape[1] * nbytes(self.codes[:, :1])
+
+    def _directions(self, like: Tensor) -> Tensor:
+        count = self.hashing.tables * self.hashing.bits
+        return directions(like.shape[-1], count, self.hashing.seed, like.device)
