@@ -1,4 +1,4 @@
-"""ActQKV and InfLLM again, from their formulas, in float64 and plain loops, sharing no code with them."""
+"""ActQKV, InfLLM and Q-LLM again, from their formulas, in float64 and plain loops, sharing no code with them."""
 
 import math
 
@@ -93,6 +93,7 @@ class Layer:
         self.block_keys = []  # of the blocks behind the sinks, one after another
         self.queries = []  # all of the prompt's so far, un-rotated, heads concatenated
         self.question = None
+        self.kept = []  # keys, values and position of a question's tokens that stay
         self.chosen = []
         self.requested = self.misses = 0
         self.entropies = []
@@ -108,6 +109,21 @@ class Layer:
         """A question of its own, at positions from 1 on."""
         vectors = [flat(self.plain(q, 1 + i)) for i, q in enumerate(queries)]
         self.question = weighted_probe(vectors, *moments(vectors))
+
+    def read_question(self, q, k, v, most):
+        """Q-LLM: a question behind the prompt's first token; `most` of its last tokens stay in the place of blocks."""
+        group, mass = len(q[0]) // len(k[0]), [0.0] * len(q)
+        for i, heads in enumerate(q):
+            for h, query in enumerate(heads):
+                weights = softmax([dot(query, k[j][h // group]) * self.scale for j in range(i + 1)])
+                for j in range(i):
+                    mass[j] += weights[j]
+        best = sorted(range(1, len(q)), key=lambda t: (-mass[t], t))[: self.r]
+        vectors = [flat(self.plain(q[t], t)) for t in best]
+        self.question = [self.weight * sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
+        self.kept = [(k[t], v[t], t) for t in range(1, len(q))][-most:] if most else []
+        self.selected -= -(-len(self.kept) // self.size)
+        self.slots = self.slots[: self.selected]
 
     def window(self, q, k, v):
         start = len(self.k)
@@ -167,12 +183,14 @@ class Layer:
         if self.kind == "lm_infinite":
             return list(range(len(self.block_keys)))  # the newest
         scores = []
+        if self.kind == "q_llm" and self.question is not None:
+            probe = [a + b for a, b in zip(probe, self.question, strict=True)]
         for key in self.block_keys:
             heads_k, d = len(self.k[0]), len(self.k[0][0])
             group = len(probe) // len(key)
             repeated = flat(key[h * d : h * d + d] * group for h in range(heads_k))
             value = dot(probe, repeated)
-            scores.append(value if self.kind == "infllm" else value / norm(probe) / norm(repeated))
+            scores.append(value if self.kind in ("infllm", "q_llm") else value / norm(probe) / norm(repeated))
         return scores
 
     def choose(self, scores, wanted):
@@ -191,22 +209,21 @@ class Layer:
         """One query, all heads: near tokens from `first` on, and the far ones."""
         near = list(range(first, position + 1))
         far = list(range(min(self.sink * self.size, first))) + [t for b in self.chosen for t in self.tokens(b)]
+        away = [(self.k[t], self.v[t], t) for t in far] + self.kept
         group = len(q) // len(self.k[0])
         out = []
         for h, query in enumerate(q):
             kv = h // group
             logits = [dot(query, self.k[t][kv]) * self.scale for t in near]
-            for t in far:
+            for k, _, t in away:
                 if self.capped and self.rope:
                     asked = turn(turn(query, -position), self.local * self.size - 1)
-                    logits.append(dot(asked, turn(self.k[t][kv], -t)) * self.scale)
+                    logits.append(dot(asked, turn(k[kv], -t)) * self.scale)
                 else:
-                    logits.append(dot(query, self.k[t][kv]) * self.scale)
+                    logits.append(dot(query, k[kv]) * self.scale)
             weights = softmax(logits)
             for t, weight in zip(near[:-1], weights, strict=False):
                 self.mass[t] += weight
-            tokens = near + far
-            out.append(
-                [sum(w * self.v[t][kv][c] for w, t in zip(weights, tokens, strict=True)) for c in range(len(query))]
-            )
+            values = [self.v[t][kv] for t in near] + [v[kv] for _, v, _ in away]
+            out.append([sum(w * value[c] for w, value in zip(weights, values, strict=True)) for c in range(len(query))])
         return out

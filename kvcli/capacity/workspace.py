@@ -91,6 +91,9 @@ class Workspace:
             "KV of a layer": buffers,
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
+        if method is not None and method.wants_logits:  # when a layer's tensors are gone
+            logits = itemsize * chunk * geometry.vocab_size
+            terms["logits of a window"] = max(0, logits - terms["a chunk in a layer"])
         return cls(terms, host, away)
 
 

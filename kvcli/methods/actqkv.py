@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.block_scores import cosine_scores, density, dot_scores
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods._activation import EPS, Moments, activation_probe, merge_moments, moments_of
 from kvcli.methods._cut_off import CutOff
 from kvcli.methods.base import SequenceContext
@@ -88,10 +89,10 @@ class ActQKV(InfLLM):
         return self.context.question if self.config.question_weight else ()
 
     @override
-    def take_preview(self, layer: int, q: Tensor) -> None:
-        """Make the question's probe."""
+    def take_preview(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> None:
+        """Make the question's probe, without the prompt's first token, whose query says nothing of it."""
         if layer in self.retrieval:
-            queries = self.retrieval[layer].unrotate(q, 1)
+            queries = self.retrieval[layer].unrotate(q[:, 1:], 1)
             self.question[layer] = self._probe(queries, moments_of(_by_token(queries)))
 
     @override

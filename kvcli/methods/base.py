@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods._disk import count_disk, tiers_of_layer
 from kvcli.methods._prompt_parts import PromptParts
-from kvcli.methods._windows import attend_window
+from kvcli.methods._windows import PromptWindows, attend_window
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry, StateGeometry
@@ -91,7 +91,7 @@ ConfigT = TypeVar("ConfigT", bound=MethodConfig)
 CacheT = TypeVar("CacheT", bound=LayerCache)
 
 
-class Method(PromptParts, ABC, Generic[ConfigT, CacheT]):
+class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """One method serving one sequence."""
 
     Config: ClassVar[type[MethodConfig]]
@@ -214,24 +214,11 @@ class Method(PromptParts, ABC, Generic[ConfigT, CacheT]):
         Called before that layer attends, in layers of `new_cache` but the model's first.
         """
 
-    @property
-    def prefill_window(self) -> int | None:
-        """Tokens that the prompt is read by, each window through all layers by `attend_window`; None: see `prefill`."""
-        return None
-
     def attend_window(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append the next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d]."""
         if layer in self.retrieval:
             return attend_window(self, layer, q, k, v, softmax)
         return self.plain[layer].attend_window(q, k, v, softmax)
-
-    @property
-    def preview(self) -> Sequence[int]:
-        """Token ids whose queries the method wants to see before the prompt is read by windows."""
-        return ()
-
-    def take_preview(self, layer: int, q: Tensor) -> None:
-        """Take a layer's queries of the preview, q [H, n, d] at positions 1 to n; of its last tokens if it is long."""
 
     @property
     def step_plan(self) -> StepPlan | None:

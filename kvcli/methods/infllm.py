@@ -29,8 +29,9 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store.block_layout import BlockLayout, Positions
 from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
-from kvcli.store.blocks import BlockCache, BlockLayout, Positions
+from kvcli.store.blocks import BlockCache
 from kvcli.telemetry.counters import Count
 
 
@@ -47,6 +48,11 @@ class InfLLMConfig(HostKVConfig, PagedConfig):
     def slots(self) -> int:
         """Retrieved blocks that the device has room for, per layer."""
         return self.pages.selected
+
+    @property
+    def beside(self) -> int:
+        """As many of them can give their place up to tokens that stay."""
+        return 0
 
     @model_validator(mode="after")
     def _represents_by_its_own(self) -> InfLLMConfig:
@@ -77,7 +83,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         """Keep local tokens, sinks, block keys and a budget of blocks on the device, the rest in host memory."""
         config, context = self.config, self.context
         layout = BlockLayout(
-            config.pages, config.slots, config.prefill_window, config.representatives, config.positions
+            config.pages, config.slots, config.prefill_window, config.representatives, config.positions, config.beside
         )
         return BlockCache(layer, context.capacity, layout, context.rotary[layer.index], config.tiers(context.tiers))
 
@@ -93,7 +99,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         cache.extend(k, v)
         with self.span("score", layer):
             scores = self.window_scores(layer, cache, cache.unrotate(q, cache.length - q.shape[1]))
-        self._recall(layer, cache, scores, cache.budget.selected, self.usage[layer].prefill)
+        self._recall(layer, cache, scores, cache.selected, self.usage[layer].prefill)
         with self.span("attention", layer):
             out = cache.attend_newest(q, softmax)
         self.count(layer, Count.BYTES_TO_HOST, cache.advance())
@@ -103,7 +109,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         """Choose blocks for this token and attend."""
         with self.span("score", layer):
             scores = self.step_scores(layer, cache, cache.unrotate(q[:, None], cache.length - 1)[:, 0])
-            wanted = cache.budget.selected
+            wanted = cache.selected
             if len(scores) > wanted:
                 wanted = self.allot(layer, scores)
         self._recall(layer, cache, scores, wanted, self.usage[layer].decode)
@@ -120,7 +126,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
 
     def allot(self, layer: int, scores: Tensor) -> int:  # noqa: ARG002
         """Say how many blocks a generated token may have in this layer."""
-        return self.config.pages.selected
+        return self.retrieval[layer].selected
 
     @override
     def statistics(self) -> dict[str, Any]:
@@ -129,7 +135,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
 
     def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: BlockStats) -> None:
         """Bring the `wanted` best blocks to the device; all of them, uncounted, where there are no more than fit."""
-        if len(scores) <= cache.budget.selected:
+        if len(scores) <= cache.selected:
             if len(scores):
                 cache.recall(torch.arange(len(scores), device=scores.device))
             return

@@ -39,9 +39,9 @@ def windowed_prefill(
         _run(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
     attention = WindowAttention(method, hook.geometry, advance)
     for at in range(start, len(ids), window):
-        logits = _run(hook, attention, ids[at : at + window], at, states=_states(hook, method))[0]
+        logits = _read(hook, attention, ids[at : at + window], at)
         method.states.started = True
-    return logits
+    return logits[0]
 
 
 @torch.inference_mode()
@@ -51,7 +51,7 @@ def extend(hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> 
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
     """
     attention = WindowAttention(method, hook.geometry, lambda _: None)
-    return _run(hook, attention, ids, method.caches[0].length, keep, _states(hook, method))
+    return _read(hook, attention, ids, method.caches[0].length, keep)
 
 
 class WindowAttention:
@@ -68,21 +68,30 @@ class WindowAttention:
 
 
 class PreviewAttention:
-    """The handler of a preview: attends exactly, shows the queries to the method, keeps nothing."""
+    """The handler of a preview: attends exactly, and shows what it attends with to the method."""
 
     def __init__(self, method: AnyMethod, layers: Sequence[LayerGeometry]):
         self.method, self.layers = method, layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with all of it: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
-        self.method.take_preview(layer, q[0, :, 1:])
+        self.method.take_preview(layer, q[0], k[0], v[0], softmax)
         geometry = self.layers[layer]
         out = prefill_attention(q[0], k[0], v[0], softmax, geometry.window, geometry.chunked)
         return out.transpose(0, 1)[None]
 
 
-def _states(hook: Hook, method: AnyMethod) -> BatchStates:
-    return BatchStates(hook.geometry.states, [method.states])
+def _read(hook: Hook, attention: WindowAttention, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
+    """Run a window's tokens from position `start` on -> logits of the last `keep` of them [keep, vocab].
+
+    A method that wants them gets those of all: the model's head then runs over every token of the prompt.
+    """
+    method = attention.method
+    states = BatchStates(hook.geometry.states, [method.states])
+    logits = _run(hook, attention, ids, start, len(ids) if method.wants_logits else keep, states)
+    if method.wants_logits:
+        method.take_logits(start, ids, logits)
+    return logits[-keep:]
 
 
 def _run(

@@ -4,51 +4,32 @@ A block is a page of tokens. Once it leaves the local window it goes to the host
 device: the mean key of those of its tokens that got most attention from later ones while they were near.
 
 The keys of near tokens are post-RoPE. Those of sinks and blocks are kept un-rotated, for one of two ways to attend to
-them:
-
-capped     every sink and every retrieved token is `local window - 1` tokens away from every query, so that no distance
-           is larger than the model was trained for; the queries are rotated accordingly, the keys are not
-original   each token keeps its position
+them (`Positions`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
-from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
+from kvcli.kernels.far_near_attention import FarTokens, far_near_attention
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store.block_layout import BlockLayout
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.disk_pool import page_pool
-from kvcli.store.pages import PageBudget, paged, slices
+from kvcli.store.pages import paged, slices
 from kvcli.store.state import Settled
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
-
-Positions = Literal["capped", "original"]
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """The `budget` in blocks, `slots` for retrieved blocks, and the most tokens that are appended at once (`chunk`).
-
-    `representatives` is how many tokens of a block its key is the mean of.
-    """
-
-    budget: PageBudget
-    slots: int
-    chunk: int
-    representatives: int
-    positions: Positions
 
 
 class BlockCache(LayerCache):
@@ -70,20 +51,39 @@ class BlockCache(LayerCache):
         self.layout, self.budget, self.rotary = layout, budget, rotary
         self.length = 0
         self.first = 0  # position of the first near token, at the edge of a block
-        near = budget.window * budget.size + layout.chunk
+        near = self.most_near()
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
         self.mass = tiers.on_device(near, dtype=torch.float32).zero_()
         self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
         self.pool = page_pool(heads, d, budget.size, num_blocks, tiers, kept=0 if budget.sink else 1)
-        self.keys = tiers.on_device(num_blocks, heads, d)
-        self.slots = tiers.on_device(min(layout.slots, num_blocks), heads, 2, budget.size, d)
+        self.keys = tiers.on_device(self.most_blocks(num_blocks), heads, d)
+        self.slots = tiers.on_device(min(layout.slots, num_blocks + layout.beside), heads, 2, budget.size, d)
         self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)
         self.chosen = self.resident[:0]  # [k] slots last attended to
+        self.kept = 0  # tokens of `keep`, in the last slots
+
+    def most_blocks(self, pages: int) -> int:
+        """How many blocks so many pages can be."""
+        return pages
+
+    def most_near(self) -> int:
+        """How many near tokens there can be."""
+        return self.budget.window * self.budget.size + self.layout.chunk
 
     @property
     def num_blocks(self) -> int:
         """How many blocks have left the local window and can be retrieved."""
         return max(0, self.first // self.budget.size - self.budget.sink)
+
+    @property
+    def kept_blocks(self) -> int:
+        """As many blocks as the tokens of `keep` have taken the place of."""
+        return -(-self.kept // self.budget.size)
+
+    @property
+    def selected(self) -> int:
+        """How many blocks the budget leaves to retrieve."""
+        return self.budget.selected - self.kept_blocks
 
     @property
     def block_keys(self) -> Tensor:
@@ -122,40 +122,40 @@ class BlockCache(LayerCache):
 
     def advance(self) -> int:
         """Offload the blocks that left the local window; returns the bytes written to the host."""
-        first = max(0, self.budget.count(self.length) - self.budget.window) * self.budget.size
-        leaving = first - self.first
-        if leaving <= 0:
-            return 0
-        k = self.unrotate(self.k[:, :leaving], self.first)
-        sinks = min(max(0, self.sink_k.shape[1] - self.first), leaving)
-        self.sink_k[:, self.first : self.first + sinks] = self._rotate_to(
-            k[:, :sinks], torch.arange(self.first, self.first + sinks, device=k.device)
-        )
-        self.sink_v[:, self.first : self.first + sinks] = self.v[:, :sinks]
-        block = self.num_blocks
-        written = self._offload(block, k[:, sinks:], self.v[:, sinks:leaving], self.mass[sinks:leaving])
-        left = self.length - first
-        for near in (self.k, self.v):
-            near[:, :left] = near[:, leaving : leaving + left].clone()
-        self.mass[:left] = self.mass[leaving : leaving + left].clone()
-        self.mass[left:] = 0
-        self.first = first
-        return written
+        size, sink = self.budget.size, self.budget.sink
+        first = max(0, self.budget.count(self.length) - self.budget.window) * size
+        return self._leave(first, range(self.num_blocks, max(0, first // size - sink)))
 
     def recall(self, blocks: Tensor) -> tuple[list[int], int]:
         """Bring `blocks` [k], k <= slots, to the device and attend to these from now on.
 
         Returns the misses of each KV head, the same for all, and the bytes moved.
         """
-        same = self.resident[:, None] == blocks  # [slots, k]
-        missing = blocks[~same.any(0)]
-        slots = (~same.any(1)).nonzero()[: len(missing), 0]
+        resident = self.resident[: self._open]
+        missing = blocks[~torch.isin(blocks, resident)]
+        slots = (~torch.isin(resident, blocks)).nonzero()[: len(missing), 0]
         heads = torch.arange(self.slots.shape[1], device=missing.device)
         fetched = self.pool.fetch(missing.repeat_interleave(len(heads)), heads.repeat(len(missing)))
         fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:])  # [m, Hk, 2, p, d]
         self._fill_slots(slots, missing, fetched)
-        self.chosen = (self.resident[:, None] == blocks).int().argmax(0)
+        held = resident.sort()
+        self.chosen = held.indices[torch.searchsorted(held.values, blocks)]
         return [len(missing)] * len(heads), len(missing) * self.pool.page_bytes
+
+    def keep(self, k: Tensor, v: Tensor, first: int) -> None:
+        """Attend to other tokens from now on, too: k and v [Hk, n, d] at positions from `first` on.
+
+        Of the last slots they take as many as `layout.beside`, before a block is there; of more than these hold, the
+        last ones are kept.
+        """
+        size = self.budget.size
+        n = self.kept = min(k.shape[1], min(self.layout.beside, len(self.slots)) * size)
+        if not n:
+            return
+        positions = torch.arange(first + k.shape[1] - n, first + k.shape[1], device=k.device)
+        for part, x in enumerate((self._rotate_to(self.unrotate(k, first)[:, -n:], positions), v[:, -n:])):
+            whole = pad(x, (0, 0, 0, -n % size))  # tokens, up to the edge of a slot
+            self.slots[self._open :, :, part] = paged(whole, size).transpose(0, 1)
 
     def unrotate(self, x: Tensor, first: int) -> Tensor:
         """Undo the rotation of queries or keys [.., n, d] of consecutive tokens from position `first` on."""
@@ -169,7 +169,10 @@ class BlockCache(LayerCache):
         The weights that near tokens get are added to their mass.
         """
         near, sinks = self.length - self.first, min(self.first, self.sink_k.shape[1])
-        chosen = self.slots[self.chosen].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, Hk, k * p, d]
+        slots, tokens = self.chosen, len(self.chosen) * self.budget.size + self.kept
+        if self.kept:
+            slots = torch.cat((slots, torch.arange(self._open, len(self.slots), device=slots.device)))
+        chosen = self.slots[slots].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :tokens]  # [2, Hk, k * p + kept, d]
         far_k = torch.cat((self.sink_k[:, :sinks], chosen[0]), 1)
         far_v = torch.cat((self.sink_v[:, :sinks], chosen[1]), 1)
         far = FarTokens(self._far_queries(q) if far_k.shape[1] else q, far_k, far_v)
@@ -196,27 +199,59 @@ class BlockCache(LayerCache):
     @override
     def traffic(self, length: int) -> Traffic:
         token, budget = nbytes(self.k[:, :1], self.v[:, :1]), self.budget
-        attended, blocks = budget.tokens(length) * token, len(budget.candidates(length))
+        attended, blocks = budget.tokens(length) * token, self.most_blocks(len(budget.candidates(length)))
         if not budget.active(length):
             return Traffic(attended)
         recalled = budget.selected * self.pool.page_bytes
         return Traffic(attended, nbytes(self.keys[:blocks]), 4 * blocks, recalled)
 
-    def _offload(self, block: int, k: Tensor, v: Tensor, mass: Tensor) -> int:
-        """Represent consecutive blocks from `block` on and write them to the host: k (un-rotated) and v [Hk, n * p, d].
+    @property
+    def _open(self) -> int:
+        """How many slots, from the first on, are for blocks."""
+        return len(self.slots) - self.kept_blocks
 
-        `mass` [n * p] is the attention that their tokens got. Returns the bytes written.
-        """
-        size, stop = self.budget.size, block + k.shape[1] // self.budget.size
-        if stop == block:
+    def _leave(self, first: int, blocks: range) -> int:
+        """Let the tokens before `first` leave the near ones, `blocks` among them; returns the bytes written."""
+        leaving = first - self.first
+        if leaving <= 0:
             return 0
+        k = self.unrotate(self.k[:, :leaving], self.first)
+        sinks = min(max(0, self.sink_k.shape[1] - self.first), leaving)
+        self.sink_k[:, self.first : self.first + sinks] = self._rotate_to(
+            k[:, :sinks], torch.arange(self.first, self.first + sinks, device=k.device)
+        )
+        self.sink_v[:, self.first : self.first + sinks] = self.v[:, :sinks]
+        start = self.first + sinks
+        written = 0
+        if blocks:
+            self._represent(blocks, start, k[:, sinks:], self.mass[sinks:leaving])
+            page = start // self.budget.size - self.budget.sink
+            written = self._offload(page, k[:, sinks:], self.v[:, sinks:leaving])
+        left = self.length - first
+        for near in (self.k, self.v):
+            near[:, :left] = near[:, leaving : leaving + left].clone()
+        self.mass[:left] = self.mass[leaving : leaving + left].clone()
+        self.mass[left:] = 0
+        self.first = first
+        return written
+
+    def _represent(self, blocks: range, first: int, k: Tensor, mass: Tensor) -> None:  # noqa: ARG002
+        """Make the keys of `blocks`, whose tokens from position `first` on have k [Hk, n, d], un-rotated, and a `mass`.
+
+        The mass [n] is the attention that they got.
+        """
+        size = self.budget.size
+        by_token = paged(k, size).permute(1, 2, 0, 3)  # [blocks, p, Hk, d]
+        tokens = topk_pages(mass.view(-1, size), self.layout.representatives)  # [blocks, r]
+        rows = torch.arange(len(blocks), device=k.device)[:, None]
+        self.keys[blocks.start : blocks.stop] = by_token[rows, tokens].mean(1)
+
+    def _offload(self, page: int, k: Tensor, v: Tensor) -> int:
+        """Write consecutive pages from `page` on to the host, k (un-rotated) and v [Hk, n * p, d] -> bytes."""
+        size, stop = self.budget.size, page + k.shape[1] // self.budget.size
         paged_k, paged_v = paged(k, size).to(self.keys.dtype), paged(v, size)  # [Hk, n, p, d]
-        by_token = paged(k, size).permute(1, 2, 0, 3)  # [n, p, Hk, d]
-        tokens = topk_pages(mass.view(-1, size), self.layout.representatives)  # [n, r]
-        rows = torch.arange(stop - block, device=k.device)[:, None]
-        self.keys[block:stop] = by_token[rows, tokens].mean(1)
-        written = self.pool.write(block, paged_k, paged_v)
-        fitting = torch.arange(block, stop, device=k.device)[: max(0, len(self.slots) - block)]  # while there is room
+        written = self.pool.write(page, paged_k, paged_v)
+        fitting = torch.arange(page, stop, device=k.device)[: max(0, self._open - page)]  # while there is room
         parts, form = [x[:, : len(fitting)] for x in (paged_k, paged_v)], self.pool.format
         if form is not None:  # as they would be recalled
             parts = [form.rounded(x, part) for part, x in enumerate(parts)]
@@ -248,46 +283,3 @@ class BlockCache(LayerCache):
         if self.rotary.attention_scaling != 1:  # the keys, not being rotated, lack theirs: the queries get it
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))
         return self.rotary.rotate(plain, distance).to(q.dtype)
-
-
-class FarTokens(NamedTuple):
-    """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attend causally with the newest m tokens to near keys, and to far keys that all of them see.
-
-        s_ij = f(scale * q_i . k_j), near, j <= n - m + i      t_ij = f(scale * p_i . l_j), far
-        z_i = log(sum_j e^s_ij + sum_j e^t_ij + e^sink)
-        out_i = sum_j e^(s_ij - z_i) v_j + sum_j e^(t_ij - z_i) w_j
-        mass_j = sum over all heads, and over i with n - m + i > j, of e^(s_ij - z_i)
-
-    f is the model's softcap. The far keys have a query of their own, p, for they may stand at another distance than
-    their position tells. `mass` is the attention that a near token got from those that came after it; only the near
-    weights are ever held as a matrix. q [H, m, d], k, v [Hk, n, d], m <= n -> out [H, m, d], mass [n] in at least fp32.
-    """
-    (m, n), groups = (q.shape[1], k.shape[1]), q.shape[0] // k.shape[0]
-    queries = _fold(q, k)  # [Hk, G*m, d]
-    mask = _causal(m, n, q).repeat(groups, 1) if m > 1 else None
-    out, norm = block_attention(queries, k, v, softmax, mask)
-    if far.k.shape[1]:
-        out, norm = merge_blocks((out, norm), block_attention(_fold(far.q, k), far.k, far.v, softmax))
-    if softmax.sinks is not None:
-        sinks = softmax.sinks[:, None].expand(-1, m).reshape(norm.shape)  # [H] -> [Hk, G*m]
-        out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
-    weights = torch.exp(attention_scores(queries, k, softmax) - norm[..., None])
-    later = _causal(m, n, q, above=1).repeat(groups, 1)
-    return out.reshape(q.shape), weights.masked_fill(~later, 0.0).sum((0, 1))
-
-
-def _causal(m: int, n: int, like: Tensor, above: int = 0) -> Tensor:
-    """Keys [m, n] at least `above` tokens before each query."""
-    return torch.ones(m, n, dtype=torch.bool, device=like.device).tril(n - m - above)
-
-
-def _fold(q: Tensor, k: Tensor) -> Tensor:
-    return q.reshape(k.shape[0], -1, q.shape[-1])  # [H, m, d] -> [Hk, G*m, d]

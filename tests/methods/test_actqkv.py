@@ -11,13 +11,13 @@ from driver import HK, SOFTMAX, D, H, layers
 from engine import SPARE, in_memory, new_method, profile_of, run
 from families import LAYERS, VOCAB, tiny_model
 
+from kvcli.kernels import far_near_attention
 from kvcli.methods._cut_off import CutOff
 from kvcli.methods.actqkv import ActQKVConfig
 from kvcli.methods.base import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed
 from kvcli.runtime.engine import engine
-from kvcli.store import blocks
 from kvcli.store.blocks import BlockCache
 
 P = 4
@@ -75,9 +75,9 @@ def test_every_window_and_every_step_match_the_oracle(kind, prompt, rope, positi
     expected = oracle(kind, settings, COUNT, rope, D**-0.5)
     sources = [tuple(noise(heads, prompt + steps, D) + 0.3 for heads in (H, HK, HK)) for _ in range(COUNT)]  # q, k, v
     for layer in range(COUNT) if question else ():
-        asked = noise(H, question, D)
-        method.take_preview(layer, asked)
-        expected[layer].ask(by_token(asked))
+        asked, *kv = (noise(heads, 1 + question, D) for heads in (H, HK, HK))  # behind the prompt's first token
+        method.take_preview(layer, asked, *kv, SOFTMAX)
+        expected[layer].ask(by_token(asked[:, 1:]))
     for start in range(0, prompt, 10):
         part = slice(start, min(start + 10, prompt))
         for layer, source in enumerate(sources):
@@ -166,13 +166,13 @@ def test_a_batch_of_two_through_a_model_matches_the_oracle(monkeypatch):
 
 def test_attended_pairs_grow_linearly_with_the_prompt(monkeypatch):
     model, count = tiny_model("llama", layers=2), [0]
-    attention = blocks.block_attention
+    attention = far_near_attention.block_attention
 
     def counting(q, k, *rest):
         count[0] += q.shape[0] * q.shape[1] * k.shape[1]  # masked pairs included
         return attention(q, k, *rest)
 
-    monkeypatch.setattr(blocks, "block_attention", counting)
+    monkeypatch.setattr(far_near_attention, "block_attention", counting)
     pairs = {}
     for length in (200, 400, 800):
         count[0] = 0

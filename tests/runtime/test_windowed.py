@@ -58,7 +58,7 @@ def test_methods_without_windows_are_read_exactly_and_together():
 
 
 @pytest.mark.parametrize(("asked", "length", "shown"), [(3, 40, 3), (30, 40, 16), (5, 4, 3), (5, 1, 0), (0, 40, 0)])
-def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(asked, length, shown):
+def test_a_preview_shows_what_it_attends_with_behind_the_first_token_and_leaves_no_trace(asked, length, shown):
     model, ids, asked = tiny_model("llama"), prompt(length), prompt(60)[:asked]
     layers, seen = geometry_of(model.config, model.dtype).layers, {}
     method = ample(model, 16)
@@ -67,9 +67,9 @@ def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(
     class Curious(type(method)):
         preview = asked
 
-        def take_preview(self, layer, q):
+        def take_preview(self, layer, q, k, v, softmax):
             assert self.caches[layer].length == 0
-            seen[layer] = q
+            seen[layer] = (q, k, v)
 
     method.__class__ = Curious
     with attached(model) as hook:
@@ -78,13 +78,14 @@ def test_a_preview_shows_its_queries_behind_the_first_token_and_leaves_no_trace(
     assert set(seen) == (set(range(LAYERS)) if shown else set())
     if not shown:
         return
-    queries = []
+    handed = []
 
     def attend(layer, q, k, v, softmax):
-        queries.append(q)
+        handed.append((q[0], k[0], v[0]))
         return prefill_attention(q[0], k[0], v[0], softmax).transpose(0, 1)[None]
 
     with attached(model) as hook, torch.inference_mode():
         hook.run(attend, torch.tensor([[ids[0], *asked[-shown:]]]), torch.arange(shown + 1)[None])
     for layer in range(LAYERS):
-        assert torch.allclose(seen[layer], queries[layer][0, :, 1:], atol=1e-5)
+        for mine, expected in zip(seen[layer], handed[layer], strict=True):
+            assert torch.allclose(mine, expected, atol=1e-5)

@@ -7,7 +7,8 @@ from families import tiny_config, tiny_model
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.rope import installed
-from kvcli.store.blocks import EMPTY, BlockCache, BlockLayout
+from kvcli.store.block_layout import BlockLayout
+from kvcli.store.blocks import EMPTY, BlockCache
 from kvcli.store.cache import DenseCache, Footprint, SlidingCache, Tiers
 from kvcli.store.chunks import ChunkCache
 from kvcli.store.pages import PageBudget

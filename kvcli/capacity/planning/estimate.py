@@ -127,11 +127,15 @@ def estimate(
 
 
 def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int) -> Work:
-    """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally."""
+    """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally.
+
+    The head sees the last token, and all of them where the method wants their logits.
+    """
     parts = geometry.parts
     linear = parts.counts.projections + parts.passed
     attention = sum(_attention_operations(layer, method, length) for layer in geometry.layers)
-    return Work(geometry.weight_bytes, operations=2 * (length * linear + parts.counts.head) + attention)
+    judged = length if method.wants_logits else 1
+    return Work(geometry.weight_bytes, operations=2 * (length * linear + judged * parts.counts.head) + attention)
 
 
 def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) -> int:
@@ -198,4 +202,5 @@ def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: Any
         _attention_operations(layer, method, context) - _attention_operations(layer, method, PROMPT) * context / PROMPT
         for layer in layers
     )
-    return linear + max(0.0, attention) / rates.matmul.median
+    heads = 2 * (context - 1) * subject.geometry.parts.counts.head if method.wants_logits else 0
+    return linear + (max(0.0, attention) + heads) / rates.matmul.median

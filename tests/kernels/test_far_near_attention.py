@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvcli.kernels.far_near_attention import FarTokens, far_near_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.blocks import FarTokens, far_near_attention
 
 H, HK, D = 6, 2, 16
 
