@@ -15,7 +15,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_readme_stays_short():
-    assert len(README.encode()) <= 9000
+    """But for the table of methods, which has a line for each."""
+    before, _, rest = README.partition("<!-- methods -->")
+    _, _, behind = rest.partition("<!-- end of methods -->")
+    assert len((before + behind).encode()) <= 6900
 
 
 def test_the_two_commands_stand_as_continuous_integration_runs_them():

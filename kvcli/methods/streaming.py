@@ -3,19 +3,26 @@
 `positions` says where the kept tokens stand. "original" leaves them at their own positions. "cache" counts positions
 within the cache, as the paper does, so that distances never exceed the budget: the window is contiguous with the
 query already, hence only the sink keys move, forward by the number of tokens dropped between them and the window.
+
+A prompt is read exactly and cut then, so that only what is generated is streamed. With `prefill_window` it is read by
+windows, each token of which attends to what it would as a generated one: with positions in the cache no distance is
+beyond the budget, and prompts can be longer than the model was trained for. That is how others run it as a baseline
+(arXiv 2502.13542, tables 1, 2 and 10).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.far_near_attention import FarTokens, windowed_attention
 from kvcli.kernels.move_keys import move_sinks
+from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
@@ -24,6 +31,9 @@ from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import SlidingCache
 
+if TYPE_CHECKING:
+    from kvcli.models.rope import Rotary
+
 
 class StreamingConfig(MethodConfig):
     """Settings of StreamingLLM."""
@@ -31,6 +41,12 @@ class StreamingConfig(MethodConfig):
     budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, sink included", "tokens", ge=1)
     sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)
     positions: Literal["original", "cache"] = setting("original", "where kept tokens stand: original or cache")
+    prefill_window: int = setting(
+        0,
+        "tokens of the prompt read at once, streamed like generated ones; 0: the prompt is read exactly",
+        "tokens",
+        ge=0,
+    )
 
     @model_validator(mode="after")
     def _leaves_a_window(self) -> StreamingConfig:
@@ -61,19 +77,63 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
 
     @property
     @override
+    def prefill_window(self) -> int | None:
+        return self.config.prefill_window or None
+
+    def retrieve_window(
+        self, layer: int, cache: SlidingCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> Tensor:
+        """Attend with each token to everything while that fits into the budget, then to sinks and its own window."""
+        start, (seen_k, seen_v) = cache.length, cache.extend(k, v)
+        if cache.length >= cache.sink:
+            self._place_sinks(layer, cache, 0)  # from where a turn before may have left them
+        with self.span("attention", layer):
+            parts, whole = [], min(max(0, self.config.budget - start), q.shape[1])
+            if whole:
+                held = start + whole
+                parts.append(prefill_attention(q[:, :whole], seen_k[:, :held], seen_v[:, :held], softmax))
+            if rest := q.shape[1] - whole:
+                near = slice(-min(rest + cache.window - 1, seen_k.shape[1]), None)
+                far = self._far(layer, cache, q[:, whole:])
+                streamed = (q[:, whole:], seen_k[:, near], seen_v[:, near], far, softmax, cache.window)
+                parts.append(windowed_attention(*streamed)[0])
+            return torch.cat(parts, 1)
+
+    @property
+    @override
     def step_plan(self) -> StepPlan:
         return StepPlan(prepare=MovingSinks if self.config.positions == "cache" else None)
 
     def retrieve(self, layer: int, cache: SlidingCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to what is left, with the sinks moved up to the window where positions count within the cache."""
-        rotary = self.context.rotary[layer]
-        if self.config.positions == "cache" and cache.dropped and cache.sink and rotary is not None:
-            original = torch.arange(cache.sink, device=q.device)
-            if layer not in self.unrotated_sinks:
-                self.unrotated_sinks[layer] = rotary.unrotate(cache.k[:, : cache.sink], original)
-            moved = rotary.rotate(self.unrotated_sinks[layer], original + cache.dropped)
-            cache.k[:, : cache.sink] = moved
+        if cache.dropped:
+            self._place_sinks(layer, cache, cache.dropped)
         return super().retrieve(layer, cache, q, softmax)
+
+    def _place_sinks(self, layer: int, cache: SlidingCache, moved: int) -> None:
+        """Let the sinks stand so many tokens beyond their own positions, where positions count within the cache."""
+        rotary = self._moving(layer)
+        if rotary is None or not cache.sink:
+            return
+        original = torch.arange(cache.sink, device=cache.k.device)
+        if layer not in self.unrotated_sinks:
+            self.unrotated_sinks[layer] = rotary.unrotate(cache.k[:, : cache.sink], original)
+        cache.k[:, : cache.sink] = rotary.rotate(self.unrotated_sinks[layer], original + moved)
+
+    def _far(self, layer: int, cache: SlidingCache, q: Tensor) -> FarTokens:
+        """The sinks, at their own positions, and the newest queries q [H, m, d] where they look at them from.
+
+        Where positions count within the cache that is the end of a full one.
+        """
+        rotary = self._moving(layer)
+        if rotary is not None:
+            plain = rotary.unrotate(q, torch.arange(cache.length - q.shape[1], cache.length, device=q.device))
+            q = rotary.rotate(plain, torch.full((q.shape[1],), self.config.budget - 1, device=q.device)).to(q.dtype)
+        return FarTokens(q, cache.k[:, : cache.sink], cache.v[:, : cache.sink])
+
+    def _moving(self, layer: int) -> Rotary | None:
+        """What rotates a layer's keys to positions within the cache; None where they keep their own."""
+        return self.context.rotary[layer] if self.config.positions == "cache" else None
 
 
 class MovingSinks:

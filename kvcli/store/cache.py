@@ -248,13 +248,24 @@ class SlidingCache(ResidentCache):
 
         Each query sees the last `window` tokens up to its own.
         """
-        held = self.rows_of(torch.arange(self.dropped, self.length, device=k.device))  # in the order of their positions
-        seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
-        self.length += k.shape[1]
-        kept = torch.arange(self.dropped, self.length, device=k.device)
-        rows = self.rows_of(kept)
-        self.k[:, rows], self.v[:, rows] = seen_k[:, -len(kept) :], seen_v[:, -len(kept) :]
+        seen_k, seen_v = self.extend(k, v)
         return prefill_attention(q, seen_k, seen_v, softmax, self.window)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append tokens k, v [Hk, n, d]; returns them behind those that were held, the sinks only while all are.
+
+        These are in the order of their positions: keys and values [Hk, held + n, d].
+        """
+        first = self.sink + self.dropped if self.dropped else 0
+        held = self.rows_of(torch.arange(first, self.length, device=k.device))
+        seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
+        start = self.length
+        self.length += k.shape[1]
+        new = torch.arange(start, self.length, device=k.device)
+        new = new[(new < self.sink) | (new >= self.sink + self.dropped)]
+        rows = self.rows_of(new)
+        self.k[:, rows], self.v[:, rows] = k[:, new - start], v[:, new - start]
+        return seen_k, seen_v
 
     def resident(self) -> tuple[Tensor, Tensor]:
         """Keys and values held, the sinks in order and the window in ring order: [Hk, n, d] each."""

@@ -1,7 +1,8 @@
 """StreamingLLM against attention over an explicit list of tokens, at explicit positions."""
 
+import pytest
 import torch
-from driver import SOFTMAX, D, Stream, layers
+from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import VOCAB, tiny_model
 
@@ -69,3 +70,32 @@ def test_positions_matter_only_once_something_was_dropped():
 
     assert outs(128, "cache") == outs(128, "original")
     assert outs(16, "cache") != outs(16, "original")
+
+
+@pytest.mark.parametrize("positions", ["original", "cache"])
+@pytest.mark.parametrize(("window", "turn"), [(7, 0), (30, 13)])
+def test_a_prompt_read_by_windows_is_streamed_token_by_token(positions, window, turn):
+    """Each of its tokens attends as a step does, one after another; and so do those of a turn behind generated ones."""
+    settings = {"budget": BUDGET, "sink": SINK, "positions": positions}
+    with attached(tiny_model("llama")), installed(tiny_model("llama"), [200]) as tables:
+        rotary = tables.rotary(200)
+        read, stepped = (
+            new_method("streaming", {**settings, "prefill_window": size}, layers(), 200, rotary=rotary)
+            for size in (window, 0)
+        )
+        generator = torch.Generator().manual_seed(window)
+        q, k, v = (torch.randn(heads, 90, D, generator=generator) for heads in (H, HK, HK))
+        expected = torch.stack([stepped.attend(1, q[:, at], k[:, at], v[:, at], SOFTMAX) for at in range(90)], 1)
+        assert read.prefill_window == window
+        assert stepped.prefill_window is None
+        outs, at = [], 0
+        while at < 90:
+            size = 1 if 40 <= at < 40 + turn else min(window, 90 - at, 40 - at if at < 40 else 90)
+            part = slice(at, at + size)
+            if size == 1:
+                outs.append(read.attend(1, q[:, at], k[:, at], v[:, at], SOFTMAX)[:, None])
+            else:
+                outs.append(read.attend_window(1, q[:, part], k[:, part], v[:, part], SOFTMAX))
+            at += size
+    assert torch.allclose(torch.cat(outs, 1), expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(read.attended(1), stepped.attended(1))

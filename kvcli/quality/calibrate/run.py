@@ -8,8 +8,6 @@ from typing import Any
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, reference_profile
-from kvcli.methods import get_method
-from kvcli.methods.base import Method
 from kvcli.models.loading import Checkpoint, Model, open_checkpoint
 from kvcli.quality.calibrate.collectors import Collector
 from kvcli.quality.calibrate.curve import PassageSums, choose
@@ -121,7 +119,8 @@ def _measure(
     tallies, profiles = [PassageSums(settings) for settings, _ in tried], [profile for _, profile in tried]
     if not tried:
         return [], len(passages)
-    windowed = sum(get_method(profile.method).prefill_window is not Method.prefill_window for profile in profiles)
+    planned = [memory.planned_method(profile, model.geometry, 1, model.dtype) for profile in profiles]
+    windowed = sum(method.prefill_window is not None for method in planned)
     read = sum((1 + windowed) * len(passage.prompt) for passage in passages)
     fed = sum(len(profiles) * len(passage.continuation) for passage in passages)
     observer.stage("calibrate", model.geometry.depth * (read + fed))
