@@ -17,7 +17,7 @@ MEMORY_SYMBOLS = {
     "k": "those kept of the prompt",
     "B": "budget",
     "W": "recent window",
-    "p": "tokens in a page, block, chunk, group or shortest event",
+    "p": "tokens in a page, block, chunk, group, cluster or shortest event",
     "r": "rank of the keys",
     "w": "width of a layer's keys, KV heads times head_dim",
     "s": "part of the KV heads that keep everything",

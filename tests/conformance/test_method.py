@@ -26,7 +26,7 @@ EXACT_PROMPT, EXACT_STEPS = 78, 12  # beside transformers, over every family: tw
 TWICE = 20  # of runs that are compared with each other
 # Small enough that a context of 75 tokens outgrows it; each method takes the settings that it knows.
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "prefill_window": 20}
-SMALL |= {"chunk": 4, "rank": 12, "outliers": 2, "local": 1}
+SMALL |= {"chunk": 4, "rank": 12, "outliers": 2, "local": 1, "cluster": 4, "segment": 16, "update": 8}
 AMPLE = {**SMALL, "budget": 4096}
 BUDGETED = [name for name in method_names() if "budget" in get_method(name).Config.model_fields]
 

@@ -38,7 +38,9 @@ def stated_tokens(name, capacity, prompt):
     """The same by the formula that the method states."""
     config = get_method(name).Config()
     settings = {field: getattr(config, field) for field in type(config).model_fields}
-    size = next((settings[field] for field in ("page_size", "chunk", "group", "min_event") if field in settings), 1)
+    size = next(
+        (settings[field] for field in ("page_size", "chunk", "group", "cluster", "min_event") if field in settings), 1
+    )
     values = {"L": capacity, "g": capacity - prompt, "k": prompt, "B": settings.get("budget"), "p": size}
     values |= {"r": settings.get("rank"), "w": WIDTH, "W": settings.get("window")}
     values |= {"s": settings.get("sparsity"), "n": LAYERS}

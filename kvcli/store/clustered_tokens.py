@@ -1,0 +1,187 @@
+"""Tokens recalled from host memory by clusters into a block cache on the device (RetroInfer, arXiv 2505.02922)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import Footprint, LayerCache, SlidingCache, Tiers, Traffic, both, nbytes
+from kvcli.store.disk_blocks import DiskBlocks
+from kvcli.store.disk_pool import page_pool
+from kvcli.store.offloaded_tokens import SINKS
+from kvcli.store.pages import numbered, take
+from kvcli.store.tokens import TokenBudget
+from kvcli.store.wave_index import Clustering, WaveIndex, Zones
+
+
+class ClusteredTokenCache(LayerCache):
+    """In host memory: all KV. On the device: the index, the steady zone `near`, and the block cache.
+
+    The steady zone are sinks, window, and tokens that have left it and wait to be clustered, `update` together. The
+    block cache is kv [t, Hk, slots, d]: `resident` [Hk, slots] is the token in each slot, EMPTY in none, and `used` the
+    step that read it last. What was read least recently makes room.
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int],  # Hk, d
+        capacity: int,
+        budget: TokenBudget,
+        clustering: Clustering,
+        cached: float,
+        tiers: Tiers,
+    ):
+        """Make room; the block cache holds the part `cached` of all tokens, or a selection, if that is more."""
+        num_kv_heads, head_dim = heads
+        self.length = self.taken = self.step = 0
+        self.budget = budget
+        self.index = WaveIndex(num_kv_heads, head_dim, capacity, clustering, tiers)
+        rows = min(budget.window + clustering.update, capacity)
+        self.near = SlidingCache(num_kv_heads, head_dim, rows, tiers, budget.sink)
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if budget.sink else SINKS)
+        slots = min(capacity, max(budget.max_selected, round(cached * capacity)))
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, slots, head_dim)
+        self.k, self.v = both(self.kv)
+        self.resident, self.used = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
+        self.resident.fill_(EMPTY)
+        self.used.zero_()
+        self.chosen: Tensor | None = None  # [Hk, m] tokens last retrieved, EMPTY beyond those of a KV head
+        self.slots: Tensor | None = None  # [Hk, m] where they lie
+
+    @property
+    def steady(self) -> Tensor:
+        """Number the tokens of the steady zone."""
+        first, device = self.budget.sink + self.index.tokens, self.k.device
+        sinks = torch.arange(min(self.budget.sink, self.length), device=device)
+        return torch.cat((sinks, torch.arange(min(first, self.length), self.length, device=device)))
+
+    @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, ClusteredTokenCache)
+        self.pool.share(other.pool, tokens)
+
+    @property
+    @override
+    def disk(self) -> DiskBlocks | None:
+        return self.pool.on_disk
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        index = self.index
+        return self.kv, self.near.kv, index.centroids, index.values, index.sizes, index.cluster
+
+    @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        first, self.taken = self.taken, k.shape[1]
+        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """Store a prompt; what has left the window is clustered, unless it is less than `update` tokens."""
+        self.length = k.shape[1]
+        self.kv.zero_()  # rows that hold nothing are finite
+        self.near.load(k, v)
+        written, self.taken = self.take(k, v), 0
+        far = slice(self.budget.sink, self.length - self.budget.window)
+        if far.stop - far.start >= self.index.clustering.update:
+            self.index.add(k[:, far], v[:, far])
+        return written
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Store the current token; once `update` tokens wait, they are clustered."""
+        written = self.pool.write(self.length, k[:, None, None], v[:, None, None])
+        self.near.append(k, v)
+        self.length += 1
+        first, update = self.budget.sink + self.index.tokens, self.index.clustering.update
+        if self.length - first == self.budget.window + update:
+            rows = self.near.rows_of(torch.arange(first, first + update, device=k.device))
+            self.index.add(self.near.k[:, rows], self.near.v[:, rows])
+        return written
+
+    def zones(self, q: Tensor, softmax: Softmax, estimated: float) -> Zones:
+        """Divide the clusters for q [H, d]; see `WaveIndex.zones`."""
+        heads = q.view(len(self.k), -1, q.shape[-1])
+        return self.index.zones(heads, softmax, self.budget.max_selected, estimated)
+
+    def recall(self, retrieved: Tensor) -> tuple[list[int], list[int], int]:
+        """Bring the tokens marked in `retrieved`, bool [Hk, n] of the clustered ones, into the block cache.
+
+        Returns how many each KV head asked for, how many of them were missing, and the bytes moved.
+        """
+        self.step += 1
+        heads, tokens, place = numbered(retrieved)
+        counts = retrieved.sum(1)
+        self.chosen = tokens.new_full((len(retrieved), int(counts.max())), EMPTY)
+        self.chosen[heads, place] = tokens + self.budget.sink
+        held = self.resident.new_full((len(retrieved), self.length + 1), EMPTY)  # the slot of token t in column t + 1
+        held.scatter_(
+            1, self.resident + 1, torch.arange(self.resident.shape[1], device=held.device).expand_as(self.used)
+        )
+        held[:, 0] = EMPTY
+        self.slots = held.gather(1, self.chosen + 1)
+        here = self.slots != EMPTY
+        self.used[here.nonzero()[:, 0], self.slots[here]] = self.step
+        missing = (self.chosen != EMPTY) & ~here
+        heads, _, place = numbered(missing)
+        slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], self.chosen[missing]
+        self.resident[heads, slots], self.used[heads, slots], self.slots[missing] = tokens, self.step, slots
+        blocks = self.pool.fetch(tokens, heads)  # [m, t, 1, d]
+        self.k[heads, slots], self.v[heads, slots] = blocks[:, 0, 0], blocks[:, -1, 0]
+        return counts.tolist(), missing.sum(1).tolist(), len(tokens) * self.pool.block_bytes
+
+    def attend_zones(self, q: Tensor, zones: Zones, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to the steady zone and what was recalled, and estimate what `zones` says -> [H, d]."""
+        assert self.chosen is not None
+        assert self.slots is not None
+        steady = self.near.rows_of(self.steady)
+        k, v = (
+            torch.cat((near[:, steady], take(cached, self.slots.clamp_min(0))), 1)
+            for near, cached in ((self.near.k, self.k), (self.near.v, self.v))
+        )
+        always = torch.ones(len(k), len(steady), dtype=torch.bool, device=k.device)
+        valid = torch.cat((always, self.chosen != EMPTY), 1)
+        heads, known = q.view(len(k), -1, q.shape[-1]), slice(self.index.clusters)
+        centroids, values = self.index.centroids[:, known], self.index.values[:, known]
+        estimate = counted_attention(heads, centroids, values, zones.log_counts[:, None], softmax)
+        return attend_beside(q, k, v, estimate, softmax, valid)
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to all tokens, as long as none is clustered."""
+        return self.near.attend(q, softmax)
+
+    @override
+    def attended(self) -> Tensor:
+        mask = torch.zeros(len(self.k), self.length, dtype=torch.bool, device=self.k.device)
+        mask[:, self.steady] = True
+        if self.chosen is not None:
+            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
+            mask[head, self.chosen[head, row]] = True
+        return mask
+
+    @override
+    def footprint(self) -> Footprint:
+        device = nbytes(self.kv, self.resident, self.used) + self.index.nbytes()
+        return Footprint(device) + self.near.footprint() + self.pool.footprint()
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        """Count a step whose clusters fill all the room there is, with as many tokens waiting as can."""
+        token, clustering = nbytes(self.kv[:, :, :1]), self.index.clustering
+        far = max(0, length - self.budget.sink - self.budget.window)
+        if far < clustering.update:
+            return Traffic(attended=length * token)
+        clusters, read = far // clustering.size + 1, min(far, self.budget.max_selected)
+        return Traffic(
+            attended=min(length, self.budget.total + clustering.update - 1) * token,
+            scored=self.index.nbytes(clusters),
+            scores=4 * len(self.k) * clusters,
+            recalled=read * self.pool.page_bytes,
+        )

@@ -1,0 +1,94 @@
+"""Clusters of keys: which tokens a query has to read, and what the others add up to (RetroInfer, arXiv 2505.02922).
+
+Of each cluster the device knows how many tokens it has, their mean key (the centroid) and their mean value. With them
+the attention of a whole cluster of n tokens is estimated as that of n tokens at the centroid, which is never more than
+it is (section 3: Jensen's inequality).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.spherical_kmeans import cluster_sums, spherical_kmeans
+from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.state import Settled
+
+
+class Clustering(NamedTuple):
+    """How tokens are clustered: `size` of them in a cluster on average, within segments of about `segment`.
+
+    `rounds` of k-means make the clusters; `update` tokens wait until they are clustered together.
+    """
+
+    size: int
+    segment: int
+    rounds: int
+    update: int
+
+
+class Zones(NamedTuple):
+    """Of the clustered tokens, bool [Hk, n], those read exactly; log counts [Hk, C] of the clusters that are estimated.
+
+    The log count of a cluster that is not is -inf.
+    """
+
+    retrieved: Tensor
+    log_counts: Tensor
+
+
+class WaveIndex:
+    """On the device: `centroids` and mean `values` [Hk, C, d], `sizes` [Hk, C], and `cluster` [Hk, n] of each token."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, clustering: Clustering, tiers: Tiers):
+        self.clustering = clustering
+        most = capacity // clustering.size + 1
+        self.centroids, self.values = (tiers.on_device(num_kv_heads, most, head_dim) for _ in range(2))
+        self.sizes = tiers.on_device(num_kv_heads, most, dtype=torch.int32)
+        self.cluster = tiers.on_device(num_kv_heads, capacity, dtype=torch.int32)
+        self.clusters = self.tokens = 0  # that there are
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        """Cluster the next tokens k, v [Hk, n, d], segment by segment."""
+        segments = max(1, round(k.shape[1] / self.clustering.segment))
+        for keys, values in zip(k.tensor_split(segments, 1), v.tensor_split(segments, 1), strict=True):
+            count = max(1, keys.shape[1] // self.clustering.size)
+            found = spherical_kmeans(keys, count, self.clustering.rounds)  # [Hk, n]
+            ones = torch.ones_like(keys[..., :1])
+            sizes, sum_k, sum_v = (cluster_sums(x, found, count) for x in (ones, keys, values))
+            new = slice(self.clusters, self.clusters + count)
+            self.sizes[:, new] = sizes[..., 0].int()
+            self.centroids[:, new], self.values[:, new] = (x / sizes.clamp_min(1) for x in (sum_k, sum_v))
+            self.cluster[:, self.tokens : self.tokens + keys.shape[1]] = found + self.clusters
+            self.clusters += count
+            self.tokens += keys.shape[1]
+
+    def zones(self, q: Tensor, softmax: Softmax, room: int, estimated: float) -> Zones:
+        """Rank clusters with q [Hk, G, d] by their centroids' softmaxed scores, added up over the group.
+
+        Ties go to the lower cluster. Of the best, as many are retrieved as have `room` tokens together; of those that
+        follow, the part `estimated` of all clusters is estimated.
+        """
+        sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters].float()
+        scores = softmax.scores(q.float() @ centroids.mT)  # [Hk, G, C]
+        weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
+        order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
+        fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
+        place, first = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
+        follows = (place >= first) & (place < first + round(estimated * self.clusters))
+        retrieved, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
+        log_counts = sizes.float().log().masked_fill(~counted, float("-inf"))
+        return Zones(retrieved.gather(1, self.cluster[:, : self.tokens].long()), log_counts)
+
+    def settled(self) -> list[Settled]:
+        """Clusters do not change."""
+        by_cluster = [Settled(each, 1, self.clusters) for each in (self.centroids, self.values, self.sizes)]
+        return [*by_cluster, Settled(self.cluster, 1, self.tokens)]
+
+    def nbytes(self, clusters: int | None = None) -> int:
+        """Bytes on the device, of all clusters or of the first ones."""
+        parts = (self.centroids[:, :clusters], self.values[:, :clusters], self.sizes[:, :clusters])
+        return nbytes(*parts, self.cluster)
