@@ -17,6 +17,11 @@ from kvcli.kernels.softmax import Softmax
 # Keys handled together: bounds their copy in full precision.
 KEYS_AT_ONCE = 1 << 13
 
+# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
+# GPU what keeps it busy (256 MiB).
+WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 32
+
 
 def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     """Weights of the newest queries, in one pass over the keys."""
@@ -38,3 +43,15 @@ def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Ten
     for head in range(k.shape[0]):
         sinks = None if softmax.sinks is None else softmax.sinks.view(k.shape[0], -1)[head]
         yield last_rows(queries[head], k[head : head + 1], softmax._replace(sinks=sinks))
+
+
+def many_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[tuple[int, Tensor]]:
+    """Give the weights of any number n <= s of the newest queries, a bounded number of them at a time.
+
+    Each time a KV head and what some of the queries of its group give the keys up to the last of them, [G, r, m].
+    """
+    (num_heads, n, _), (num_kv_heads, s, _) = q.shape, k.shape
+    rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (num_heads // num_kv_heads * s))
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        yield from enumerate(last_rows_by_kv_head(q[:, start:stop], k[:, : s - n + stop], softmax))

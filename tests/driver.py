@@ -38,9 +38,9 @@ class Stream:
             mix = turn + 0.3 * (torch.rand(H, 1, generator=generator) - 0.5)
             self.q.append(mix * self.q[-1] + (1 - mix.clamp(max=1) ** 2).sqrt() * noise(H, D))
 
-    def run(self, name, settings, layer=1):
-        """Feed everything to one layer; yields (step, method, output [H, d])."""
-        method = new_method(name, settings, layers(), self.prompt + self.steps)
+    def run(self, name, settings, layer=1, **known):
+        """Feed everything to one layer; yields (step, method, output [H, d]). `known` goes to `new_method`."""
+        method = new_method(name, settings, layers(), self.prompt + self.steps, **known)
         k, v = self.k[:, : self.prompt].clone(), self.v[:, : self.prompt].clone()
         for start in range(0, self.prompt, CHUNK):
             stop = min(start + CHUNK, self.prompt)

@@ -35,11 +35,13 @@ def variants(served=GRAPH, **changed):
 def prefilled(name, wanted, length, num_layers):
     """A method of layers that have read a prompt, on the CPU, with room for nine tokens more."""
     layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(num_layers)]
-    method = new_method(name, wanted, layers, length + 9)
+    method = new_method(name, wanted, layers, length + 9, prompt_tokens=length)
     generator, softmax = torch.Generator().manual_seed(0), Softmax(D**-0.5)
     for layer in range(num_layers):
         k, v = torch.randn(2, HK, length, D, generator=generator)
         q = torch.randn(H, length, D, generator=generator)
         method.observe(layer, q, k, softmax)
+        for part in method.repeated:
+            method.observe_repeated(layer, part, q[:, part], k, softmax)
         method.prefill(layer, k, v, q[:, length - min(length, method.query_rows) :], softmax)
     return method

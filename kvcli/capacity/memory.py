@@ -161,7 +161,7 @@ def need(
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
         kv = replace(kv, device=_in_slots(kinds, counted.total() * samples, widest))
-    size = max(longest, together), dtype.itemsize
+    size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize
     workspace = Workspace.of(geometry, longest, reader.prefill_window, device, *size, reader)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)

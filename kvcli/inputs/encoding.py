@@ -119,9 +119,26 @@ def encode(
 
 def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of the question after the document, without special tokens; none where the text stands alone."""
-    if not prompt.question:
-        return []
-    return list(tokenizer(prompt.question, add_special_tokens=False, verbose=False)["input_ids"])
+    return bare_tokens(prompt.question, tokenizer) if prompt.question else []
+
+
+def bare_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text alone, without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def document_tokens(ids: Sequence[int], question: Sequence[int]) -> int:
+    """How many of a prompt's tokens come before the question behind its document; all of them where there is none.
+
+    At its edges the question may have become other tokens than it is alone: up to one at each is passed over.
+    """
+    for first, last in ((0, 0), (1, 0), (1, 1)):
+        asked = list(question[first : len(question) - last])
+        latest = len(ids) - last - len(asked)
+        for at in range(latest, latest // 2, -1) if asked else ():  # more comes before it than behind it
+            if ids[at] == asked[0] and list(ids[at : at + len(asked)]) == asked:
+                return at - first
+    return len(ids)
 
 
 def _render(

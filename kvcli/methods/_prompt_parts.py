@@ -1,12 +1,16 @@
-"""What a method does with a layer's KV before all of it is there, and where what it holds on the device waits."""
+"""What a method does with a layer's KV before all of it is there, or sees of the prompt once more, and where what it
+holds on the device waits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import LayerCache
 from kvcli.store.parking import Waits
 from kvcli.telemetry.counters import Count
@@ -30,6 +34,18 @@ class PromptParts:
         """Lend rows [t, Hk, length, d] in which a layer's KV is collected, where `prefill` would copy it there."""
         self.open(layer)
         return self.caches[layer].lend(length)
+
+    @property
+    def repeated(self) -> Sequence[slice]:
+        """Parts of the prompt's document that the model is to repeat behind it, for `observe_repeated` to see."""
+        return ()
+
+    def observe_repeated(self, layer: int, part: slice, q: Tensor, k: Tensor, softmax: Softmax) -> None:
+        """See how a layer reads a part of the document once more, asked to repeat it, in pieces, before `prefill`.
+
+        The repetition's next queries q [H, n, d], all keys up to them k [Hk, m, d]: those of the document, and from
+        there on its own, the request's among them. The caller uses the tensors again afterwards.
+        """
 
     @property
     def waiting(self) -> Sequence[Waits]:
@@ -57,3 +73,13 @@ class PromptParts:
         if self.context.parking is not None:
             self.context.parking.leave()
             self.context.parking = None
+
+
+def last_used_here(*tensors: Tensor) -> None:
+    """Keep memory of the stream that reads the prompt from its next user until the one that stores the prompt is done.
+
+    For tensors that are made in `observe` and let go of in `prefill`.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -28,8 +28,9 @@ def classes(module: str) -> dict[str, ClassSource]:
             case ast.ClassDef(name=name, bases=bases, body=body):
                 defined: dict[str, Any] = {}
                 for base in bases:
-                    if isinstance(base, ast.Name) and base.id in known:
-                        defined |= known[base.id].names
+                    named = base.value if isinstance(base, ast.Subscript) else base  # of a generic class
+                    if isinstance(named, ast.Name) and named.id in known:
+                        defined |= known[named.id].names
                 for statement in body:
                     match statement:
                         case ast.Assign(targets=[ast.Name(id=attribute)], value=value):

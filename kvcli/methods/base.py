@@ -56,6 +56,7 @@ class SequenceContext:
     track: str = "sequence 0"
     question: Sequence[int] = ()  # token ids of the one after the document, where the prompt has one
     prompt_tokens: int | None = None  # of `capacity`, where that is known: the others are generated
+    document_tokens: int | None = None  # of these, those before the question, once the prompt is there; None: all
     prepared: Mapping[str, Any] | None = None
     """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
     states: Sequence[StateGeometry] = ()  # the layers that keep one

@@ -111,6 +111,10 @@ class MethodConfig(BaseModel):
         """Query heads of a KV head that choose for themselves; 1 where they choose together."""
         return 1 if self.pooled else layer.num_heads // layer.num_kv_heads
 
+    def read_again(self, prompt: int) -> int:  # noqa: ARG002
+        """Tokens that a prefill reads beside a prompt of so many, about."""
+        return 0
+
     def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
         """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
         return 0

@@ -16,19 +16,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.last_rows import last_rows, last_rows_by_kv_head
+from kvcli.kernels.last_rows import last_rows, many_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods._prompt_parts import last_used_here
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.eviction import LowestScore
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
-
-# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
-# GPU what keeps it busy (256 MiB).
-WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
-LEAST_ROWS = 32
 
 
 class H2OConfig(MethodConfig):
@@ -82,8 +78,7 @@ class H2O(Method[H2OConfig, EvictingCache]):
         with self.span("prune", layer):
             sums = self.sums.pop(layer)
             cache.load_scored(k, v, sums)
-            if sums.is_cuda:  # made on the stream that reads the prompt, last used on the one that stores it
-                sums.record_stream(torch.cuda.current_stream(sums.device))
+            last_used_here(sums)
 
     @property
     @override
@@ -113,13 +108,8 @@ def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     The sums are in at least fp32. There is never an n*m matrix: the weights of a bounded number of queries of one KV
     head are held at a time.
     """
-    (num_heads, n, _), (num_kv_heads, m, _) = q.shape, k.shape
-    groups = num_heads // num_kv_heads
-    sums = q.new_zeros(num_kv_heads, groups, m, dtype=torch.promote_types(q.dtype, torch.float32))
-    rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (groups * m))
-    for start in range(0, n, rows):
-        stop = min(start + rows, n)
-        seen = m - n + stop
-        for head, weights in enumerate(last_rows_by_kv_head(q[:, start:stop], k[:, :seen], softmax)):
-            sums[head, :, :seen] += weights.sum(1)
+    groups = q.shape[0] // k.shape[0]
+    sums = q.new_zeros(k.shape[0], groups, k.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    for head, weights in many_rows_by_kv_head(q, k, softmax):  # [G, r, seen]
+        sums[head, :, : weights.shape[2]] += weights.sum(1)
     return sums.flatten(0, 1)

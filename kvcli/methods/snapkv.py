@@ -10,8 +10,7 @@ mean over its query heads of their pooled votes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator, model_validator
@@ -22,11 +21,8 @@ from typing_extensions import override
 from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.last_rows import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import Method, SequenceContext
-from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.plan import StepPlan
-from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pruned import PrunedCache
+from kvcli.methods._prompt_cut import PromptCut, PromptCutConfig
+from kvcli.methods.config import setting
 
 
 def _odd(value: int) -> int:
@@ -38,19 +34,11 @@ def _odd(value: int) -> int:
 Odd = Annotated[int, AfterValidator(_odd)]
 
 
-class SnapKVConfig(MethodConfig):
+class SnapKVConfig(PromptCutConfig):
     """Settings of SnapKV."""
 
-    budget: CountOrShare = setting(
-        2048, "tokens kept of the prompt per layer and KV head, window included", "tokens", ge=1
-    )
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
     kernel: Odd = setting(7, "neighbours that share the highest vote, odd", "tokens")
-
-    @override
-    def beside_budget(self, prompt: int, generated: int) -> int:
-        """What is generated."""
-        return generated
 
     @model_validator(mode="after")
     def _leaves_a_token(self) -> SnapKVConfig:
@@ -59,7 +47,7 @@ class SnapKVConfig(MethodConfig):
         return self
 
 
-class SnapKV(Method[SnapKVConfig, PrunedCache]):
+class SnapKV(PromptCut[SnapKVConfig]):
     """Keeps of a prompt what its end looks at."""
 
     Config = SnapKVConfig
@@ -70,44 +58,15 @@ class SnapKV(Method[SnapKVConfig, PrunedCache]):
     group_consistent = False
     device_memory = "O(B + g)"
 
-    def __init__(self, config: SnapKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
-        super().__init__(config, layers, context)
-        self.kept: dict[int, int] = {}  # layer -> tokens of the prompt
-
-    def layer_budget(self, layer: int, prompt: int) -> int:  # noqa: ARG002
-        """How many tokens a layer may keep of a prompt."""
-        return self.config.budget
-
-    def new_cache(self, layer: LayerGeometry) -> PrunedCache:
-        """Have room for the layer's budget and what is generated; for everything as long as the prompt is unknown."""
-        capacity, prompt = self.context.capacity, self.context.prompt_tokens or 0
-        rows = capacity - max(0, prompt - self.layer_budget(layer.index, prompt))
-        return PrunedCache(layer.num_kv_heads, layer.head_dim, rows, capacity, self.context.tiers)
-
     @property
     @override
     def query_rows(self) -> int:
         return self.config.window
 
-    def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Keep the window and what it votes for."""
-        budget, window = self.layer_budget(layer, k.shape[1]), self.config.window
-        if k.shape[1] <= budget:
-            cache.load(k, v)
-        else:
-            with self.span("prune", layer):
-                votes = window_votes(q, k, softmax, self.config.kernel)  # [Hk, s - window]
-                cache.load_subset(k, v, kept_tokens(votes, window, budget))
-        self.kept[layer] = cache.held
-
-    @property
     @override
-    def step_plan(self) -> StepPlan:
-        return StepPlan()
-
-    def statistics(self) -> dict[str, Any]:
-        """Say how many tokens each layer kept of the prompt; sliding-window layers, which are not cut, do not count."""
-        return {"kept_tokens": [self.kept[layer] for layer in sorted(self.kept)]}
+    def choose(self, layer: int, budget: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> Tensor:
+        votes = window_votes(q, k, softmax, self.config.kernel)  # [Hk, s - window]
+        return kept_tokens(votes, self.config.window, budget)
 
 
 def window_votes(q: Tensor, k: Tensor, softmax: Softmax, kernel: int) -> Tensor:

@@ -181,7 +181,7 @@ class Conversation:
         kv = RawKV(self.model.geometry, self._tiers, len(ids), self._kv, skip // PAGE)
         branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)
         read = len(ids) - skip
-        self.observer.stage("prefill", read * ready.depth)
+        self.observer.stage("prefill", (read + ready.repeated_tokens(branches, [[method]])) * ready.depth)
         ((logits,),) = ready.prefill_branches(branches, [[method]], self.observer.advance, watchers=[kv])
         self.observer.stage_done()
         self._keep(ids, kv, capacity)

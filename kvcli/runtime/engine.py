@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,11 +24,12 @@ from kvcli.runtime.attention_hook import Hook, attached
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.hidden_states import streamed
-from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.linear import cpu_linears
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
-from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill, prefill_branches
+from kvcli.runtime.prefill import Branches, PrefillConsumer, prefill
+from kvcli.runtime.read_together import read_together
+from kvcli.runtime.repetition import find_documents, with_repetitions
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
@@ -184,26 +184,24 @@ class Engine:
         (`Method.preview`), and need equal capacities; nothing is skipped for them.
         """
         self.rope.use([max(row[0].context.capacity for row in methods)])
+        find_documents(branches, methods)
         columns = list(zip(*methods, strict=True))
         exact = [column for column in columns if column[0].prefill_window is None]
-        for first, *others in exact:
-            for other in others:
-                other.share(first, len(branches.common))
+        read = list[Tensor]()
         if exact:
-            if isinstance(branches.known, LentKV):
-                caches = [column[0].caches for column in exact]
-                branches = replace(branches, known=Lending(branches.known, caches, branches.skip))
-            rows = [list(row) for row in zip(*exact, strict=True)]
-            consumers = [PrefillFanout([*rows[0], *watchers]), *map(PrefillFanout, rows[1:])]
-            read = list(prefill_branches(self.hook, branches, consumers, self.layers, advance, chunk))
-            for column in exact:
-                for method in column:
-                    method.be_present()
+            how = branches, exact, advance, chunk, watchers
+            read = read_together(self.hook, self.rope, self.model.tokenizer, *how)
         logits = [
             self._windowed(branches, column, advance, column[0].prefill_window) if column[0].prefill_window else read
             for column in columns
         ]
         return [list(row) for row in zip(*logits, strict=True)]
+
+    def repeated_tokens(self, branches: Branches, methods: Sequence[Sequence[AnyMethod]]) -> int:
+        """Count what `prefill_branches` would compute beside prompts, because methods want to see them repeated."""
+        find_documents(branches, methods)
+        parted, _ = with_repetitions(branches, methods, self.model.tokenizer)
+        return len(parted.tokens) - len(branches.tokens)
 
     def _windowed(
         self, branches: Branches, methods: Sequence[AnyMethod], advance: Callable[[int], None], window: int

@@ -134,6 +134,11 @@ class Branches:
         """Every token that is computed, in the same order."""
         return [*self.common[self.skip :], *chain.from_iterable(self.rests)]
 
+    def place(self, branch: int, tokens: int) -> int:
+        """Where a prompt's first so many tokens end among those that are computed; not above 0 where none is."""
+        before = sum(map(len, self.rests[:branch])) if tokens > len(self.common) else 0
+        return tokens - self.skip + before
+
     def ends(self) -> list[int]:
         """Where each of the parts ends among these tokens: the common one, if it has any, and those of the prompts."""
         parts = [len(self.common) - self.skip, *map(len, self.rests)]
@@ -266,7 +271,8 @@ def prefill_branches(
     takers = [state_takers(consumer) for consumer in consumers]
     known = None if branches.known is None else branches.known.fill_state
     states = PrefillStates(geometry.states, device, takers, attention.start, attention.lengths, branches.skip, known)
-    marks = {mark - branches.skip for taker in takers[0] for mark in taker.state_marks if geometry.states}
+    marked = [(branch, mark) for branch, row in enumerate(takers) for taker in row for mark in taker.state_marks]
+    marks = {branches.place(*each) for each in marked if geometry.states}
     stops = sorted({0, *ends, *(mark for mark in marks if mark > 0)})
     whole = [slice(*pair) for pair in pairwise(stops)]
     parts = [part for piece in whole for part in _chunks(piece.start, piece.stop, size)]

@@ -188,6 +188,7 @@ class PrefillRunner:
         """Run the prompts through the model."""
         branches, prompts = reading.branches, reading.prompts
         computed = sum(len(prompt.ids) for prompt in prompts) - reading.shared * (len(prompts) - 1) - branches.skip
+        computed += self.engine.repeated_tokens(branches, reading.methods)
         self.observer.stage("prefill", computed * self.engine.depth)
         with self.timelines[0].span("prefill", source=prompts[0].source, tokens=computed):
             reading.logits = self.engine.prefill_branches(branches, reading.methods, self.advance, watchers=writers)

@@ -22,6 +22,9 @@ class NoText:
     def decode(self, ids, **_):
         return ""
 
+    def __call__(self, text, **_):
+        return {"input_ids": []}
+
 
 def in_memory(module: PreTrainedModel) -> Model:
     """A transformers model as a loaded checkpoint."""

@@ -31,7 +31,7 @@ def forms():
 def outcome(name, wanted, cuts):
     """What a prompt comes to, taken up to each of `cuts` before it is handed over: outputs of steps, and counters."""
     layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(LAYERS)]
-    method = new_method(name, wanted, layers, LENGTH + STEPS)
+    method = new_method(name, wanted, layers, LENGTH + STEPS, prompt_tokens=LENGTH)
     counters = method.context.counters
     generator = torch.Generator().manual_seed(0)
     parts, out = [], []
@@ -39,6 +39,8 @@ def outcome(name, wanted, cuts):
         k, v = torch.randn(2, HK, LENGTH, D, generator=generator)
         q = torch.randn(H, LENGTH, D, generator=generator)
         method.observe(layer, q, k, SOFTMAX)
+        for part in method.repeated:
+            method.observe_repeated(layer, part, q[:, part], k, SOFTMAX)
         for cut in cuts:
             method.take_part(layer, k[:, :cut].clone(), v[:, :cut].clone())
         parts.append(counters.prefill_bytes_to_host)

@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
+import kvcli.kernels.last_rows as kernels
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods import h2o
 from kvcli.methods.cake import attention_dynamics
 from kvcli.methods.h2o import column_sums
 from kvcli.methods.snapkv import window_votes
@@ -54,8 +54,8 @@ def neighbours(values, at, kernel):
 @pytest.mark.parametrize(("rows", "length"), [(13, 13), (5, 13), (1, 1)])
 @pytest.mark.parametrize("at_once", [1, 80, 1 << 20])
 def test_column_sums(rows, length, softmax, at_once, monkeypatch):
-    monkeypatch.setitem(h2o.WEIGHTS_AT_ONCE, "cpu", at_once)
-    monkeypatch.setattr(h2o, "LEAST_ROWS", 2)
+    monkeypatch.setitem(kernels.WEIGHTS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setattr(kernels, "LEAST_ROWS", 2)
     q, k = random(HK * G, rows, D, seed=1), random(HK, length, D, seed=2)
     expected = [[sum(column) for column in zip(*head, strict=True)] for head in weights(q, k, softmax)]
     found = column_sums(q, k, softmax)

@@ -8,9 +8,10 @@ from families import (
 from rope_models import CONFIGS, model_of
 from transformers import AttentionInterface
 
+from kvcli.models.frequencies import Frequencies, RopeTable
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
-from kvcli.models.rope import Frequencies, Rope, RopeTable, installed
+from kvcli.models.rope import Rope, installed
 
 
 def layer_types(rotary):
@@ -57,7 +58,7 @@ def test_a_table_made_in_pieces_is_the_same(length, monkeypatch):
     original = decoder_of(model_of("longrope")).rotary_emb
     frequencies = Frequencies(original, length, torch.device("cpu"))
     whole = RopeTable(frequencies, torch.float32)
-    monkeypatch.setattr("kvcli.models.rope._CHUNK", 4)
+    monkeypatch.setattr("kvcli.models.frequencies._CHUNK", 4)
     pieces = RopeTable(frequencies, torch.float32)
     assert torch.equal(whole.cos_None, pieces.cos_None)
     assert torch.equal(whole.sin_None, pieces.sin_None)
@@ -213,3 +214,13 @@ def test_each_row_of_a_batch_has_the_frequencies_of_its_own_length(name):
 def test_sequences_of_the_same_frequencies_share_a_table(name, tables):
     with installed(model_of(name), [20, 31, 97]) as rope:
         assert len({id(table) for _, table in rope._of_length.values()}) == tables
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4", "phi", "longrope"])
+def test_the_rotation_on_average_is_the_mean_of_rotations(name):
+    x = torch.randn(2, 3, HEAD_DIM, generator=torch.Generator().manual_seed(6))
+    with installed(model_of(name), [97, 140]) as rope:
+        each = torch.stack([rope.rotary(140)[0].rotate(x, torch.full((3,), at)) for at in range(90, 130)])
+        for length in (97, 140):  # of which positions may be beyond the end
+            found = rope.rotary(length)[0].rotate_on_average(x, torch.arange(90, 130))
+            assert torch.allclose(found, each.mean(0), atol=1e-5)

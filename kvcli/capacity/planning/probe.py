@@ -185,6 +185,9 @@ class RandomKV:
                 rows = min(context, max(_QUERIES, method.query_rows))
                 q = self.normal(layer.num_heads, rows, layer.head_dim)
                 method.observe(layer.index, q, k, softmax)
+                for part in method.repeated:
+                    some = min(rows, part.stop - part.start)
+                    method.observe_repeated(layer.index, part, q[:, rows - some :], k, softmax)
                 method.prefill(layer.index, k, v, q[:, rows - min(rows, method.query_rows) :], softmax)
 
     def normal(self, *shape: int) -> Tensor:
@@ -209,6 +212,10 @@ class WordlessTokenizer:
     def decode(self, *_: Any, **__: Any) -> str:
         """Give no text."""
         return ""
+
+    def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
+        """Give no tokens."""
+        return {"input_ids": []}
 
 
 class _NoConsumer:

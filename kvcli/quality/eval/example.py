@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template, encode
+from kvcli.inputs.encoding import Template, bare_tokens, encode
 from kvcli.inputs.prompts import Prompt
 from kvcli.quality.tasks import SEPARATOR
 
@@ -152,7 +152,7 @@ def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerB
 
 
 def _bare(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+    return bare_tokens(text, tokenizer) if text else []
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

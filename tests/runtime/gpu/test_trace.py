@@ -16,6 +16,9 @@ LAYERS, LENGTH = 3, 131
 BUDGET = {
     "arkvale": (4, 0),
     "cake": (1, 0),
+    "expected_attention": (1, 0),
+    "expected_attention-covariance": (1, 0),
+    "expected_attention-value_norm": (1, 0),
     "fier": (6, 0),
     "fier-offload": (8, 0),
     "freekv": (8, 0),
@@ -24,6 +27,7 @@ BUDGET = {
     "full": (1, 0),
     "h2o": (4, 1),
     "infinigen": (10, 1),
+    "kvzip": (1, 0),
     "loki": (6, 0),
     "pyramidkv": (1, 0),
     "quest": (3, 0),
