@@ -146,7 +146,7 @@ def test_only_long_prompts_on_a_gpu_are_streamed():
 
 
 LONG = [3 + 7 * at % 90 for at in range(127)]
-WAITING = {"arkvale", "fier", "freekv", "infinigen", "magicpig", "offload", "retroinfer", "shadowkv"}
+WAITING = {"arkvale", "fier", "freekv", "infinigen", "magicpig", "offload", "pariskv", "retroinfer", "shadowkv"}
 
 
 @pytest.mark.parametrize("name", [name for name in method_names() if name != "razor"])  # which tries a model's heads

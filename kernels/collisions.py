@@ -1,0 +1,99 @@
+"""Collisions with data-independent centroids, and inner products of four-bit keys (ParisKV, arXiv 2602.07721).
+
+Keys and queries are turned by a random rotation, after which the direction of every block of m = 8 channels is spread
+evenly over the sphere whatever the data. So the 2^m sign patterns serve as its centroids, and the magnitudes of its
+channels have a known density, to which three bits are fitted once and for all. For a block with radius r, signs s and
+magnitude levels a of its direction u, and a key of length n:
+
+    q . k ~ sum_b n (r_b / alpha_b) sum_j s_bj a_bj q_bj      alpha_b = sum_j a_bj |u_bj|
+
+Shapes: x [.., d] -> rotated [.., w], w the power of two from d on; of a token B = w / m bytes of signs, w / 2 bytes of
+four-bit codes, and B weights n r / alpha.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 8
+LEVELS = 8
+TIERS = ((0.05, 6), (0.15, 5), (0.3, 4), (0.5, 3), (0.75, 2), (1.0, 1))
+"""Up to which part of the keys that may collide a centroid's rank counts, and how much."""
+
+
+@lru_cache(maxsize=8)
+def rotation(d: int, seed: int, device: torch.device) -> Tensor:
+    """A Hadamard transform of randomly signed channels, [d, w]: orthonormal rows, the same ones everywhere."""
+    width = max(BLOCK, 1 << (d - 1).bit_length())
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < width:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
+    signs = torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return (signs * hadamard)[:d].to(device) / math.sqrt(width)
+
+
+@lru_cache(maxsize=1)
+def magnitude_levels() -> tuple[Tensor, Tensor]:
+    """The Lloyd-Max levels [8] of a channel's magnitude in a block's direction, and the thresholds [7] between them.
+
+    On the sphere in m dimensions the magnitude x of a coordinate has the density (1 - x^2)^((m - 3) / 2).
+    """
+    x = (torch.arange(1 << 14, dtype=torch.float64) + 0.5) / (1 << 14)
+    density = (1 - x * x) ** ((BLOCK - 3) / 2)
+    levels = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS
+    for _ in range(500):
+        nearest = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
+        mass = torch.zeros_like(levels).index_add(0, nearest, density)
+        levels = torch.zeros_like(levels).index_add(0, nearest, density * x) / mass
+    return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
+
+
+def encode_keys(keys: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode keys [.., d]: signs [.., B] and four-bit codes [.., w / 2], both uint8, and weights [.., B] in fp32.
+
+    A sign byte has bit j set where channel j of its block is not negative. A code is the level, and 8 more where the
+    channel is not negative; two channels share a byte, the even one its lower half.
+    """
+    levels, thresholds = (each.to(keys.device) for each in magnitude_levels())
+    blocks = (keys.float() @ turn).unflatten(-1, (-1, BLOCK))  # type: ignore[no-untyped-call]  # [.., B, m]
+    positive, radius = blocks >= 0, blocks.norm(dim=-1)
+    magnitudes = F.normalize(blocks, dim=-1).abs()
+    level = torch.bucketize(magnitudes, thresholds)
+    alpha = (levels[level] * magnitudes).sum(-1).clamp_min(1e-6)
+    signs = (positive.to(torch.uint8) << torch.arange(BLOCK, dtype=torch.uint8, device=keys.device)).sum(
+        -1, dtype=torch.uint8
+    )
+    codes = (level.to(torch.uint8) | positive.to(torch.uint8) << 3).flatten(-2)
+    return signs, codes[..., ::2] | codes[..., 1::2] << 4, radius / alpha
+
+
+def collisions(q: Tensor, signs: Tensor, part: float) -> Tensor:
+    """Count how well every key collides with a rotated query q [Hk, w]: signs [Hk, n, B] -> int32 [Hk, n].
+
+    In each block centroids are ranked by their product with the query, and keys by their centroids. The first ones, the
+    `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up.
+    """
+    blocks, n = q.unflatten(-1, (-1, BLOCK)), signs.shape[1]  # type: ignore[no-untyped-call]
+    patterns = torch.arange(1 << BLOCK, device=q.device)
+    centroids = (patterns[:, None] >> torch.arange(BLOCK, device=q.device) & 1) * 2.0 - 1  # [2^m, m]
+    order = (blocks @ centroids.T).argsort(dim=-1, descending=True, stable=True)  # [Hk, B, 2^m]
+    own = signs.mT.long()  # [Hk, B, n]
+    population = torch.zeros_like(order).scatter_add_(2, own, torch.ones_like(own))
+    ranked = population.gather(2, order)
+    before = ranked.cumsum(2) - ranked
+    worth = sum((before < math.ceil(n * part * reach)).int() for reach, _ in TIERS)  # 6 in the first tier
+    return torch.zeros_like(order, dtype=torch.int32).scatter(2, order, worth).gather(2, own).sum(1, dtype=torch.int32)
+
+
+def estimated_products(q: Tensor, codes: Tensor, weights: Tensor) -> Tensor:
+    """Estimate q . k from codes [Hk, c, w / 2] and weights [Hk, c, B], for rotated q [Hk, w]: [Hk, c] in fp32."""
+    levels = magnitude_levels()[0].to(q.device)
+    table = torch.cat((-levels, levels))  # by the four bits
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # [Hk, c, w]
+    blocks = (table[both.long()] * q[:, None]).unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
+    return (blocks * weights).sum(-1)  # type: ignore[no-any-return]

@@ -1,0 +1,88 @@
+"""Keys in signs and four bits, by which single tokens are found in two stages (ParisKV, arXiv 2602.07721)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.collisions import BLOCK, collisions, encode_keys, estimated_products, rotation
+from kvcli.kernels.topk import topk_pages
+from kvcli.store.cache import Tiers, Traffic, nbytes
+from kvcli.store.pages import slices, take
+from kvcli.store.state import Settled
+from kvcli.store.tokens import TokenBudget, TokenIndex
+
+# Tokens whose keys are encoded at once: fp32 copies of them stay this long.
+PIECE = 4096
+
+PARTS = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (math.inf, 0.1, 0.2))
+"""Below how many tokens which part of them is reranked, and which collides in a block."""
+
+
+class CollisionIndex(TokenIndex):
+    """On the device: `signs` [Hk, capacity, B], `codes` [Hk, capacity, w / 2] uint8, `weights` [Hk, capacity, B]."""
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, seed: int, parts: tuple[float, float], tiers: Tiers
+    ):
+        """Make room; `parts` of the tokens are reranked, and collide in a block, where they are not 0 (see `PARTS`)."""
+        self.seed, self.parts, self.filled = seed, parts, 0
+        width = max(BLOCK, 1 << (head_dim - 1).bit_length())
+        self.signs = tiers.on_device(num_kv_heads, capacity, width // BLOCK, dtype=torch.uint8)
+        self.codes = tiers.on_device(num_kv_heads, capacity, width // 2, dtype=torch.uint8)
+        self.weights = tiers.on_device(num_kv_heads, capacity, width // BLOCK)
+
+    @override
+    def fill(self, first: int, keys: Tensor) -> None:
+        turn = rotation(keys.shape[-1], self.seed, keys.device)
+        for part in slices(keys.shape[1], PIECE):
+            self.filled = first + part.stop
+            new = slice(first + part.start, self.filled)
+            self.signs[:, new], self.codes[:, new], self.weights[:, new] = encode_keys(keys[:, part], turn)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is indexed, by name."""
+        return {"signs": self.signs, "codes": self.codes, "weights": self.weights}
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these in their place."""
+        self.signs, self.codes, self.weights = (tensors[name] for name in ("signs", "codes", "weights"))
+
+    def best(self, q: Tensor, tokens: range, count: int) -> Tensor:
+        """Find `count` of consecutive tokens for q [H, d], which stands for its group by its mean: [Hk, count]."""
+        query = q.float().view(len(self.signs), -1, q.shape[-1]).mean(1)
+        query = query @ rotation(q.shape[-1], self.seed, q.device)  # [Hk, w]
+        reranked, colliding = self.parts_of(len(tokens))
+        part = slice(tokens.start, tokens.stop)
+        votes = collisions(query, self.signs[:, part], colliding).float()
+        found = topk_pages(votes, max(count, math.ceil(len(tokens) * reranked)))  # [Hk, c]
+        codes, weights = (take(each[:, part], found) for each in (self.codes, self.weights))
+        products = estimated_products(query, codes, weights)
+        return found.gather(1, topk_pages(products, count)) + tokens.start
+
+    def parts_of(self, tokens: int) -> tuple[float, float]:
+        """The part of so many tokens that is reranked, and the one that collides in a block."""
+        reranked, colliding = next(parts for below, *parts in PARTS if tokens < below)
+        return self.parts[0] or reranked, self.parts[1] or colliding
+
+    @override
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        tokens = budget.candidates(length)
+        reranked = math.ceil(len(tokens) * self.parts_of(len(tokens))[0])
+        signs = nbytes(self.signs[:, tokens.start : tokens.stop])
+        return Traffic(
+            scored=signs + nbytes(self.codes[:, :reranked], self.weights[:, :reranked]),
+            scores=4 * len(self.signs) * (len(tokens) + reranked),
+        )
+
+    def settled(self) -> list[Settled]:
+        """Keys stay as they came."""
+        return [Settled(each, 1, self.filled) for each in self.tensors().values()]
+
+    @override
+    def nbytes(self) -> int:
+        return nbytes(*self.tensors().values())
