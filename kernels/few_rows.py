@@ -24,7 +24,7 @@ MOST_ROWS = 8
 """For more rows a matrix product is faster, which keeps numbers in registers."""
 
 PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
-ROWS = 16  # of a weight
+ROWS = 32  # of a weight
 
 
 @compiled
@@ -35,14 +35,14 @@ def _products(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * PIECE
         last = min(first + PIECE, n)
-        whole = first + (last - first) // 4 * 4
+        part = (last - first) // 4  # four streams: a processor reads ahead in each
         own, begins = k[h * head :], at[h % len(at)]
-        for j in range(first, whole, 4):
+        for j in range(first, first + part):
             k0, k1, k2, k3 = (
                 own[begins[j] :][:d],
-                own[begins[j + 1] :][:d],
-                own[begins[j + 2] :][:d],
-                own[begins[j + 3] :][:d],
+                own[begins[j + part] :][:d],
+                own[begins[j + 2 * part] :][:d],
+                own[begins[j + 3 * part] :][:d],
             )
             for g in range(group):
                 query = q[h, g]
@@ -52,8 +52,9 @@ def _products(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
                     s1 += query[c] * k1[c]
                     s2 += query[c] * k2[c]
                     s3 += query[c] * k3[c]
-                out[h, g, j], out[h, g, j + 1], out[h, g, j + 2], out[h, g, j + 3] = s0, s1, s2, s3
-        for j in range(whole, last):
+                row = out[h, g]
+                row[j], row[j + part], row[j + 2 * part], row[j + 3 * part] = s0, s1, s2, s3
+        for j in range(first + 4 * part, last):
             key = own[begins[j] :][:d]
             for g in range(group):
                 total = np.float32(0)
@@ -69,22 +70,22 @@ def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * PIECE
         last = min(first + PIECE, n)
-        whole = first + (last - first) // 4 * 4
+        part = (last - first) // 4
         parts[h, piece % pieces] = 0
         own, begins = v[h * head :], at[h % len(at)]
-        for j in range(first, whole, 4):
+        for j in range(first, first + part):
             v0, v1, v2, v3 = (
                 own[begins[j] :][:d],
-                own[begins[j + 1] :][:d],
-                own[begins[j + 2] :][:d],
-                own[begins[j + 3] :][:d],
+                own[begins[j + part] :][:d],
+                own[begins[j + 2 * part] :][:d],
+                own[begins[j + 3 * part] :][:d],
             )
             for g in range(group):
-                out = parts[h, piece % pieces, g]
-                w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
+                out, row = parts[h, piece % pieces, g], w[h, g]
+                w0, w1, w2, w3 = row[j], row[j + part], row[j + 2 * part], row[j + 3 * part]
                 for c in range(d):
                     out[c] += w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]
-        for j in range(whole, last):
+        for j in range(first + 4 * part, last):
             value = own[begins[j] :][:d]
             for g in range(group):
                 for c in range(d):
@@ -95,7 +96,21 @@ def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
 def _row_products(x: Any, weight: Any, out: Any) -> None:
     n, d = weight.shape
     for block in prange((n + ROWS - 1) // ROWS):
-        for i in range(block * ROWS, min((block + 1) * ROWS, n)):
+        first = block * ROWS
+        last = min(first + ROWS, n)
+        part = (last - first) // 4
+        for i in range(first, first + part):
+            w0, w1, w2, w3 = weight[i], weight[i + part], weight[i + 2 * part], weight[i + 3 * part]
+            for m in range(len(x)):
+                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for c in range(d):
+                    s0 += x[m, c] * w0[c]
+                    s1 += x[m, c] * w1[c]
+                    s2 += x[m, c] * w2[c]
+                    s3 += x[m, c] * w3[c]
+                row = out[m]
+                row[i], row[i + part], row[i + 2 * part], row[i + 3 * part] = s0, s1, s2, s3
+        for i in range(first + 4 * part, last):
             for m in range(len(x)):
                 total = np.float32(0)
                 for c in range(d):
