@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, HEADS, KV_HEADS, LAYERS, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_host_kv import HOLDING
@@ -34,8 +35,7 @@ def check_counts(sequence):
     return cache, on_disk
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize(("name", "kv_dtype"), crossed(HOLDING, ["auto", "int8", "int4"]))
 def test_tokens_and_selections_are_those_without_a_disk(llama, name, kv_dtype, tmp_path):
     wanted = settings(name, {**SMALL, "kv_dtype": kv_dtype, "offload": True})
     prompts = [prompt(8, LENGTH), prompt(9, 90)][: 2 if kv_dtype == "auto" else 1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvcli.kernels.block_attention as kernels
+from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
@@ -55,7 +56,7 @@ def grouped(request):
     return tiny_model(request.param)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request):
     """A family's model, a prompt, and transformers' greedy continuation of it."""
     model = tiny_model(request.param)
@@ -65,7 +66,7 @@ def family(request):
     return model, ids, reference[0, EXACT_PROMPT:].tolist()
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names()), indirect=["family"])
 def test_ample_budget_is_token_for_token_what_transformers_generates(family, name):
     model, ids, reference = family
     assert len(set(reference)) > EXACT_STEPS / 3, "a reference that repeats itself tests little"

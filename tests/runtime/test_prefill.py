@@ -3,6 +3,7 @@ import torch
 from engine import new_method
 from families import FAMILIES, VOCAB, tiny_model
 
+from kvcli.conformance.crossed import crossed
 from kvcli.models.geometry import geometry_of
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.prefill import prefill
@@ -19,8 +20,7 @@ def prompt(length):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 50, 51, 1000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "chunk"), crossed(list(FAMILIES), [1, 16, 50, 51, 1000]))
 def test_every_chunk_size_gives_what_transformers_gives(family, chunk):
     model, ids = tiny_model(family), prompt(51)
     with torch.inference_mode():

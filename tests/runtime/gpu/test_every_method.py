@@ -9,6 +9,7 @@ from families import VOCAB, tiny_model
 from races import Races
 from stated import STATED, settings, variants
 
+from kvcli.conformance.crossed import crossed
 from kvcli.kernels import _triton
 from kvcli.methods import get_method
 from kvcli.runtime.decode import BlockingStepper
@@ -75,18 +76,17 @@ def test_steps_are_those_of_the_blocking_pipeline(name, switch):
 
 
 HELD = [
-    pytest.param(name, settings(name, kv_dtype=held, **switch), id=f"{name}-{held}")
+    name
     for name in STATED
-    if "kv_dtype" in (fields := get_method(name).Config.model_fields)
-    for switch in [{"offload": True} if "offload" in fields else {}]
-    for held in ("int8", "int4")
-    if name != "refreekv"  # which has no stated step where it offloads
+    if "kv_dtype" in get_method(name).Config.model_fields and name != "refreekv"  # no stated step where it offloads
 ]
 
 
-@pytest.mark.parametrize(("name", "wanted"), HELD)
-def test_steps_over_quantised_pages_of_the_host(name, wanted):
+@pytest.mark.parametrize(("name", "held"), crossed(HELD, ["int8", "int4"]))
+def test_steps_over_quantised_pages_of_the_host(name, held):
     """Of numbers half way between two codes, rounding of the model's sums decides."""
+    switch = {"offload": True} if "offload" in get_method(name).Config.model_fields else {}
+    wanted = settings(name, kv_dtype=held, **switch)
     case = (tiny_model("llama"), name, wanted, prompts(*LENGTHS), STEPS)
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case), close=1e-2)
 
@@ -97,8 +97,7 @@ def test_sequences_that_have_room_for_less_than_the_budget(name):
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4"])
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize(("name", "family"), crossed(STATED, ["gemma2", "gpt_oss", "llama4"]))
 def test_steps_with_sliding_layers_chunks_softcaps_and_attention_sinks(name, family):
     case = (tiny_model(family), name, settings(name), prompts(77, 46), 6)
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))

@@ -7,6 +7,7 @@ from families import VOCAB, tiny_model
 from interpreted import few_programs
 from streams import Late
 
+from kvcli.conformance.crossed import crossed
 from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
@@ -33,8 +34,7 @@ def outcome(sequences):
     ]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3", "phi3"])
-@pytest.mark.parametrize("method", ["full", "streaming", "freekv"])
+@pytest.mark.parametrize(("method", "family"), crossed(["full", "streaming", "freekv"], ["gemma2", "qwen3", "phi3"]))
 def test_every_family_and_method(family, method):
     model = tiny_model(family)
     settings = {"full": {}, "streaming": {"budget": 24}, "freekv": SMALL}[method]
@@ -61,8 +61,7 @@ def test_every_setting(changed):
     assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("tau", "seed"), crossed([0.0, 0.5, 1.0], range(4)))
 def test_late_lanes_change_nothing(seed, tau):
     steps = (tiny_model("llama"), "freekv", SMALL | {"tau": tau}, prompts(), 20)
     streams = Late(seed, eagerness=(0.0, 0.2, 0.5, 0.8)[seed])
