@@ -25,7 +25,7 @@ def calibrate(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="What to find: a value (tau, rank, budget, threshold) or a file (heads, skew, pca).",
+            help="What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca).",
             show_default=False,
         ),
     ],
@@ -84,7 +84,7 @@ def calibrate(
     whose loss stays within --max-loss is chosen and becomes a profile for --profile.
     For tau and rank that is the loss added to their closest value, since neither
     makes up for a small budget; the loss from full attention is shown beside it.
-    heads, skew and pca are found once for a model and saved beside such a profile.
+    heads, gates, skew and pca are found once for a model and saved beside such a profile.
 
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.

@@ -53,6 +53,8 @@ def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
 
 
 def _by_memory(module: nn.Linear, x: Tensor) -> Tensor:
+    if x.requires_grad:  # which neither the loops nor oneDNN pass on
+        return functional.linear(x, module.weight, module.bias)
     weight = module.weight.detach()
     if few_rows.suits(rows := x.reshape(-1, x.shape[-1]), weight) and weight.is_contiguous():
         out = few_rows.row_products(rows, weight).view(*x.shape[:-1], -1)

@@ -43,7 +43,7 @@ def stated_tokens(name, capacity, prompt):
     )
     values = {"L": capacity, "g": capacity - prompt, "k": prompt, "B": settings.get("budget"), "p": size}
     values |= {"r": settings.get("rank"), "w": WIDTH, "W": settings.get("window")}
-    values |= {"s": settings.get("sparsity"), "n": LAYERS}
+    values |= {"s": settings.get("sparsity", settings.get("retrieval")), "n": LAYERS}
     inside = get_method(name).device_memory.removeprefix("O(").removesuffix(")").replace("·", "*")
     return _value(ast.parse(inside, mode="eval").body, values)
 

@@ -55,8 +55,8 @@ def ask(conversation, ids, name, **question):
     return sequence
 
 
-# razor looks for retrieval heads with a tokenizer, which this model lacks.
-EXACT = [name for name in method_names() if name not in ("infllm", "actqkv", "lm_infinite", "razor")]
+# razor and duoattention look for retrieval heads with a tokenizer, which this model lacks.
+EXACT = [name for name in method_names() if name not in ("infllm", "actqkv", "lm_infinite", "razor", "duoattention")]
 
 
 def test_one_document_and_another_method_each_turn(model):

@@ -149,7 +149,8 @@ LONG = [3 + 7 * at % 90 for at in range(127)]
 WAITING = {"arkvale", "fier", "freekv", "infinigen", "magicpig", "offload", "pariskv", "retroinfer", "shadowkv"}
 
 
-@pytest.mark.parametrize("name", [name for name in method_names() if name != "razor"])  # which tries a model's heads
+# razor and duoattention try a model's heads, for which this one has no tokenizer.
+@pytest.mark.parametrize("name", [name for name in method_names() if name not in ("razor", "duoattention")])
 def test_a_method_whose_layers_wait_says_the_same(name, monkeypatch):
     """Streamed, lent and parked on the CPU as beside a GPU; beside the reference that an audit brings."""
     wanted = {**settings(name), **({"offload": True} if "offload" in get_method(name).Config.model_fields else {})}

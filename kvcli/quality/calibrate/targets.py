@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
-from kvcli.quality.calibrate import heads, moments
+from kvcli.quality.calibrate import gates, heads, moments
 from kvcli.quality.calibrate.collectors import Similarity, Spectrum
 from kvcli.quality.calibrate.curve import Cost
 from kvcli.quality.calibrate.matrices import TensorTarget
@@ -71,6 +71,7 @@ _SWEEPS = (
 )
 _SEARCHES = (
     TensorTarget("heads", "razor", heads.Heads, reads_text=False),
+    TensorTarget("gates", "duoattention", gates.Gates),
     TensorTarget("skew", "infinigen", moments.Skew),
     TensorTarget("pca", "loki", moments.Axes),
 )

@@ -20,6 +20,7 @@ from kvcli.telemetry.observer import Observer
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 "
 SMALL = {"loki": {"budget": 32, "rank": 4}, "infinigen": {"budget": 32}, "razor": {"window": 16, "window_part": 0.0}}
+SMALL |= {"duoattention": {"sink": 4, "window": 16}}
 
 
 @pytest.fixture(scope="module")
