@@ -39,9 +39,13 @@ def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> bool
     return len(chosen) == len(k) and few_rows.suits(_by_group(q, k), k, v)
 
 
-def attend_chosen(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax) -> Tensor:
-    """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy of them."""
-    return _finish(q, *few_rows.attend(_by_group(q, k), k, v, softmax, rows=rows), softmax)
+def attend_chosen(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax, valid: Tensor | None = None
+) -> Tensor:
+    """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy; to those `valid`, bool [Hk, m]."""
+    heads = _by_group(q, k)
+    mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
+    return _finish(q, *few_rows.attend(heads, k, v, softmax, mask, rows), softmax)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:

@@ -29,6 +29,7 @@ from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_
 from kvcli.kernels.pick import pick
 from kvcli.kernels.resolve_pages import nothing_missing, resolve_head
 from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
+from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import Selection
 
 BLOCK_ELEMENTS = 4096  # of the maxima, and as many of the minima, that a program holds at once
@@ -41,8 +42,7 @@ def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooli
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = pool_queries(q.to(dtype).view(summary.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
     signed = scale * torch.cat((heads.clamp_min(0), heads.clamp_max(0)), -1)  # [Hk, G, 2d]
-    # The long factor first: the product then reads the summaries, which are the bulk, row by row.
-    bounds = (summary.flatten(2).to(signed.dtype) @ signed.transpose(1, 2)).transpose(1, 2)  # [Hk, G, n]
+    bounds = token_scores(signed.flatten(0, 1), summary.flatten(2), 1.0)  # [Hk, G, n]
     return pool_scores(bounds, pooling)
 
 

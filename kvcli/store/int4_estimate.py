@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvcli.kernels import four_bit_rows
 from kvcli.kernels._triton import takes
 from kvcli.kernels.counted_attention import attend_beside
-from kvcli.kernels.decode_attention import attend_rows
+from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, attend_rows
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
@@ -110,10 +110,10 @@ class Int4EstimateCache(ResidentPageCache):
         """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
         most = int(kept.sum(1).max())
         first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # kept ones of a head, then others
-        self.taken = RaggedTokens(tokens.gather(1, first), kept.gather(1, first))
-        return ragged_attention(
-            q, take(self.k, self.taken.tokens), take(self.v, self.taken.tokens), self.taken.valid, softmax
-        )
+        rows, valid = self.taken = RaggedTokens(tokens.gather(1, first), kept.gather(1, first))
+        if attend_chosen_suits(q, self.k, self.v, rows):
+            return attend_chosen(q, self.k, self.v, rows, softmax, valid)
+        return ragged_attention(q, take(self.k, rows), take(self.v, rows), valid, softmax)
 
     @override
     def attended(self) -> Tensor:

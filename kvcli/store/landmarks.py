@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcli.kernels.group_pooling import pool_scores
+from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import topk_pages
 from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.pages import slices
@@ -78,8 +79,6 @@ def landmark_scores(q: Tensor, landmarks: Tensor, excluded: Tensor, scale: float
     The softmax of each query head runs over the chunks that can be selected, the maximum over the G heads of a KV head;
     an excluded chunk gets -1, less than any other.
     """
-    heads = scale * q.float().view(landmarks.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    # The long factor first: the product then reads the landmarks, which are the bulk, row by row.
-    scores = (landmarks.to(heads.dtype) @ heads.transpose(1, 2)).transpose(1, 2)  # [Hk, G, n]
+    scores = token_scores(q.float(), landmarks.float(), scale)  # [Hk, G, n]
     weights = pool_scores(scores.masked_fill(excluded[:, None], float("-inf")), "max_s")
     return weights.masked_fill(excluded, -1.0)
