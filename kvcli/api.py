@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from kvcli.capacity.memory import available
+from kvcli.capacity.need import weights_by_pool
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
@@ -172,11 +173,13 @@ class LanguageModel:
         """
         chosen, device = resolve_profile(method, profile, settings), self.checkpoint.device
         planned = PlannedRun(self.checkpoint.config, self.checkpoint.dtype, self.checkpoint.geometry)
-        free = available(device)
+        place = self.checkpoint.place
+        free = available(place)
         if "loaded" in vars(self):
-            free["device" if device.type == "cuda" else "host"] += self.checkpoint.geometry.weight_bytes
+            for pool, size in weights_by_pool(self.checkpoint.geometry.weight_bytes, place).items():
+                free[pool] += size
         rates = measure_rates(device, planned.dtype) if times else None
-        machine = Machine(device, free, rates, here=times)
+        machine = Machine(device, free, rates, times, self.checkpoint.placement)
         (found,) = plan(planned, machine, [(chosen.name, chosen)], [context], [batch_size], max_tokens)
         return found
 

@@ -157,6 +157,9 @@ def begin_to_keep(
     """Make the directory that a run is to be kept in, if it is; raises KvcliError (usage) where it cannot be."""
     if request.keep is None:
         return None
+    if checkpoint.placement is not None:
+        what = f"--checkpoint keeps what lies on one device, and layers lie on {checkpoint.placement}"
+        raise usage_error(what, "name one device, or leave it out")
     return KeptRun.begin(
         request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts
     )

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import kvcli.kernels
 
 CUDA = torch.device("cuda", 0)
+PAIR = CUDA, torch.device("cuda", 1)
 aten = torch.ops.aten
 NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or"}
 # What makes the host wait for the device: sizes or values that only it knows.
@@ -117,15 +118,38 @@ class Watch(TorchDispatchMode):
         return out
 
 
+class CurrentDevice:
+    """Stands in for the device that kernels are launched on, where there is more than one."""
+
+    def __init__(self, monkeypatch):
+        self.device = CUDA
+        monkeypatch.setattr(torch.cuda, "set_device", self.set)
+        monkeypatch.setattr(torch.cuda, "device", self.within)
+
+    def set(self, device):
+        self.device = device
+
+    @contextmanager
+    def within(self, device):
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+
 @contextmanager
-def fake_cuda(monkeypatch):
-    """Inside, CUDA tensors are fake, and launches of Triton kernels are noted: yields the list of their names."""
+def fake_cuda(monkeypatch, current=None):
+    """Inside, CUDA tensors are fake, and launches of Triton kernels are noted: yields the list of their names.
+
+    With a `current` device nothing may be launched on another one's tensors.
+    """
     launched = []
 
     def launch(kernel, grid, *args, **_):
         assert math.prod(grid) > 0
         for x in args:
             assert not isinstance(x, torch.Tensor) or x.is_cuda, f"{kernel.__name__} reads {x.device}"
+            wrong = current is not None and isinstance(x, torch.Tensor) and x.device != current.device
+            assert not wrong, f"{kernel.__name__} runs on {current.device} and reads {x.device}"
         launched.append(kernel.__name__)
 
     for _, name, _ in pkgutil.iter_modules(kvcli.kernels.__path__):
@@ -137,29 +161,28 @@ def fake_cuda(monkeypatch):
         yield launched, mode
 
 
-def on_fake_cuda(x):
+def on_fake_cuda(x, device=CUDA):
     """A fake tensor of the same shape, strides and dtype."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def parts_on_fake_cuda(modules):
+def parts_on_fake_cuda(modules, device=CUDA):
     """Put parameters and buffers of modules there."""
     for module in modules:
         for parts, kind in (
             (module._parameters, partial(nn.Parameter, requires_grad=False)),
             (module._buffers, torch.Tensor),
         ):
-            parts.update({name: kind(on_fake_cuda(x)) for name, x in parts.items() if x is not None})
+            parts.update({name: kind(on_fake_cuda(x, device)) for name, x in parts.items() if x is not None})
 
 
-def method_on_fake_cuda(method):
-    """Put a method's caches and states there, and leave their host memory where it is."""
+def method_on_fake_cuda(method, placement=None):
+    """Put a method's caches and states there, each layer's where it is placed, and leave their host memory as it is."""
     method.context.tiers = replace(method.context.tiers, device=CUDA)
-    for cache in method.caches:
-        slots = cache.as_slots()
-        slots = slots._replace(
-            kv=on_fake_cuda(slots.kv), tensors={n: on_fake_cuda(x) for n, x in slots.tensors.items()}
-        )
+    method.context.placement = placement
+    for layer, cache in enumerate(method.caches):
+        slots, there = cache.as_slots(), partial(on_fake_cuda, device=method.context.device(layer))
+        slots = slots._replace(kv=there(slots.kv), tensors={n: there(x) for n, x in slots.tensors.items()})
         cache.as_slots = lambda slots=slots: slots
         cache.adopt_slots = lambda _: None
     for state in method.states.layers:

@@ -3,6 +3,7 @@
 Nothing is computed. The model has the shapes of a config; its rotary tables are as long as the context.
 """
 
+import copy
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -10,13 +11,15 @@ from contextlib import nullcontext
 import torch
 import transformers
 from engine import NoText
-from fake_cuda import CUDA, WAITING, fake_cuda, parts_on_fake_cuda
+from fake_cuda import CUDA, WAITING, CurrentDevice, fake_cuda, parts_on_fake_cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels import block_attention
+from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import Model
+from kvcli.models.placement import place
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.engine import Engine
@@ -84,9 +87,12 @@ class DeviceBytes(TorchDispatchMode):
 
 
 class Prefilled:
-    """What a prefill came to: bytes on the device at its peak and after it, beside the weights; copies and waits."""
+    """What a prefill came to: bytes on the device at its peak and after it, beside the weights; copies and waits.
 
-    def __init__(self, config, profile, length, max_tokens, patch):
+    Of several `devices` each has some of the layers.
+    """
+
+    def __init__(self, config, profile, length, max_tokens, patch, devices=(CUDA,)):
         text = config.get_text_config(decoder=True)
         with torch.device("meta"):
             big = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
@@ -101,9 +107,15 @@ class Prefilled:
         patch.setattr(tiers, "pinned_allocator", lambda _: None)
         patch.setattr(tiers, "pinned_staging", lambda _: None)
         patch.setattr(tiers, "host_memory", lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        with attached(big) as hook, fake_cuda(patch) as (_, mode):
+        placement = None
+        if len(devices) > 1:
+            placement = place(big, geometry_of_model(big), devices, [1 << 40] * len(devices))
+        current = CurrentDevice(patch) if placement else None
+        with attached(big, placement) as hook, fake_cuda(patch, current) as (_, mode):
             tables = [table for _, table in rope._of_length.values()]
             parts_on_fake_cuda([*big.modules(), *tables])
+            for name, device in placement.modules.items() if placement else ():
+                parts_on_fake_cuda(big.get_submodule(name).modules(), device)
             for table in tables:
                 table._buffers.update(
                     {
@@ -111,14 +123,17 @@ class Prefilled:
                         for name, x in table._buffers.items()
                     }
                 )
+                for device in devices[1:]:
+                    table._elsewhere[device] = copy.deepcopy(table).to(device)
             decoder = big.model
             decoder.rotary_emb = rope
             geometry = hook.geometry
-            ready = Engine(Model(big, NoText(), geometry, CUDA, torch.bfloat16, "", ""), hook, rope, print)
+            made = Model(big, NoText(), geometry, CUDA, torch.bfloat16, "", "", placement)
+            ready = Engine(made, hook, rope, print)
             self.bytes = DeviceBytes()
             _told(parking.Parking, self.bytes, patch)
             with self.bytes:
-                method = ready.method(profile, ready.context(length, max_tokens), True)
+                self.method = method = ready.method(profile, ready.context(length, max_tokens), True)
                 self.bytes.copies.clear()
                 mode.from_host.clear()
                 FakeStream.waits = 0

@@ -164,7 +164,7 @@ class Limits:
 
     def __init__(self, profile: Profile, checkpoint: Checkpoint):
         self.profile, self.checkpoint = profile, checkpoint
-        self.free = memory.available(checkpoint.device)
+        self.free = memory.available(checkpoint.place)
         self._held: dict[tuple[int, int], int] = {}  # most tokens known to fit, by max_tokens and samples
         by_windows = memory.planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype).prefill_window
         self.positions = checkpoint.geometry.max_positions if by_windows is None else None
@@ -190,7 +190,7 @@ class Limits:
         if job.tokens <= self._held.get(size, 0):
             return
         try:
-            needed = self.need(job).on(self.checkpoint.device)
+            needed = self.need(job).on(self.checkpoint.place)
         except KvcliError as error:
             raise RowProblem("out_of_memory", error.what) from None
         if not memory.fits(needed, self.free):
@@ -212,7 +212,7 @@ class Limits:
             [job.tokens],
             sampling.max_tokens,
             sampling.num_samples,
-            device=checkpoint.device,
+            device=checkpoint.place,
         )
 
 

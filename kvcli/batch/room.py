@@ -18,7 +18,7 @@ class Room:
 
     def __init__(self, profile: Profile, model: Model, layers_beside: int = 0):
         self.profile, self.model, self.layers_beside = profile, model, layers_beside
-        self.free = memory.available(model.device)
+        self.free = memory.available(model.place)
         self.taken = Footprint()
         self._needs: dict[tuple[PromptSize, int, int, int], Need] = {}
 
@@ -51,10 +51,10 @@ class Room:
 
     def give_back(self, kv: Footprint) -> None:
         """Note what they took no more."""
-        self.taken = Footprint(self.taken.device - kv.device, self.taken.host - kv.host)
+        self.taken += kv.times(-1)
 
     def _fits(self, kv: Footprint, workspace: Workspace) -> bool:
-        return memory.fits(Need(0, kv, workspace).on(self.model.device), self.free)
+        return memory.fits(Need(0, kv, workspace).on(self.model.place), self.free)
 
     def _need(self, size: PromptSize, capacity: int, samples: int, together: int) -> Need:
         key = (size, capacity, samples, together)
@@ -62,7 +62,7 @@ class Room:
             model = self.model
             self._needs[key] = memory.need(
                 *(self.profile, model.geometry, model.dtype, [size], capacity - size.tokens, samples),
-                device=model.device,
+                device=model.place,
                 together=together,
                 layers_beside=self.layers_beside,
             )

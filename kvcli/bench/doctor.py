@@ -103,8 +103,12 @@ def _device() -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if len(names) == 1:
             return CheckState.OK, names[0]
-        found = f"{len(names)} GPUs ({', '.join(names)}): a run uses one of them, by default {_where()}"
-        return CheckState.NOTE, found, "choose another one with --device, as in --device cuda:1"
+        found = f"{len(names)} GPUs ({', '.join(names)}): a run uses {_where()}, and all where its weights do not fit"
+        return (
+            CheckState.NOTE,
+            found,
+            "choose with --device, as in --device cuda:1, or cuda:0,cuda:1 for layers on both",
+        )
     name = processor()
     if torch.version.cuda is None:
         return (

@@ -34,6 +34,7 @@ from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.methods import get_method
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
+from kvcli.models.placement import Place, all_of
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.telemetry import report as telemetry_report
@@ -90,6 +91,10 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     loads = _loads(request, ids)
     if request.nvtx and checkpoint.device.type != "cuda":
         raise KvcliError("--nvtx marks what a GPU does, and there is none", "leave --nvtx out", ExitCode.USAGE)
+    for option, asked in {"--peers": request.peers, "--nvtx": request.nvtx}.items():
+        if asked and checkpoint.placement is not None:
+            what = f"{option} is for one device, and layers lie on {checkpoint.placement}"
+            raise KvcliError(what, f"name one device, or leave {option} out", ExitCode.USAGE)
     refused = _refused(request, checkpoint, loads)
     _warn(request, checkpoint, loads, observer)
     model = checkpoint.load()
@@ -104,7 +109,7 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
         rounds = Rounds(candidates, load, rates, model.device.type == "cuda")
         observer.stage(f"{load.context:,} tokens, batch {load.batch}", len(candidates) * request.repeat)
         try:
-            rounds.run_all(request.repeat, lambda: recording(model.device, request.nvtx), observer)
+            rounds.run_all(request.repeat, lambda: recording(model.place, request.nvtx), observer)
         except KeyboardInterrupt:
             finished = False
         cases += [case for (at, _), case in refused.items() if at == load]
@@ -114,7 +119,7 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
             break
     observer.stage_done()
     report = ProfileReport(
-        _environment(model.device), model.as_dict(), _options(request, loads), rates.as_dict(), cases, finished
+        _environment(model.place), model.as_dict(), _options(request, loads), rates.as_dict(), cases, finished
     )
     return Outcome(report, spans)
 
@@ -151,7 +156,7 @@ def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Lo
             errors += [] if kind == "peer" else [error]
             settings = pipeline = None
             if kind != "peer":
-                settings, pipeline = profile.as_dict(), pipeline_on(checkpoint.device, profile)
+                settings, pipeline = profile.as_dict(), pipeline_on(checkpoint.place, profile)
             refused[load, label] = Case(label, kind, load.context, load.batch, settings, pipeline, error=error.what)
     if len(errors) == len(loads) * len(request.entries):
         raise errors[0]
@@ -210,9 +215,10 @@ def _candidates(
     return [*methods, *(peer for peer in peers if peer.label in offered and (load, peer.label) not in refused)]
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
+def _environment(place: Place) -> dict[str, Any]:
+    gpus = ", ".join(map(torch.cuda.get_device_name, all_of(place))) if place.type == "cuda" else None
     return telemetry_report.environment() | {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else telemetry_report.processor(),
+        "device": gpus or telemetry_report.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),

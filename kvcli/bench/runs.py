@@ -24,6 +24,7 @@ from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
 from kvcli.models.loading import Model
+from kvcli.models.placement import Place, Placement
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.store.cache import Footprint
@@ -162,9 +163,10 @@ class Candidate(Protocol):
         """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
 
 
-def pipeline_on(device: torch.device, profile: Profile) -> str:
-    """What runs the steps of a profile on a device, as in `report.Case.pipeline`."""
-    return gpu_step_of(get_method(profile.method), profile.settings) if device.type == "cuda" else BLOCKING
+def pipeline_on(place: Place, profile: Profile) -> str:
+    """What runs the steps of a profile on a device, as in `report.Case.pipeline`; on several they are blocking."""
+    captured = place.type == "cuda" and not isinstance(place, Placement)
+    return gpu_step_of(get_method(profile.method), profile.settings) if captured else BLOCKING
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Decoding:
     @property
     def pipeline(self) -> str:
         """What serves the method on the model's device."""
-        return pipeline_on(self.model.device, self.profile)
+        return pipeline_on(self.model.place, self.profile)
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode by the loop of `kvcli generate`, which is what is timed."""

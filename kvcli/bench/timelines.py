@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
+from kvcli.models.placement import Place, Placement
 from kvcli.telemetry.timeline import Span, Timeline
 
 
@@ -114,8 +115,8 @@ class MarkedTimeline(DeviceTimeline):
             yield
 
 
-def recording(device: torch.device, nvtx: bool = False) -> Timeline:
-    """Make a timeline that records: by the host's clock on a CPU, by events on a GPU, with NVTX ranges if `nvtx`."""
-    if device.type != "cuda":
+def recording(place: Place, nvtx: bool = False) -> Timeline:
+    """Make a timeline that records: by events on a GPU, with NVTX ranges if `nvtx`, else by the host's clock."""
+    if place.type != "cuda" or isinstance(place, Placement):
         return Timeline(enabled=True)
-    return MarkedTimeline(device) if nvtx else DeviceTimeline(device)
+    return MarkedTimeline(place) if nvtx else DeviceTimeline(place)

@@ -9,13 +9,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
 from kvcli.capacity import cgroup
+from kvcli.capacity.need import RUNTIME_BYTES as RUNTIME_BYTES
+from kvcli.capacity.need import Need as Need
+from kvcli.capacity.need import devices_of
 from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile
@@ -24,14 +27,13 @@ from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
+from kvcli.models.placement import Place, Placement, first_of, placement_of
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
 from kvcli.store.cache import Footprint
 from kvcli.store.disk_tier import DiskTier
 from kvcli.store.pinned import HostAllocator
 
-# Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
-RUNTIME_BYTES = 256 << 20
 CPU = torch.device("cpu")
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
@@ -47,40 +49,22 @@ Prompts = Sequence[int | PromptSize] | Mapping[int, int] | Mapping[PromptSize, i
 """Sizes of prompts, those that share nothing as their tokens alone; or how many prompts there are of each size."""
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes of a run: `weights`, `kv` of all sequences by tier, and what the longest `prefill` holds beside them.
-
-    `states` of `kv` are what layers keep in a fixed size.
-    """
-
-    weights: int
-    kv: Footprint
-    prefill: Workspace
-    states: int = 0
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of the prefill on the device."""
-        return self.prefill.on_device
-
-    def on(self, device: torch.device) -> dict[str, int]:
-        """Give the total by pool of memory; on a CPU both tiers are host memory."""
-        compute = self.weights + self.kv.device + self.workspace + RUNTIME_BYTES
-        if device.type == "cuda":
-            return {"device": compute, "host": self.kv.host + self.prefill.on_host + RUNTIME_BYTES}
-        return {"host": compute + self.kv.host}
-
-
 def kv_footprint(
-    profile: Profile, geometry: ModelGeometry, capacity: int, dtype: torch.dtype, prompt_tokens: int | None = None
+    profile: Profile,
+    geometry: ModelGeometry,
+    capacity: int,
+    dtype: torch.dtype,
+    prompt_tokens: int | None = None,
+    place: Place = CPU,
 ) -> Footprint:
     """Count the KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known.
+
+    `place` is where the layers lie.
 
     Raises:
         KvcliError: the sequence is longer than `LONGEST_SEQUENCE` (will not fit).
     """
-    return planned_method(profile, geometry, capacity, dtype, prompt_tokens).footprint()
+    return planned_method(profile, geometry, capacity, dtype, prompt_tokens, place=place).footprint()
 
 
 def planned_method(
@@ -90,6 +74,7 @@ def planned_method(
     dtype: torch.dtype,
     prompt_tokens: int | None = None,
     disk: DiskTier | None = None,
+    place: Place = CPU,
     pinned: HostAllocator | None = None,
 ) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
@@ -109,9 +94,9 @@ def planned_method(
         what = f"{profile.method}: dense_layers = {dense}, but the model has {layers} layers"
         raise usage_error(what, f"give {layers} at most; method full attends to everything in all layers")
     meta = torch.device("meta")
-    context = SequenceContext.of(
-        len(geometry.layers), meta, dtype, capacity, prompt_tokens=prompt_tokens, states=geometry.states
-    )
+    known: dict[str, Any] = {"prompt_tokens": prompt_tokens, "states": geometry.states}
+    known["placement"] = placement_of(place)
+    context = SequenceContext.of(len(geometry.layers), meta, dtype, capacity, **known)
     context.tiers = replace(context.tiers, pinned=pinned).above(disk)
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
@@ -124,7 +109,7 @@ def need(
     max_tokens: int,
     samples: int,
     beside: Profile | None = None,
-    device: torch.device = CPU,
+    device: Place = CPU,
     together: int = 0,
     layers_beside: int = 0,
     disk: DiskTier | None = None,
@@ -132,8 +117,9 @@ def need(
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
     Every sequence holds a second method's KV, of the profile `beside`, where there is one. The prefill's workspace
-    depends on the kind of `device`, and on the most tokens of several prompts that are read `together`. KV of so many
-    `layers_beside` is on its way to or from the disk. What host memory is not to hold lies on the tier `disk`.
+    depends on the kind of `device`, which may be several, and on the most tokens of several prompts that are read
+    `together`. KV of so many `layers_beside` is on its way to or from the disk. What host memory is not to hold lies on
+    the tier `disk`.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -141,7 +127,7 @@ def need(
     counted, kv = _counted(prompts), Footprint()
 
     def planned(tokens: int) -> AnyMethod:
-        return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens, disk)
+        return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens, disk, device)
 
     for (tokens, shared), number in counted.items():
         for sequences, common in ((number, shared), (number * (samples - 1), tokens)):  # further samples share it all
@@ -152,34 +138,41 @@ def need(
                 method.share(planned(tokens), common)
             held = method.footprint()
             if beside is not None:
-                held += kv_footprint(beside, geometry, tokens + max_tokens, dtype, tokens)
-            kv += Footprint(sequences * held.device, sequences * held.host, disk=sequences * held.disk)
+                held += kv_footprint(beside, geometry, tokens + max_tokens, dtype, tokens, device)
+            kv += replace(held, shared=0).times(sequences)
     longest = max(counted).tokens
     reader = planned(longest)
     in_graph = gpu_step_of(get_method(profile.method), profile.settings) == GRAPH and disk is None
     if device.type == "cuda" and beside is None and in_graph:
         widest = max(layer.head_dim for layer in geometry.layers)
         kinds = [planned(size.tokens) for size in counted]
-        kv = replace(kv, device=_in_slots(kinds, counted.total() * samples, widest))
+        slots = _in_slots(kinds, counted.total() * samples, widest)
+        kv = replace(kv, device=slots.device, by_device=slots.by_device)
     size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize
-    workspace = Workspace.of(geometry, longest, reader.prefill_window, device, *size, reader)
+    workspace = Workspace.of(geometry, longest, reader.prefill_window, first_of(device), *size, reader)
+    if isinstance(device, Placement):  # what waits in host memory is not told apart by devices
+        workspace = replace(workspace, away=0)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
     return Need(geometry.weight_bytes, kv, workspace, states)
 
 
-def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> int:
-    """Bytes of a batch on a device over slots: a layer's tensors lie side by side, all as long as the longest.
+def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Footprint:
+    """Bytes of a batch on its devices over slots: a layer's tensors lie side by side, all as long as the longest.
 
     `methods` has one for each kind of sequence. What is rotated apart from the model is so by tables of all positions.
     """
-    held = [[method.caches[layer].footprint().device for method in methods] for layer in range(len(methods[0].caches))]
-    plan, tables = methods[0].step_plan, 0
+    context, plan = methods[0].context, methods[0].step_plan
+    held = methods[0].state_footprint().times(sequences)
+    for layer in range(len(methods[0].caches)):
+        most = max(method.caches[layer].footprint().device for method in methods)
+        held += context.placed(Footprint(sequences * most), context.device(layer))
     if plan is not None and plan.rotates:
         longest = max(method.context.capacity for method in methods)
-        tables = 2 * longest * head_dim * torch.float32.itemsize
-    return sequences * (sum(map(max, held)) + methods[0].states.footprint().device) + tables
+        for device in dict.fromkeys(map(context.device, range(len(methods[0].caches)))):
+            held += context.placed(Footprint(2 * longest * head_dim * torch.float32.itemsize), device)
+    return held
 
 
 def check(
@@ -224,7 +217,7 @@ def check(
         )
         return replace(wanted, weights=0) if loaded else wanted
 
-    device, longest = checkpoint.device, max(counted).tokens
+    device, longest = checkpoint.place, max(counted).tokens
     free, wanted = available(device), planned(longest)
     if fits(wanted.on(device), free):
         if disk is not None:
@@ -249,12 +242,12 @@ def check(
     )
 
 
-def available(device: torch.device) -> dict[str, int]:
+def available(place: Place) -> dict[str, int]:
     """Give the free bytes by pool of memory; a container may grant less than the machine has."""
     machine, group = int(psutil.virtual_memory().available), cgroup.memory_free()
     free = {"host": machine if group is None else min(machine, group)}
-    if device.type == "cuda":
-        free["device"] = torch.cuda.mem_get_info(device)[0]
+    for name, device in devices_of(place).items():
+        free[name] = torch.cuda.mem_get_info(device)[0]
     return free
 
 

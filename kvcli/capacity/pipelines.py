@@ -52,6 +52,8 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
     form = checkpoint.geometry.form
     if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
         return f"a CUDA graph cannot hold the products with {form.name} weights"
+    if checkpoint.placement is not None and wanted == "compiled":
+        return "layers that lie on several devices are not compiled"
     if kept and not compiled_here:
         return "--checkpoint keeps what blocking steps leave behind"
     method = get_method(profile.method)

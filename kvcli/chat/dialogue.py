@@ -190,12 +190,12 @@ class Dialogue:
             self._warned = True
         need = memory.need(
             *(self.profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
-            device=checkpoint.device,
+            device=checkpoint.place,
         )
         token = sum(2 * each.num_kv_heads * each.head_dim for each in checkpoint.geometry.layers)
         kept = Footprint(host=token * tokens * checkpoint.dtype.itemsize)
-        wanted = replace(need, weights=0, kv=need.kv + kept).on(checkpoint.device)
-        free = memory.available(checkpoint.device)
+        wanted = replace(need, weights=0, kv=need.kv + kept).on(checkpoint.place)
+        free = memory.available(checkpoint.place)
         if not memory.fits(wanted, free):
             pool = next(name for name, size in wanted.items() if size > free[name])
             raise KvcliError(

@@ -108,9 +108,9 @@ token_budget = at_least(1, parse_count_or_share)
 
 
 def device_name(text: object) -> str:
-    """Read where to run; whether there is such a device is found out later."""
-    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(text)) is None:
-        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N")
+    """Read where to run; whether there are such devices is found out later."""
+    if re.fullmatch(r"auto|(cpu|cuda(:[0-9]{1,4})?)(,(cpu|cuda:[0-9]{1,4}))*", str(text)) is None:
+        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N, nor several as in cuda:0,cuda:1")
     return str(text)
 
 
@@ -148,7 +148,13 @@ def require_text(values: Mapping[str, Iterable[str | None] | None]) -> None:
 
 def device(panel: Panel) -> Any:
     """Declare --device."""
-    return panel.option("--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1.", device_name, env=True)
+    return panel.option(
+        "--device",
+        "NAME",
+        "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.",
+        device_name,
+        env=True,
+    )
 
 
 Model = Annotated[

@@ -14,6 +14,8 @@ from kvcli.errors import usage_error
 from kvcli.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
     from kvcli.models.weight_form import Weights
 
@@ -134,6 +136,8 @@ def plan(
         observer.stage("measure")
         subject, machine = _subject_and_machine(model, dtype, weights, device, offline, told)
         subjects = [subject]
+        if advise and machine.placement is not None:
+            raise usage_error(f"--advise is for one device, --device names {device}", "leave one of them out")
         if advise and subject.geometry.form is None:
             subjects += [subject.with_weights(each) for each in ("int8", "int4")]
         observer.stage_done()
@@ -170,12 +174,12 @@ def _subject_and_machine(
     model: str | None, dtype: str, weights: Weights, device: str, offline: bool, told: dict[str, float]
 ) -> tuple[PlannedRun, Machine]:
     """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
-    import torch
-
     from kvcli.capacity.memory import available
+    from kvcli.capacity.need import devices_of
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
-    from kvcli.models.loading import ModelSpec, locate, read_config, resolve_device, resolve_dtype
+    from kvcli.models.devices import another_machine, placed, resolve_devices
+    from kvcli.models.loading import ModelSpec, locate, read_config, resolve_dtype
     from kvcli.models.weight_form import form_of
 
     spec = ModelSpec(model, load_format="dummy", offline=offline, weights=weights)
@@ -185,29 +189,35 @@ def _subject_and_machine(
         form = form_of(config, weights, place, here)
         return PlannedRun.of(config, resolve_dtype(dtype, config, place), form, locate(spec))
 
-    if told and device not in ("auto", "cuda"):
+    others = another_machine(device)
+    if told and not others:
         what = f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one"
         raise usage_error(what, "leave one of them out")
     if not told:
-        place = resolve_device(device)
-        subject = subject_on(place, True)
-        return subject, Machine(place, available(place), measure_rates(place, subject.dtype), here=True)
+        devices = resolve_devices(device)
+        first = devices[0]
+        subject = subject_on(first, True)
+        placement = placed(device, config, subject.dtype, subject.geometry, devices)
+        rates = measure_rates(first, subject.dtype)
+        return subject, Machine(first, available(placement or first), rates, True, placement)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
         raise usage_error(
             f"{next(iter(told))} plans for another machine, and {missing[0]} is not given",
             "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
         )
-    place = torch.device("cuda")
-    free = {"device": int(told["--device-memory"]), "host": int(told["--host-memory"])}
+    of_each, host = int(told["--device-memory"]), int(told["--host-memory"])
     given = [told.get(name) for name in ("--bandwidth", "--bus", "--compute")]
-    rates = None
+    given_rates = None
     if all(rate is not None for rate in given):
         read, bus, matmul = (Rate.given(rate or 0.0) for rate in given)
-        rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
+        given_rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
     elif any(rate is not None for rate in given):
         raise usage_error("of --bandwidth, --bus and --compute some are given and some are not", "give all of them")
-    return subject_on(place, False), Machine(place, free, rates, here=False)
+    subject = subject_on(others[0], False)
+    placement = placed(device, config, subject.dtype, subject.geometry, others, [of_each] * len(others))
+    free = dict.fromkeys(devices_of(placement or others[0]), of_each) | {"host": host}
+    return subject, Machine(others[0], free, given_rates, False, placement)
 
 
 def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +235,7 @@ def _as_dict(model: str | None, subject: PlannedRun, machine: Machine, plans: li
             "layers": subject.geometry.depth,
         },
         "machine": {
-            "device": str(machine.device),
+            "device": str(machine.place),
             "here": machine.here,
             "free": machine.free,
             "ceilings": None if machine.rates is None else machine.rates.as_dict(),

@@ -11,82 +11,25 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods._context import AttentionObserver as AttentionObserver
+from kvcli.methods._context import SequenceContext as SequenceContext
 from kvcli.methods._disk import count_disk, tiers_of_layer
 from kvcli.methods._prompt_parts import PromptParts
 from kvcli.methods._windows import PromptWindows, attend_window
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
-from kvcli.models.geometry import LayerGeometry, StateGeometry
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic
+from kvcli.models.geometry import LayerGeometry
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Traffic
 from kvcli.store.chunks import windowed_cache
 from kvcli.store.pages import distinct
-from kvcli.store.parking import Parking
 from kvcli.store.recurrent import RecurrentState
 from kvcli.telemetry.counters import Count, Counters
-from kvcli.telemetry.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kvcli.models.rope import Rotary
-
-
-class AttentionObserver(Protocol):
-    """What watches a method attend."""
-
-    def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
-        """See what a layer's query q [H, d] got from attention, out [H, d]; not to be changed, nor kept."""
-
-
-@dataclass
-class SequenceContext:
-    """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE."""
-
-    stateless: ClassVar[bool] = True
-    capacity: int
-    tiers: Tiers
-    counters: Counters
-    timeline: Timeline
-    rotary: Sequence[Rotary | None]
-    track: str = "sequence 0"
-    question: Sequence[int] = ()  # token ids of the one after the document, where the prompt has one
-    prompt_tokens: int | None = None  # of `capacity`, where that is known: the others are generated
-    document_tokens: int | None = None  # of these, those before the question, once the prompt is there; None: all
-    prepared: Mapping[str, Any] | None = None
-    """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
-    states: Sequence[StateGeometry] = ()  # the layers that keep one
-    parking: Parking | None = None  # where what layers hold on the device waits while a long prompt is read
-    attention_observer: AttentionObserver | None = None  # called after every `Method.attend`
-
-    @classmethod
-    def of(
-        cls,
-        num_layers: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        capacity: int,
-        rotary: Sequence[Rotary | None] | None = None,
-        timeline: Timeline | None = None,
-        **known: Any,
-    ) -> SequenceContext:
-        """Make the context of a sequence of `capacity` tokens; `known` are further fields.
-
-        On the meta device nothing is allocated: that is how memory is planned.
-        """
-        return cls(
-            capacity=capacity,
-            tiers=Tiers.for_device(device, dtype),
-            counters=Counters(num_layers),
-            timeline=timeline or Timeline(),
-            rotary=rotary or [None] * num_layers,
-            **known,
-        )
-
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
 CacheT = TypeVar("CacheT", bound=LayerCache)
@@ -131,18 +74,20 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         self.config, self.context, self.caches = config, context, list[LayerCache]()
         self.retrieval: dict[int, CacheT] = {}
         self.plain: dict[int, DenseCache | SlidingCache] = {}
-        self.states = RecurrentState(context.states, context.tiers)
+        self.states = RecurrentState(context.states, [tiers.on(device) for device in context.keeping])
         for layer in layers:
             cache: LayerCache
+            its = context.tiers = tiers.on(context.device(layer.index))
             if layer.window is not None:
-                cache = self.plain[layer.index] = windowed_cache(layer, tiers)
+                cache = self.plain[layer.index] = windowed_cache(layer, its)
             elif layer.index < config.leading_dense_layers:
-                cache = DenseCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers)
+                cache = DenseCache(layer.num_kv_heads, layer.head_dim, context.capacity, its)
                 self.plain[layer.index] = cache
             else:
                 cache = self.retrieval[layer.index] = self.new_cache(layer)
             self.caches.append(cache)
             self.wait(cache)
+        context.tiers = tiers
 
     @classmethod
     def needs(cls, config: ConfigT) -> Sequence[str]:  # noqa: ARG003
@@ -231,7 +176,14 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
 
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""
-        return sum((cache.footprint() for cache in self.caches), self.states.footprint())
+        context = self.context
+        caches = (context.placed(cache.footprint(), context.device(at)) for at, cache in enumerate(self.caches))
+        return sum(caches, self.state_footprint())
+
+    def state_footprint(self) -> Footprint:
+        """Count the bytes of what layers keep in a fixed size."""
+        states = zip(self.states.footprints(), self.context.keeping, strict=True)
+        return sum((self.context.placed(*each) for each in states), Footprint())
 
     def traffic(self, layer: int, length: int) -> Traffic:
         """Say what a step has to move in a layer once `length` tokens were seen; works on the meta device."""

@@ -41,16 +41,21 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
 
     def __init__(self, config: OffloadConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        widths = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.index in self.retrieval]
-        self.prefetcher = LayerPrefetcher(context.capacity, max(widths, default=0), context.tiers)
-        self.wait(self.prefetcher, keeps=False)
-        order = list(self.retrieval)
-        self.following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+        self.prefetchers: list[LayerPrefetcher] = []
+        self.prefetcher_of: dict[int, int] = {}
+        self.following: dict[int, int] = {}
+        for device in dict.fromkeys(map(context.device, self.retrieval)):  # layers take turns on their own device
+            order = [layer for layer in self.retrieval if context.device(layer) == device]
+            width = max(layers[layer].num_kv_heads * layers[layer].head_dim for layer in order)
+            self.prefetcher_of |= dict.fromkeys(order, len(self.prefetchers))
+            self.following |= dict(zip(order, [*order[1:], *order[:1]], strict=True))
+            self.prefetchers.append(LayerPrefetcher(context.capacity, width, context.tiers.on(device)))
+            self.wait(self.prefetchers[-1], keeps=False)
 
     @property
     def waiting(self) -> Sequence[Waits]:
-        """Beside the layers the two buffers, which no prompt needs."""
-        return [*super().waiting, *([self.prefetcher] if hasattr(self, "prefetcher") else [])]
+        """Beside the layers the two buffers of each device, which no prompt needs."""
+        return [*super().waiting, *getattr(self, "prefetchers", ())]
 
     def new_cache(self, layer: LayerGeometry) -> TokenMajorCache:
         """Keep all tokens in host memory."""
@@ -76,14 +81,17 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
     def _recall(self, layer: int, cache: TokenMajorCache, following: int | None) -> tuple[Tensor, Tensor]:
         """Bring a layer's keys and values [Hk, held, d], and have those of the layer `following` come."""
         with self.span("recall", layer):
-            k, v, late = self.prefetcher.fetch(cache)
+            prefetcher = self.prefetchers[self.prefetcher_of[layer]]
+            k, v, late = prefetcher.fetch(cache)
             if following is not None:
-                self.prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
+                prefetcher.prefetch(self.retrieval[following], partial(self.span, "recall", following))
         self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
         self.count(layer, Count.BYTES_EXPOSED, late)
         return k, v
 
     @override
     def footprint(self) -> Footprint:
-        """Host memory, and room for two layers."""
-        return super().footprint() + self.prefetcher.footprint()
+        """Host memory, and room for two layers on each device."""
+        devices = dict.fromkeys(map(self.context.device, self.retrieval))
+        pairs = zip(self.prefetchers, devices, strict=True)
+        return sum((self.context.placed(each.footprint(), device) for each, device in pairs), super().footprint())

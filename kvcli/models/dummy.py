@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
 from kvcli.models.place import bundled_model
+from kvcli.models.placement import Place, Placement, all_of
 from kvcli.models.quantising import quantise
 from kvcli.models.weight_form import WeightForm
 
@@ -21,22 +22,36 @@ _SEED = 0
 
 
 def random_model(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, form: WeightForm | None = None
+    config: PreTrainedConfig, dtype: torch.dtype, where: Place, form: WeightForm | None = None
 ) -> PreTrainedModel:
-    """Make the model of `config` on `device`, drawing each weight there once as its architecture initialises it.
+    """Make the model of `config` on a device or several, drawing each weight once as its architecture initialises it.
 
     All of it is there in `dtype` before it is brought into a `form`.
-    The same config, dtype and device give the same weights; the global random state is left as it was.
+    The same config, dtype and devices give the same weights; the global random state is left as it was.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = all_of(where)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         torch.manual_seed(_SEED)
         # Otherwise torch draws every weight first, and transformers draws it again.
-        with no_init_weights(), device:
+        with no_init_weights(), devices[0] if len(devices) == 1 else torch.device("meta"):
             model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        if isinstance(where, Placement) and len(devices) > 1:
+            allocate(model, where)
         model.init_weights()  # type: ignore[no-untyped-call]
     if form is not None:
         quantise(model, form, dtype)
     return model
+
+
+def allocate(model: PreTrainedModel, where: Placement) -> None:
+    """Give the parts of a model that is on the meta device memory where they are to lie, uninitialised."""
+    for name, device in where.modules.items():
+        model.get_submodule(name).to_empty(device=device)
+    for module in model.modules():  # rotary frequencies, which `init_weights` computes
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=where.first)
+    model.tie_weights()
 
 
 def fallback_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class Frequencies:
         self.length = length
         self.device = device
         # A copy: the frequencies live in buffers, and a longer sequence that the original saw may have changed them.
-        self.rotary = copy.deepcopy(rotary)
+        self.rotary = copy.deepcopy(rotary).to(device)
         self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
         kinds = getattr(rotary, "rope_type", "default")
         self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
@@ -67,10 +68,11 @@ class Frequencies:
 
 
 class RopeTable(nn.Module):
-    """Looks up what a rotary module computes, bit for bit."""
+    """Looks up what a rotary module computes, bit for bit; `others` are the same frequencies on other devices."""
 
-    def __init__(self, frequencies: Frequencies, dtype: torch.dtype):
+    def __init__(self, frequencies: Frequencies, dtype: torch.dtype, others: Sequence[Frequencies] = ()):
         super().__init__()
+        self._elsewhere = {each.device: RopeTable(each, dtype) for each in others}
         self.length, self.complex = frequencies.length, frequencies.complex
         dtype = torch.float32 if self.complex else dtype  # the module asks no one else
         for layer_type in frequencies.layer_types:
@@ -79,7 +81,9 @@ class RopeTable(nn.Module):
             self.register_buffer(f"sin_{layer_type}", sin, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype whatever `x` is."""
-        del x
+        """Cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype, on the device of `x`."""
+        if x.device in self._elsewhere:
+            found: tuple[Tensor, Tensor] = self._elsewhere[x.device](x, position_ids, layer_type)
+            return found
         cos, sin = self.get_buffer(f"cos_{layer_type}"), self.get_buffer(f"sin_{layer_type}")
         return cos[position_ids], sin[position_ids]

@@ -121,7 +121,7 @@ def geometry_of(
     Raises KvcliError (usage) for a model that kvcli cannot run, naming the model type and the reason.
     """
     _refuse(config)
-    model = _build_on_meta(config, dtype)
+    model = build_on_meta(config, dtype)
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise refusal(config, "transformers names no output layer of it")
     text = config.get_text_config(decoder=True)
@@ -221,7 +221,8 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise refusal(config, "its layers select tokens themselves, by an index of their own (sparse attention)")
 
 
-def _build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model of shapes alone; raises KvcliError (usage) for a config that none can be made of."""
     config = copy.deepcopy(config)  # the attention implementation is stored in it
     try:
         with torch.device("meta"):

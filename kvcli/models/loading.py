@@ -17,9 +17,11 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, notices, quiet
 from kvcli.models.checkpoint_files import stored_tensors
+from kvcli.models.devices import placed, resolve_devices
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.place import bundled_model, find
+from kvcli.models.placement import Place, Placement, device_map, take_hooks_out
 from kvcli.models.quantising import have_plain_latents, settle
 from kvcli.models.weight_form import WIDER, WeightForm, Weights, form_of
 
@@ -31,8 +33,8 @@ class ModelSpec:
     """What the user asked for.
 
     `name` is a directory, a hub id or, with load_format "dummy", a config.json or a shape; None is the bundled demo
-    model. `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. `weights` are quantised
-    on loading, unless that is auto.
+    model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is auto, float32,
+    bfloat16 or float16. `weights` are quantised on loading, unless that is auto.
     """
 
     name: str | None = None
@@ -57,7 +59,8 @@ class ModelSpec:
 class Model:
     """A model ready to run: eval mode, no gradients, on `device` in `dtype`.
 
-    `source` says where its weights came from: bundled, directory, hub or dummy.
+    `source` says where its weights came from: bundled, directory, hub or dummy. Where its layers lie on several
+    devices, `placement` says on which, and `device` is the first.
     """
 
     module: PreTrainedModel
@@ -67,6 +70,12 @@ class Model:
     dtype: torch.dtype
     name: str
     source: str
+    placement: Placement | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        return self.placement or self.device
 
     def as_dict(self) -> dict[str, Any]:
         """Give what a report says of the model."""
@@ -75,7 +84,8 @@ class Model:
             "source": self.source,
             "type": self.module.config.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
+            "device": str(self.place),
+            **({} if self.placement is None else {"placement": self.placement.as_dict()}),
             "weights": self.geometry.weights,
             "weight_bytes": self.geometry.weight_bytes,
             "layers": self.geometry.depth,
@@ -113,6 +123,12 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
+    placement: Placement | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it will lie: on one device, or on several."""
+        return self.placement or self.device
 
     @property
     def name(self) -> str:
@@ -144,14 +160,15 @@ class Checkpoint:
         """
         try:
             with quiet():
-                made = (self.config, self.dtype, self.device, self.geometry.form)
+                made = (self.config, self.dtype, self.place, self.geometry.form)
                 module = random_model(*made) if self.spec.dummy else _weights(self)
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
         module.requires_grad_(False).train(False)
         settle(module, self.dtype)
         geometry_of_model(module, self.geometry)
-        return Model(module, self.tokenizer, self.geometry, self.device, self.dtype, self.name, self.source)
+        made_of = (self.device, self.dtype, self.name, self.source, self.placement)
+        return Model(module, self.tokenizer, self.geometry, *made_of)
 
 
 def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:
@@ -159,7 +176,8 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
 
     Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing or broken.
     """
-    device = resolve_device(spec.device)
+    devices = resolve_devices(spec.device)
+    device = devices[0]
     path = locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
@@ -171,12 +189,13 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
         check_files(path)
     if form is not None:
         form.require()
+    placement = placed(spec.device, config, dtype, geometry, devices)
     try:
         with quiet():
             tokenizer = _tokenizer(spec, path, geometry)
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
-    return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype)
+    return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype, placement)
 
 
 def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
@@ -188,27 +207,6 @@ def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | No
 def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
     """Open and load in one go; raises what `open_checkpoint` and `Checkpoint.load` raise."""
     return open_checkpoint(spec, config).load()
-
-
-def resolve_device(name: str) -> torch.device:
-    """Choose the device: auto takes the current CUDA device where there is one; raises KvcliError (usage) if absent."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if count else "cpu"
-    kind, _, number = name.partition(":")
-    if name == "cpu":
-        return torch.device("cpu")
-    if kind != "cuda" or (":" in name and not number.isdecimal()):
-        raise KvcliError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N", ExitCode.USAGE)
-    if not count:
-        raise KvcliError(
-            f"device {name!r} asked for, but torch sees no CUDA device", "use --device cpu", ExitCode.USAGE
-        )
-    index = int(number) if number else torch.cuda.current_device()
-    if index >= count:
-        known = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
-        raise KvcliError(f"there is no device {name!r}", f"there is {known}", ExitCode.USAGE)
-    return torch.device("cuda", index)
 
 
 def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -246,7 +244,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         _target(spec, path),
         config=config,
         dtype=checkpoint.dtype,
-        device_map={"": checkpoint.device},
+        device_map=device_map(checkpoint.place),
         local_files_only=_local(spec, path),
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # so that they are named below
@@ -270,6 +268,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         )
     if found["error_msgs"]:
         raise KvcliError(f"the weights of {spec.label} cannot be read: {' '.join(found['error_msgs'][0].split())}")
+    take_hooks_out(module)
     have_plain_latents(module, checkpoint.dtype)
     return module
 

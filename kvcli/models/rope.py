@@ -25,13 +25,17 @@ from kvcli.models.auto import Angles, rotate_halves, rotate_neighbours
 from kvcli.models.frequencies import Frequencies, RopeTable
 from kvcli.models.geometry import attention_modules, geometry_of_model
 from kvcli.models.layers import decoder_of, layer_type_of, refusal
+from kvcli.models.placement import Placement
 
 
 @contextmanager
-def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope]:
+def installed(
+    model: PreTrainedModel, lengths: Collection[int], placement: Placement | None = None
+) -> Iterator[Rope]:
     """Replace the rotary module of `model` by tables for sequences of these lengths, each when it ends, in tokens.
 
-    The original comes back at the end. Sequences whose frequencies are the same share a table.
+    The original comes back at the end. Sequences whose frequencies are the same share a table; where layers lie on
+    several devices, each has one.
     """
     decoder = decoder_of(model)
     original = getattr(decoder, "rotary_emb", None)
@@ -39,7 +43,7 @@ def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope
         yield NoRope(len(attention_modules(model)))
         return
     assert isinstance(original, nn.Module)
-    rope = Rope(model, original, lengths)
+    rope = Rope(model, original, lengths, placement)
     decoder.rotary_emb = rope
     try:
         yield rope
@@ -50,8 +54,15 @@ def installed(model: PreTrainedModel, lengths: Collection[int]) -> Iterator[Rope
 class Rope(nn.Module):
     """Drop-in for a decoder's `rotary_emb` that serves a batch of sequences of several lengths."""
 
-    def __init__(self, model: PreTrainedModel, original: nn.Module, lengths: Collection[int]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        original: nn.Module,
+        lengths: Collection[int],
+        placement: Placement | None = None,
+    ):
         super().__init__()
+        self._placement = placement
         self._model, self._original = (model,), (original,)  # tuples: no modules of this one
         self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
         self._rotary: dict[int, list[Rotary | None]] = {}
@@ -67,9 +78,17 @@ class Rope(nn.Module):
         frequencies = Frequencies(original, length, model.device)
         tables = {id(entry): entry for entry in self._of_length.values() if entry[0].length > length}
         same = next((entry for entry in tables.values() if frequencies.begin(entry[0])), None)
-        self._of_length[length] = same or (frequencies, RopeTable(frequencies, model.dtype))
-        if same is None:
-            self._rotary[id(frequencies)] = _per_layer(model, frequencies)
+        if same is not None:
+            self._of_length[length] = same
+            return
+        everywhere = {frequencies.device: frequencies}
+        for device in () if self._placement is None else self._placement.devices[1:]:
+            everywhere[device] = Frequencies(original, length, device)
+        _, *others = everywhere.values()
+        self._of_length[length] = frequencies, RopeTable(frequencies, model.dtype, others)
+        of_layers = [frequencies.device] * len(geometry_of_model(model).layers)
+        of_layers = of_layers if self._placement is None else list(self._placement.attending)
+        self._rotary[id(frequencies)] = _per_layer(model, [everywhere[device] for device in of_layers])
 
     def use(self, lengths: Sequence[int]) -> None:
         """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
@@ -210,13 +229,15 @@ class Rotary:
         return turned
 
 
-def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary | None]:
+def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list[Rotary | None]:
     text = model.config.get_text_config(decoder=True)
-    shared: dict[tuple[str | None, int], Rotary] = {}
+    shared: dict[tuple[int, str | None, int], Rotary] = {}
     rotary: list[Rotary | None] = []
     geometry = geometry_of_model(model)
     places = [place for place, each in enumerate(geometry.decoder) if each.attention]
-    for place, module, layer in zip(places, attention_modules(model), geometry.layers, strict=True):
+    for place, module, layer, frequencies in zip(
+        places, attention_modules(model), geometry.layers, of_layers, strict=True
+    ):
         if not layer.rope:
             rotary.append(None)
             continue
@@ -226,7 +247,7 @@ def _per_layer(model: PreTrainedModel, frequencies: Frequencies) -> list[Rotary 
             apply = rotate_neighbours if frequencies.complex else rotate_halves
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
-        key = (layer_type, layer.head_dim)
+        key = (id(frequencies), layer_type, layer.head_dim)
         if key not in shared:
             shared[key] = Rotary(frequencies, layer_type, apply, layer.head_dim)
         rotary.append(shared[key])

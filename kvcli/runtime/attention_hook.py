@@ -8,7 +8,7 @@ attends is responsible for causality. `Hook.run` is the one place that calls the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,7 +19,10 @@ from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
 from kvcli.models.latent import Latent, compressed
+from kvcli.models.layers import decoder_of
+from kvcli.models.placement import Placement
 from kvcli.models.temperature import Temperature, taken_out
+from kvcli.runtime.crossing import Crossing, crossing, current
 from kvcli.runtime.recurrent import States, stateful
 
 NAME = "kvcli"
@@ -35,11 +38,12 @@ class Handler(Protocol):
 class Hook:
     """Runs one model with attention of our own; made by `attached`.
 
-    Every attention module of the model points at it, `modules` has them in the order of the layers.
+    Every attention module of the model points at it, `modules` has them in the order of the layers. Where these lie on
+    several devices, `crossing` brings what they are given.
     """
 
-    def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]):
-        self.model, self.modules = model, modules
+    def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], crossing: Crossing | None = None):
+        self.model, self.modules, self.crossing = model, modules, crossing
         self.geometry = geometry_of_model(model)
         self.states: States | None = None  # of the current run
         self.latents = [Latent.of(module) for module in modules]
@@ -54,17 +58,18 @@ class Hook:
 
         Layers that keep a state go on from `states`; where that is None, the tokens are the first ones. Instead of
         tokens there may be what stands for them in the place of their embeddings, floats [b, n, D]. Returns the logits
-        [b, keep, vocab] of the last `keep` tokens.
+        [b, keep, vocab] of the last `keep` tokens, on the device where tokens go in.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self._handler, self.states = (self._handler, self.states), handler, states
         try:
-            with self.at(positions):
+            with self.at(positions), nullcontext() if self.crossing is None else self.crossing.running():
                 given = {name: tokens, "position_ids": positions}
                 out = self.model(**given, use_cache=False, logits_to_keep=keep)
         finally:
             self._handler, self.states = before  # a run may come between the chunks of another one
-        return out.logits  # type: ignore[no-any-return]
+        logits: Tensor = out.logits
+        return logits if self.crossing is None else logits.to(self.crossing.first)
 
     @contextmanager
     def at(self, positions: Tensor) -> Iterator[None]:
@@ -78,7 +83,22 @@ class Hook:
     def tempered(self, layer: int, q: Tensor) -> Tensor:
         """Scale a layer's queries q [b, H, n, d] of the tokens at `positions` where its attention has a temperature."""
         temperature = self.temperatures[layer]
-        return q if temperature is None else temperature(q, self.positions)
+        return q if temperature is None else temperature(q, self.positions.to(q.device))
+
+    @contextmanager
+    def ahead(self, layer: int, hidden: Tensor) -> Iterator[Tensor]:
+        """Within, work for a layer is done before its turn, with hidden states [b, n, D] that come to its device."""
+        if self.crossing is None:
+            yield hidden
+            return
+        device = next(self.modules[layer].parameters()).device
+        with current(device):
+            yield hidden.to(device)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each decoder layer lies."""
+        return [next(layer.parameters()).device for layer in decoder_of(self.model).layers]  # type: ignore[union-attr]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Pass a layer's attention on to the handler of the current run."""
@@ -87,14 +107,18 @@ class Hook:
 
 
 @contextmanager
-def attached(model: PreTrainedModel) -> Iterator[Hook]:
-    """Route the attention of `model` through the returned hook; leaves the model as it was.
+def attached(model: PreTrainedModel, placement: Placement | None = None) -> Iterator[Hook]:
+    """Route the attention of `model`, placed like this, through the returned hook; leaves the model as it was.
 
     Two models can be attached at once: the hook hangs on their modules, not on the registered function.
     """
     modules = attention_modules(model)
-    hook = Hook(model, modules)
-    before = attention_implementation(model)
+    with crossing(model, placement) as crossed:
+        yield from _routed(model, Hook(model, modules, crossed))
+
+
+def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
+    modules, before = hook.modules, attention_implementation(model)
     for layer, module in enumerate(modules):
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from kvcli.inputs.profiles import Profile
@@ -21,6 +20,7 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
+from kvcli.runtime.crossing import current
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.hidden_states import streamed
@@ -91,6 +91,7 @@ class Engine:
             question=question,
             prompt_tokens=prompt_tokens,
             states=self.model.geometry.states,
+            placement=self.model.placement,
         )
         context.tiers = context.tiers.above(self.disk)
         return context
@@ -246,8 +247,8 @@ class Engine:
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
         """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`.
 
-        Into a blocking pipeline others may join; `rows` is the least number of rows of its steps. With `lossless`
-        sequences bring a `reference`, which checks so many drafts in a pass.
+        Into a blocking pipeline others may join; `rows` is the least number of its rows. With `lossless` sequences
+        bring a `reference`, which checks so many drafts in a pass.
         """
         stepper = stepper_for(self.hook, self.rope, sequences, pipeline, self.notice, rows, lossless)
         return decode(stepper, sequences, timeline or Timeline())
@@ -288,11 +289,10 @@ def engine(
     `notice` takes a line for the user about work that was not asked for but takes time. On a `disk` lies what host
     memory is not to hold.
     """
-    here = torch.cuda.device(model.device if model.device.type == "cuda" else -1)  # -1: none; Triton launches on it
     with (
-        here,
-        attached(model.module) as hook,
+        current(model.device),
+        attached(model.module, model.placement) as hook,
         cpu_linears(model.module),
-        installed(model.module, capacities) as rope,
+        installed(model.module, capacities, model.placement) as rope,
     ):
         yield Engine(model, hook, rope, notice, disk)

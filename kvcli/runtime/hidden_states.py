@@ -55,9 +55,9 @@ class ResidentHiddenStates:
 
 
 class StreamedHiddenStates:
-    """Hidden states of n tokens in host memory, cut into `parts`, which each layer reads in turn.
+    """Hidden states of n tokens in host memory, cut into `parts`, which each layer reads in turn, on its device.
 
-    The first layer gets what `embed` makes of a part's tokens, [1, m, D].
+    The first layer gets what `embed` makes of a part's tokens, [1, m, D]. `devices` has that of every layer.
 
     Raises:
         KvcliError: reading and writing, where the system does not pin that memory (will not fit).
@@ -67,57 +67,68 @@ class StreamedHiddenStates:
         self,
         parts: Sequence[slice],
         embed: Callable[[slice], Tensor],
-        device: torch.device,
+        devices: Sequence[torch.device],
         streams: Streams | None = None,
     ):
-        self.parts, self.embed, self.device = list(parts), embed, device
+        self.parts, self.embed, self.devices = list(parts), embed, devices
         self.place = {part.start: at for at, part in enumerate(self.parts)}
-        self.streams = streams or streams_for(device)
-        self.embedded = 0  # parts that the first layer has read
+        self.streams = {device: streams or streams_for(device) for device in dict.fromkeys(devices)}
+        self.read_so_far = 0  # parts, of all layers
+        self._written: dict[int, Point] = {}  # when each part is there of the last layer that made it
         self._host: list[tuple[Future[Tensor], slice]] = []  # memory of each part, and its rows there
         self._arriving: deque[tuple[int, Tensor, Point]] = deque()
-        self._leaving: deque[tuple[Tensor, Point]] = deque()
+        self._leaving: deque[tuple[Tensor, Streams, Point]] = deque()
 
     def read(self, part: slice) -> Tensor:
         """Give a part [1, m, D], and have the next one come."""
-        at = self.place[part.start]
-        if self.embedded < len(self.parts):
-            self.embedded += 1
+        at, number = self.place[part.start], self.read_so_far
+        self.read_so_far += 1
+        if number < len(self.parts):
             return self.embed(part)
         if not self._arriving:
-            self._fetch(at)
+            self._fetch(number)
         found, hidden, arrived = self._arriving.popleft()
         assert found == at, f"part {at} is read after part {found - 1}"
-        self.streams.wait(arrived)
+        self._at(number)[1].wait(arrived)
         if len(self.parts) > 1:  # of the next layer once this one has all; the only part is not there yet
-            self._fetch((at + 1) % len(self.parts))
+            self._fetch(number + 1)
         return hidden
 
     def write(self, part: slice, out: Tensor) -> None:
         """Send what a layer has made of a part [1, m, D] to the host."""
-        host = self._memory(self.place[part.start], out)
+        at, streams = self.place[part.start], self._at(self.read_so_far - 1)[1]
+        host = self._memory(at, out)
         while self._leaving:  # the device lets go of memory for work that comes after the copy
-            self.streams.wait(self._leaving.popleft()[1])
-        left = self.streams.submit("hidden states", partial(_copy, host, out[0]), [self.streams.mark()])
-        self._leaving.append((out, left))
+            _, theirs, left = self._leaving.popleft()
+            theirs.wait(left)
+        left = self._written[at] = streams.submit("hidden states", partial(_copy, host, out[0]), [streams.mark()])
+        self._leaving.append((out, streams, left))
 
     def close(self) -> None:
         """Let what the device does next wait for all copies, and let go of the memory."""
-        self.streams.join()
+        for streams in self.streams.values():
+            streams.join()
         for held in (self._host, self._arriving, self._leaving):
             held.clear()
 
-    def _fetch(self, at: int) -> None:
-        """Begin to bring a part to the device, once all that was given to it so far is done."""
+    def _at(self, number: int) -> tuple[torch.device, Streams]:
+        """The device of the layer that reads so many parts after the first one, and its streams."""
+        device = self.devices[min(number // len(self.parts), len(self.devices) - 1)]
+        return device, self.streams[device]
+
+    def _fetch(self, number: int) -> None:
+        """Begin to bring a part to its layer's device, once all that was given to that so far is done."""
+        at, (device, streams) = number % len(self.parts), self._at(number)
         pinned = self._rows(at)
-        target = torch.empty_like(pinned, device=self.device)
-        arrived = self.streams.submit("hidden states", partial(_copy, target, pinned), [self.streams.mark()])
+        target = torch.empty_like(pinned, device=device)
+        work = partial(_copy, target, pinned)
+        arrived = streams.submit("hidden states", work, [streams.mark(), self._written[at]])
         self._arriving.append((at, target[None], arrived))
 
     def _memory(self, at: int, like: Tensor) -> Tensor:
         """Find a part's rows; in the first layer, memory for all rows like those of `like` [1, m, D] is asked for."""
         if not self._host:
-            tiers, width = Tiers.for_device(self.device, like.dtype), like.shape[2]
+            tiers, width = Tiers.for_device(like.device, like.dtype), like.shape[2]
             most = max(1, PIECE_BYTES // (width * like.dtype.itemsize))
             for parts in _gathered(self.parts, most):
                 begin, end = parts[0].start, parts[-1].stop

@@ -95,14 +95,22 @@ def _by_parts(
 class _Later:
     """Rotary angles of positions [1, s] that are looked up when they are cut."""
 
-    def __init__(self, look_up: Callable[[Tensor], Any], positions: Tensor):
-        self.look_up, self.positions = look_up, positions
+    def __init__(self, look_up: Callable[[Tensor, Tensor], Any], like: Tensor, positions: Tensor):
+        self.look_up, self.like, self.positions = look_up, like, positions
+
+    def to(self, device: torch.device) -> _Later:
+        """Look them up on another device."""
+        return _Later(self.look_up, self.like.to(device), self.positions.to(device))
+
+    def at(self, part: slice) -> Any:
+        """Look up those of a part."""
+        return self.look_up(self.like, self.positions[..., part])
 
 
 def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Later:
         like = x[:0, :0]  # which tells no more than where it is
-        return _Later(lambda positions: look_up(like, positions, *kind, **named), position_ids)
+        return _Later(lambda like, positions: look_up(like, positions, *kind, **named), like, position_ids)
 
     return forward
 
@@ -110,7 +118,7 @@ def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
 def _cut(arg: Any, part: slice, length: int) -> Any:
     """Slice what is as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
     if isinstance(arg, _Later):
-        return arg.look_up(arg.positions[..., part])
+        return arg.at(part)
     if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
         return arg[:, part]
     if isinstance(arg, tuple):

@@ -41,9 +41,10 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
         layer = before + 1
         wanting = [(row, method) for row, method in takers if layer in method.retrieval]
         if wanting:
-            queries = _project(hook, layer, hidden)  # [b, H, d]
-            for row, method in wanting:
-                method.take_next_query(layer, _rotated(method, layer, queries[row], method.caches[layer].length))
+            with hook.ahead(layer, hidden) as there:
+                queries = _project(hook, layer, there)  # [b, H, d]
+                for row, method in wanting:
+                    method.take_next_query(layer, _rotated(method, layer, queries[row], method.caches[layer].length))
 
     with _listening(hook, tell):
         yield
@@ -58,8 +59,9 @@ def foretelling(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor
 
     def hear(before: int, hidden: Tensor) -> None:  # hidden [b, 1, D]
         if before + 1 in layers:
-            q = _project(hook, before + 1, hidden)
-            tell(before + 1, q, getattr(hook.modules[before + 1], "scaling", q.shape[-1] ** -0.5))
+            with hook.ahead(before + 1, hidden) as there:
+                q = _project(hook, before + 1, there)
+                tell(before + 1, q, getattr(hook.modules[before + 1], "scaling", q.shape[-1] ** -0.5))
 
     with _listening(hook, hear):
         yield

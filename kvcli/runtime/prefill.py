@@ -156,14 +156,13 @@ class PrefillAttention:
         branches: Branches,
         consumers: Sequence[PrefillConsumer],
         layers: Sequence[LayerGeometry],
-        device: torch.device,
     ):
         self.branches, self.layers = branches, layers
         self.consumers = [PrefillFanout([consumer]) for consumer in consumers]
         self.rows = max(consumer.query_rows for consumer in consumers)
         self.start = len(branches.common)  # where the prompts part
         self.lengths = [self.start + len(rest) for rest in branches.rests]
-        self.offloader = PrefillOffloader(device)
+        self.offloaders: dict[torch.device, PrefillOffloader] = {}  # of each device on which layers lie
         self.branch: int | None = None  # the prompt being read; None at a layer's beginning
         self.done = 0  # its tokens of the current layer
         self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
@@ -198,12 +197,18 @@ class PrefillAttention:
         # What prompts have in common is read once, into rows that all of them copy.
         lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
         self.lent = lent is not None
+        self.offloader = self.offloaders.setdefault(k.device, PrefillOffloader(k.device))
         shape = self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]
         self.kv = self.offloader.buffer(shape, k.dtype) if lent is None else lent
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
             self.branches.known.fill(layer, self.kv[:, :, : self.done])
+
+    def finish(self) -> None:
+        """Wait until all KV was handed over."""
+        for offloader in self.offloaders.values():
+            offloader.finish()
 
     def _hand_over_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Let what can leave of the tokens so far, k and v [Hk, m, d], do so while the next chunk is computed.
@@ -264,13 +269,14 @@ def prefill_branches(
     Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped.
     """
     device, geometry = hook.model.device, hook.geometry
-    attention = PrefillAttention(branches, consumers, layers, device)
+    attention = PrefillAttention(branches, consumers, layers)
     tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
     positions = torch.tensor([branches.positions], device=device)  # [1, n]
     ends, size = branches.ends(), chunk or chunk_length(device)
     takers = [state_takers(consumer) for consumer in consumers]
     known = None if branches.known is None else branches.known.fill_state
-    states = PrefillStates(geometry.states, device, takers, attention.start, attention.lengths, branches.skip, known)
+    keeping = [each for each, layer in zip(hook.devices, geometry.decoder, strict=True) if layer.state]
+    states = PrefillStates(geometry.states, keeping, takers, attention.start, attention.lengths, branches.skip, known)
     marked = [(branch, mark) for branch, row in enumerate(takers) for taker in row for mark in taker.state_marks]
     marks = {branches.place(*each) for each in marked if geometry.states}
     stops = sorted({0, *ends, *(mark for mark in marks if mark > 0)})
@@ -280,10 +286,10 @@ def prefill_branches(
     at_once = [layer.state is not None and not next(kept).resumes for layer in geometry.decoder]
     last = [end - 1 for end in ends[-len(branches.rests) :]]
     with ExitStack() as stack:
-        stack.callback(attention.offloader.finish)
+        stack.callback(attention.finish)
         hidden = None
         if streamed(geometry, tokens.shape[1], hook.model.dtype.itemsize, device):
-            hidden = StreamedHiddenStates(parts, partial(_embedded, hook, tokens, positions), device)
+            hidden = StreamedHiddenStates(parts, partial(_embedded, hook, tokens, positions), hook.devices)
             stack.callback(hidden.close)
         stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
         # Those in host memory are stood for by something as long as they are.

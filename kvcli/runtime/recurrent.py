@@ -92,21 +92,21 @@ def state_takers(consumer: Any) -> list[StateTaker]:
 class PrefillStates(States):
     """States while prompts that begin alike are read: each prompt goes on from that of their common part.
 
-    A layer reads the common tokens from `skip` on, beginning with what `known` puts into the state, then each prompt's
-    own, up to the `lengths`, and hands the states over to the prompt's takers.
+    `devices` has that of each layer. A layer reads the common tokens from `skip` on, beginning with what `known` puts
+    into the state, then each prompt's own, up to the `lengths`, and hands the states over to the prompt's takers.
     """
 
     def __init__(
         self,
         layers: Sequence[StateGeometry],
-        device: torch.device,
+        devices: Sequence[torch.device],
         takers: Sequence[Sequence[StateTaker]],
         common: int,
         lengths: Sequence[int],
         skip: int = 0,
         known: Callable[[int, int, Tensors], None] | None = None,
     ):
-        self.layers, self.device, self.takers = layers, device, takers
+        self.layers, self.devices, self.takers = layers, devices, takers
         self.common, self.lengths, self.skip, self.known = common, lengths, skip, known
         self.branch, self.at = 0, 0
         self.now: StateCache | None = None  # of the layer that reads
@@ -152,7 +152,7 @@ class PrefillStates(States):
 
     def _zeros(self, layer: int) -> Tensors:
         return {
-            part.name: torch.zeros(1, *part.shape, dtype=part.dtype, device=self.device)
+            part.name: torch.zeros(1, *part.shape, dtype=part.dtype, device=self.devices[layer])
             for part in self.layers[layer].tensors
         }
 

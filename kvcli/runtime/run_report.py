@@ -9,6 +9,7 @@ import torch
 
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Model
+from kvcli.models.placement import all_of
 from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
 
@@ -21,15 +22,15 @@ def run_report(
     saved: Sequence[report.SavedPrompt] = (),
 ) -> report.Report:
     """Put the entries of a run's sequences together; `kv` is what their caches hold at its end."""
-    cuda = model.device.type == "cuda"
-    device_name = torch.cuda.get_device_name(model.device) if cuda else "CPU"
+    cuda, devices = model.device.type == "cuda", all_of(model.place)
+    device_name = ", ".join(map(torch.cuda.get_device_name, devices)) if cuda else "CPU"
     return report.Report(
         environment=report.environment() | {"device": device_name, "threads": torch.get_num_threads()},
         model=model.as_dict(),
         profile=profile.as_dict(),
         sequences=list(sequences),
         memory=report.Memory(
-            device_peak_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
+            device_peak_bytes=sum(map(torch.cuda.max_memory_allocated, devices)) if cuda else None,
             host_pinned_bytes=kv.host if cuda else 0,
             device_kv_bytes=kv.device,
             host_kv_bytes=kv.host,

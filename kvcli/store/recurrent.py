@@ -26,16 +26,16 @@ _BEFORE_END = 4  # pages: methods want to see the last queries of a prompt that 
 
 
 class RecurrentState:
-    """The state of one sequence: `layers` has the tensors of each layer by their names.
+    """The state of one sequence, each layer's in its memory: `layers` has the tensors of each by their names.
 
     `started` says whether any token was read. While sequences take steps together, their tensors are rows of one memory
     (`kvcli.runtime.recurrent`).
     """
 
-    def __init__(self, layers: Sequence[StateGeometry], tiers: Tiers):
+    def __init__(self, layers: Sequence[StateGeometry], tiers: Sequence[Tiers]):
         self.layers = [
-            {part.name: tiers.on_device(*part.shape, dtype=part.dtype).zero_() for part in layer.tensors}
-            for layer in layers
+            {part.name: its.on_device(*part.shape, dtype=part.dtype).zero_() for part in layer.tensors}
+            for layer, its in zip(layers, tiers, strict=True)
         ]
         self.started = False
 
@@ -50,9 +50,9 @@ class RecurrentState:
             tensor.copy_(tensors[name])
         self.started = True
 
-    def footprint(self) -> Footprint:
-        """Count the bytes held."""
-        return Footprint(device=sum(nbytes(*tensors.values()) for tensors in self.layers))
+    def footprints(self) -> list[Footprint]:
+        """Count the bytes held of each layer."""
+        return [Footprint(device=nbytes(*tensors.values())) for tensors in self.layers]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
         """A copy holds its own rows alone."""

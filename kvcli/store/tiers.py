@@ -43,6 +43,13 @@ class Tiers:
             return cls(device, torch.device("cpu"), dtype, pinned_allocator(device), pinned_staging(device))
         return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
 
+    def on(self, device: torch.device) -> Tiers:
+        """The same with another device, and the host's memory as that one reads it; meta stays meta."""
+        if device == self.device or self.device.type == "meta":
+            return self
+        other = Tiers.for_device(device, self.dtype)
+        return replace(self, device=device, pinned=other.pinned, staging=other.staging)
+
     def above(self, disk: DiskTier | None) -> Tiers:
         """The memory of one sequence, of which what host memory is not to hold lies on a disk, where there is one."""
         return self if disk is None else replace(self, disk=disk.share())

@@ -1,4 +1,4 @@
-"""Where the KV of prompts came from and what was saved of it, in words."""
+"""Where the KV of prompts came from, what was saved of it, and where the layers lay, in words."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ def origin_rows(report: Report, duration: Callable[[float], str]) -> list[tuple[
             what = f"{each.tokens:,} tokens of {each.source}, {_moved(each.bytes, each.write_ms, duration)}"
             rows.append(("saved", f"{what}, beside the prefill"))
     return rows
+
+
+def placement_rows(report: Report) -> list[tuple[str, str]]:
+    """Which layers lay on which device, where they were several."""
+    pieces = report.model.get("placement", ())
+    said = [f"{piece['device']} {_layers(*piece['layers'])}" for piece in pieces]
+    return [("layers", " · ".join(said))] if said else []
+
+
+def _layers(first: int, last: int) -> str:
+    return "none" if last < first else f"{first}" if last == first else f"{first}-{last}"
 
 
 def _moved(size: int, ms: float, duration: Callable[[float], str]) -> str:

@@ -122,7 +122,7 @@ def test_traffic_is_that_of_a_run(name):
             assert moved.bytes_to_device <= sum(step.recalled for step in stated)
         if moved.pages_requested:
             assert all(step.scored and step.scores for step in stated)
-        held = sum(vars(meta.footprint()).values())
+        held = meta.footprint().device + meta.footprint().host
         assert all(0 < step.attended <= held and step.scored <= held for step in stated)
 
 

@@ -30,7 +30,7 @@ def test_every_layer_and_step_is_full_attention_whatever_lay_in_the_buffers(prom
     steps, heads = 110, [HK, WIDE, HK, HK]
     layers = [LayerGeometry(i, H, count, D, 10 if i == 2 else None, True) for i, count in enumerate(heads)]
     method = new_method("offload", {}, layers, prompt + steps + 3, device=device)
-    for buffer in method.prefetcher.buffers:
+    for buffer in method.prefetchers[0].buffers:
         buffer.fill_(float("nan"))
     generator = torch.Generator().manual_seed(prompt)
     kv = [torch.randn(2, count, prompt + steps, D, generator=generator) for count in heads]

@@ -18,8 +18,9 @@ from transformers import AutoModelForImageTextToText
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models import place
+from kvcli.models.devices import resolve_device
 from kvcli.models.geometry import geometry_of
-from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config, resolve_device, resolve_dtype
+from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config, resolve_dtype
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -91,7 +91,9 @@ def test_memory_that_cannot_be_had_is_said_in_a_line(streaming, monkeypatch):
 def test_a_part_comes_while_the_one_before_is_computed():
     """Each part is asked for one part ahead, across layers too, but never before it was written."""
     parts = [slice(0, 3), slice(3, 6), slice(6, 7)]
-    states = StreamedHiddenStates(parts, lambda part: torch.zeros(1, part.stop - part.start, 2), torch.device("cpu"))
+    states = StreamedHiddenStates(
+        parts, lambda part: torch.zeros(1, part.stop - part.start, 2), [torch.device("cpu")] * 4
+    )
     for layer in range(4):
         for at, part in enumerate(parts):
             hidden = states.read(part)
@@ -105,7 +107,7 @@ def went_through(streams):
     """Hidden states of some parts after layers that add to them, each part by its own number."""
     parts = [slice(0, 3), slice(3, 6), slice(6, 7)]
     start = torch.arange(14.0).view(1, 7, 2)
-    states = StreamedHiddenStates(parts, lambda part: start[:, part].clone(), torch.device("cpu"), streams)
+    states = StreamedHiddenStates(parts, lambda part: start[:, part].clone(), [torch.device("cpu")] * 4, streams)
     out = []
     for layer in range(4):
         for part in parts:

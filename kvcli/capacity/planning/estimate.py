@@ -21,6 +21,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe
+from kvcli.models.placement import Place, Placement
 from kvcli.models.weight_form import ON_LOADING, WeightForm
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
@@ -31,13 +32,20 @@ _TRIED_BYTES = 512 << 20
 class Machine:
     """The machine that is planned for: free bytes by pool of memory and its rates, None where they are not known.
 
-    `here` is True for this machine, on which layers can be run.
+    `here` is True for this machine, on which layers can be run. Where the model's lie on several devices, `placement`
+    says on which; rates are those of the first.
     """
 
     device: torch.device
     free: dict[str, int]
     rates: MachineRates | None
     here: bool
+    placement: Placement | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the model will lie."""
+        return self.placement or self.device
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimat
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
+from kvcli.models.placement import Placement
 from kvcli.sizes import Share
 from kvcli.store.disk_tier import DiskTier
 from kvcli.store.recurrent import state_marks
@@ -32,7 +33,8 @@ class CapacityPlan:
     where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
     has the most of it. `disk` are the bytes that the prompts' KV takes once it is saved, `disk_rate` those that a disk
     reads in a second, where that was said. `tier` is the disk below host memory, where there is one, with so many bytes
-    `disk_free`. `weights` is the form that they are brought into on loading.
+    `disk_free`. `weights` is the form that they are brought into on loading, `placement`
+    where layers lie on several devices.
     """
 
     label: str
@@ -51,6 +53,7 @@ class CapacityPlan:
     tier: DiskTier | None = None
     disk_free: int | None = None
     weights: str = "auto"
+    placement: Placement | None = None
 
     @property
     def load_seconds(self) -> float | None:
@@ -70,6 +73,7 @@ class CapacityPlan:
             "batch_size": self.batch,
             "max_tokens": self.max_tokens,
             "weights": self.weights,
+            **({} if self.placement is None else {"placement": self.placement.as_dict()}),
             "memory": {
                 "weights": self.need.weights,
                 "kv_device": self.need.kv.device,
@@ -161,7 +165,7 @@ def plan_one(
         label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
 
     def need(length: int) -> Need:
-        lengths, device = {length: batch}, machine.device
+        lengths, device = {length: batch}, machine.place
         return memory.need(profile, subject.geometry, subject.dtype, lengths, max_tokens, 1, device=device, disk=tier)
 
     wanted = need(context)
@@ -169,7 +173,7 @@ def plan_one(
 
     def pools(length: int) -> dict[str, int]:
         found = need(length)
-        return found.on(machine.device) | ({} if tier is None else {"disk": found.kv.disk})
+        return found.on(machine.place) | ({} if tier is None else {"disk": found.kv.disk})
 
     longest = memory.longest_fitting(pools, free, LONGEST)
     method = memory.planned_method(profile, subject.geometry, context + max_tokens, subject.dtype, context)
@@ -180,7 +184,7 @@ def plan_one(
         batch=batch,
         max_tokens=max_tokens,
         need=wanted,
-        needed=wanted.on(machine.device),
+        needed=wanted.on(machine.place),
         free=machine.free,
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
@@ -189,6 +193,7 @@ def plan_one(
         tier=tier,
         disk_free=disk_free,
         weights=subject.weights,
+        placement=machine.placement,
     )
 
 

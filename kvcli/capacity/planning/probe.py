@@ -178,12 +178,12 @@ class RandomKV:
     def fill(self, methods: Sequence[AnyMethod], layers: Sequence[LayerGeometry], context: int) -> None:
         """Hand noise to methods, layer by layer, as the prefill of `context` tokens would."""
         for layer in layers:
-            k, v = both(self.kv(layer, context))
+            k, v = both(self.kv(layer, context).to(methods[0].context.device(layer.index)))
             softmax = Softmax(layer.head_dim**-0.5)
             for method in methods:
                 method.states.started = True  # on zeros
                 rows = min(context, max(_QUERIES, method.query_rows))
-                q = self.normal(layer.num_heads, rows, layer.head_dim)
+                q = self.normal(layer.num_heads, rows, layer.head_dim).to(k.device)
                 method.observe(layer.index, q, k, softmax)
                 for part in method.repeated:
                     some = min(rows, part.stop - part.start)

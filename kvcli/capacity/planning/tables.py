@@ -29,6 +29,9 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
         loads = "" if plan.load_seconds is None else f", loaded in {plan.load_seconds:,.3g} s"
         saved.append(f"{format_bytes(plan.disk)} for {plan.batch} x {plan.context:,} tokens{loads}")
     rows.append(("saved KV", "; ".join(saved)))
+    if (placement := plans[0].placement) is not None:
+        parts = (f"{piece.label}, {format_bytes(piece.weights)} of weights" for piece in placement.pieces)
+        rows.append(("layers", "; ".join(parts)))
     if (tiered := next((plan for plan in plans if plan.tier is not None), None)) is not None:
         assert tiered.tier is not None
         assert tiered.disk_free is not None

@@ -155,9 +155,9 @@ def _by_layer(sweep: Sweep, tallies: Sequence[PassageSums], model: Model) -> lis
 def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Sequence[Passage]) -> None:
     """Refuse what memory does not hold: the caches of all settings, and that of full attention, at once."""
     longest = max(passages, key=lambda passage: passage.capacity)
-    geometry, dtype, device, prompt = checkpoint.geometry, checkpoint.dtype, checkpoint.device, len(longest.prompt)
+    geometry, dtype, device, prompt = checkpoint.geometry, checkpoint.dtype, checkpoint.place, len(longest.prompt)
     alone = memory.need(reference_profile(), geometry, dtype, [prompt], len(longest.continuation), 1, device=device)
-    caches = (memory.kv_footprint(profile, geometry, longest.capacity, dtype, prompt) for profile in profiles)
+    caches = (memory.kv_footprint(profile, geometry, longest.capacity, dtype, prompt, device) for profile in profiles)
     needed, free = replace(alone, kv=sum(caches, alone.kv)).on(device), memory.available(device)
     for pool in needed:
         if needed[pool] > free[pool]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcli.capacity import memory
+from kvcli.capacity.need import by_pool
 from kvcli.errors import KvcliError
 from kvcli.inputs.variants import Variant
 from kvcli.methods.base import AnyMethod
@@ -94,14 +95,13 @@ class Evaluation:
 
     def _groups(self, variants: Sequence[Variant], prompt_tokens: int, capacity: int) -> Iterator[list[Variant]]:
         """Split variants so that the caches of each part fit into memory together; one alone is tried anyway."""
-        free = memory.available(self.model.device)
+        place, geometry, dtype = self.model.place, self.model.geometry, self.model.dtype
+        free = memory.available(place)
         group: list[Variant] = []
-        taken = {"host": 0, "device": 0}
+        taken = dict.fromkeys(free, 0)
         for variant in variants:
-            kv = memory.kv_footprint(variant.profile, self.model.geometry, capacity, self.model.dtype, prompt_tokens)
-            size = {"host": kv.host, "device": kv.device}
-            if "device" not in free:
-                size = {"host": kv.host + kv.device, "device": 0}
+            kv = memory.kv_footprint(variant.profile, geometry, capacity, dtype, prompt_tokens, place)
+            size = by_pool(kv, place)
             size = {pool: taken[pool] + self.plan.sampling.num_samples * size[pool] for pool in taken}
             if group and any(size[pool] > _SHARE * free[pool] for pool in free):
                 yield group

@@ -56,7 +56,7 @@ class PiecewiseStepper(Stepper):
         self.calls: list[Call] = []  # of the layers, in order
         self.logits: Tensor | None = None  # [b, vocab] of the last step
         rope.use([sequence.method.context.capacity for sequence in sequences])
-        if recorder is None and device.type == "cuda":
+        if recorder is None and device.type == "cuda" and hook.crossing is None:  # no CUDA graph spans devices
             recorder = CudaRecorder(device)
         self.recorder = recorder
         if recorder is not None:

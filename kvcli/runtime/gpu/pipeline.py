@@ -6,7 +6,9 @@ addresses are the same at every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +21,21 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import FromHost, StepPlan
+from kvcli.runtime.crossing import current
 from kvcli.runtime.gpu.layers import PlannedLayer
 from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
 from kvcli.runtime.gpu.streams import Streams
 from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
+
+
+class Side(NamedTuple):
+    """What layers on one device have in common: how long sequences are, what is found, and where work runs."""
+
+    lengths: StepLengths
+    log: Log
+    streams: Streams
+
 
 RECALL_STREAMS = 2
 """Streams that layers take in turns: one may still recall while the next selects."""
@@ -32,7 +44,8 @@ RECALL_STREAMS = 2
 class SlotPipeline:
     """Serves a batch by prefilled method objects, one a sequence, that state their step; takes their caches over.
 
-    `lengths` are the tokens whose KV exists. `rates` are for measurements, see `kvcli.runtime.gpu.synthetic`.
+    `lengths` are the tokens whose KV exists. `streams` are those of each device on which layers lie, or of all. `rates`
+    are for measurements on one device, see `kvcli.runtime.gpu.synthetic`.
 
     Raises:
         ValueError: the method cannot be served over slots.
@@ -42,20 +55,28 @@ class SlotPipeline:
         self,
         methods: Sequence[AnyMethod],
         lengths: Sequence[int],
-        streams: Streams,
+        streams: Streams | Mapping[torch.device, Streams],
         rates: DecisionRates | None = None,
     ):
         plan = methods[0].step_plan
         if plan is None or not methods[0].config.stays_in_place:
             raise ValueError("this method cannot be served over slots")
-        device = methods[0].context.tiers.device
-        self.methods, self.streams, self.rates = methods, streams, rates
-        self.lengths = StepLengths(lengths, len(methods[0].caches), device)
-        slots = [self._slots(layer) for layer in range(len(methods[0].caches))]
+        self.methods, self.rates = methods, rates
+        self.devices = [methods[0].context.device(layer) for layer in range(len(methods[0].caches))]
+        assert rates is None or len(set(self.devices)) == 1
+        of_device = {device: StepLengths(lengths, len(self.devices), device) for device in dict.fromkeys(self.devices)}
+        slots = [self._slots(layer, of_device[device]) for layer, device in enumerate(self.devices)]
         chosen = {layer for layer in methods[0].retrieval if plan.index is not None}
-        self.log = Log(
-            [_logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen], lengths, device
-        )
+        logged = {layer: _logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen}
+        self.sides = {
+            device: Side(
+                seen,
+                Log([each for layer, each in logged.items() if self.devices[layer] == device], lengths, device),
+                streams if isinstance(streams, Streams) else streams[device],
+            )
+            for device, seen in of_device.items()
+        }
+        self.lengths = of_device[self.devices[0]]
         self.forced: SyntheticDecisions | None = None
         self.layers = [
             self._layer(layer, each, plan if layer in methods[0].retrieval and not each.holds_all else StepPlan())
@@ -71,16 +92,19 @@ class SlotPipeline:
 
     def start(self) -> None:
         """Let the sequences take part. A step before that changes nothing: it can be tried out."""
-        self.lengths.start()
-        self.log.start()
+        for side in self.sides.values():
+            side.lengths.start()
+            side.log.start()
 
     def end(self, row: int) -> None:
         """Let a sequence take part no more."""
-        self.lengths.end(row)
+        for side in self.sides.values():
+            side.lengths.end(row)
 
     def advance(self) -> None:
         """Begin a step: the newest token of every sequence counts."""
-        self.lengths.advance()
+        for side in self.sides.values():
+            side.lengths.advance()
         if self.forced is not None:
             self.forced.advance(self.lengths.seen)
 
@@ -98,20 +122,23 @@ class SlotPipeline:
 
     def foretell(self, layer: int, q: Tensor, scale: float) -> None:
         """Let a layer choose with queries [b, H, d], not rotated yet, before the layer before it attends."""
-        rotations = self.turned[layer]
+        rotations, seen = self.turned[layer], self.sides[self.devices[layer]].lengths.seen
         turned = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotations else q.clone()
         for part, rotation in rotations:
-            rotate_newest(q[part], self.lengths.seen[part], rotation, turned[part])
+            rotate_newest(q[part], seen[part], rotation, turned[part])
         self.layers[layer].choose_ahead(turned, Softmax(scale))
 
     def settle(self) -> None:
         """End a step: everything in every stream is done, and what was found is kept."""
-        self.streams.join()
-        self.log.take()
+        for side in self.sides.values():
+            side.streams.join()
+            side.log.take()
 
     def count(self) -> None:
         """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""
-        self.log.count([method.context.counters for method in self.methods], range(self.counted, self.steps))
+        counters = [method.context.counters for method in self.methods]
+        for side in self.sides.values():
+            side.log.count(counters, range(self.counted, self.steps))
         self.counted = self.steps
 
     def finish(self) -> None:
@@ -129,13 +156,13 @@ class SlotPipeline:
         if self.steps - self.counted == STEPS:
             self.count()
 
-    def _slots(self, layer: int) -> BatchSlots:
+    def _slots(self, layer: int, lengths: StepLengths) -> BatchSlots:
         caches = [method.caches[layer] for method in self.methods]
         parts = [part for part in (cache.as_slots() for cache in caches) if part is not None]
         if len(parts) < len(caches):
             raise ValueError(f"not all of {len(caches)} caches have slots")
-        held, rotary = self.lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
-        return BatchSlots.of(caches, parts, self.lengths.seen, held, rotary)
+        held, rotary = lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
+        return BatchSlots.of(caches, parts, lengths.seen, held, rotary)
 
     def _rotations(self, layer: int) -> list[tuple[slice, Rotation]]:
         """How each sequence's queries of a layer are rotated, or all of them: nothing where they are not."""
@@ -146,9 +173,13 @@ class SlotPipeline:
         return [(part, rotary.rotation(d)) for part, rotary in zip(parts, rotaries, strict=False) if rotary is not None]
 
     def _layer(self, layer: int, slots: BatchSlots, plan: StepPlan) -> PlannedLayer:
-        active = self.lengths.active(slots)
+        seen, log, streams = self.sides[self.devices[layer]]
         stream = f"recall {layer % RECALL_STREAMS}"
-        parts = (layer, slots, plan, active, self.log.found.get(layer), self.streams, stream)
+        with current(self.devices[layer]) if len(self.sides) > 1 else nullcontext():
+            return self._planned(layer, slots, plan, (seen.active(slots), log.found.get(layer), streams, stream))
+
+    def _planned(self, layer: int, slots: BatchSlots, plan: StepPlan, beside: tuple[Any, ...]) -> PlannedLayer:
+        parts = (layer, slots, plan, *beside)
         if self.rates is None or plan.correction is None:
             return PlannedLayer(*parts)
         if self.forced is None:

@@ -52,7 +52,8 @@ class SlotStepper(Stepper):
         model = hook.model
         methods = [sequence.method for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
-        self.pipeline = SlotPipeline(methods, lengths, streams or streams_for(model.device), rates)
+        devices = {model.device, *map(methods[0].context.device, range(len(methods[0].caches)))}
+        self.pipeline = SlotPipeline(methods, lengths, streams or {each: streams_for(each) for each in devices}, rates)
         self.left = ExitStack()  # what is to be undone at the end
         if compiled:
             self.left.enter_context(compiled_layers(model))
@@ -66,7 +67,9 @@ class SlotStepper(Stepper):
         self.taking_part = list(range(len(sequences)))
         rope.use([method.context.capacity for method in methods])
         self.recorder = recorder
-        if model.device.type == "cuda" and not self.pipeline.waits_for_device:  # asked for, so nothing to tell
+        if recorder is None and hook.crossing is not None:
+            notice("layers lie on several devices, which no CUDA graph spans: a step's kernels are launched one by one")
+        elif model.device.type == "cuda" and not self.pipeline.waits_for_device:  # asked for, so nothing to tell
             self.recorder = recorder or CudaRecorder(model.device)
         if self.recorder is not None:
             with self.states.untouched():

@@ -11,7 +11,7 @@ from kvcli.telemetry.report import Report
 from kvcli.ui import summary
 from kvcli.ui.console.tables import bar_of, pairs_of, table_of
 from kvcli.ui.console.terminal import stderr_console
-from kvcli.ui.origins import origin_rows
+from kvcli.ui.origins import origin_rows, placement_rows
 
 _TIMELINE_LINES = 40
 _BAR = 24
@@ -29,7 +29,7 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
             for part in summary.folded(table, console.width):
                 console.print(table_of(part))
                 console.print()
-    rows += origin_rows(report, summary.duration) + summary.memory_rows(report)
+    rows += origin_rows(report, summary.duration) + placement_rows(report) + summary.memory_rows(report)
     if verbose:
         rows.append(("settings", summary.settings_line(report.profile)))
         rows.append(("versions", ", ".join(f"{key} {value}" for key, value in report.environment.items())))

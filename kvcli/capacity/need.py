@@ -1,0 +1,68 @@
+"""What a run takes of each pool of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcli.capacity.workspace import Workspace
+from kvcli.models.placement import Place, Placement
+from kvcli.store.cache import Footprint
+
+# Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
+RUNTIME_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a run: `weights`, `kv` of all sequences by tier, and what the longest `prefill` holds beside them.
+
+    `states` of `kv` are what layers keep in a fixed size.
+    """
+
+    weights: int
+    kv: Footprint
+    prefill: Workspace
+    states: int = 0
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the prefill on the device, and on each of several: all that is not a layer's own passes through."""
+        return self.prefill.on_device
+
+    def on(self, place: Place) -> dict[str, int]:
+        """Give the total by pool of memory; on a CPU both tiers are host memory, of several GPUs each is a pool."""
+        held, beside = by_pool(self.kv, place), self.workspace + RUNTIME_BYTES
+        if place.type != "cuda":
+            return {"host": held["host"] + self.weights + beside}
+        weights = weights_by_pool(self.weights, place)
+        for name in devices_of(place):
+            held[name] += beside + weights[name]
+        held["host"] += self.prefill.on_host + RUNTIME_BYTES
+        return held
+
+
+def weights_by_pool(weights: int, place: Place) -> dict[str, int]:
+    """Give the bytes of a model's weights by pool of memory; 0 where they are there already."""
+    if isinstance(place, Placement) and place.type == "cuda":
+        return {name: place.weights(device) if weights else 0 for name, device in devices_of(place).items()}
+    return {"device" if place.type == "cuda" else "host": weights}
+
+
+def by_pool(kv: Footprint, place: Place) -> dict[str, int]:
+    """Give the bytes of KV by pool of memory."""
+    if place.type != "cuda":
+        return {"host": kv.device + kv.host}
+    devices = devices_of(place)
+    of_each = kv.by_device or ((kv.device,) if len(devices) == 1 else (0,) * len(devices))
+    return dict(zip(devices, of_each, strict=True)) | {"host": kv.host}
+
+
+def devices_of(place: Place) -> dict[str, torch.device]:
+    """Name the pools of memory that are a GPU's; the host's is called host."""
+    if place.type != "cuda":
+        return {}
+    if isinstance(place, Placement):
+        return {str(device): device for device in place.devices}
+    return {"device": place}
