@@ -16,7 +16,7 @@ from kvcli.store.pinned import Wanted, pinned_allocator
 
 def prepare_host_memory(profile: Profile, checkpoint: Checkpoint, prompt_tokens: int, max_tokens: int) -> None:
     """Have a sequence's host memory get ready beside a GPU; what is not asked for, `forget_host_memory` lets go of."""
-    if checkpoint.device.type == "cuda":
+    if checkpoint.device.type == "cuda" and checkpoint.placement is None:  # each of several devices has its own
         wanted = host_tensors(profile, checkpoint.geometry, checkpoint.dtype, prompt_tokens, max_tokens)
         pinned_allocator(checkpoint.device).prepare(wanted)
 
