@@ -197,7 +197,9 @@ class PrefillAttention:
         # What prompts have in common is read once, into rows that all of them copy.
         lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
         self.lent = lent is not None
-        self.offloader = self.offloaders.setdefault(k.device, PrefillOffloader(k.device))
+        if k.device not in self.offloaders:
+            self.offloaders[k.device] = PrefillOffloader(k.device)
+        self.offloader = self.offloaders[k.device]
         shape = self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]
         self.kv = self.offloader.buffer(shape, k.dtype) if lent is None else lent
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
@@ -289,17 +291,15 @@ def prefill_branches(
         stack.callback(attention.finish)
         hidden = None
         if streamed(geometry, tokens.shape[1], hook.model.dtype.itemsize, device):
-            hidden = StreamedHiddenStates(parts, partial(_embedded, hook, tokens, positions), hook.devices)
+            hidden = StreamedHiddenStates(
+                parts, lambda part: embedded(hook, tokens[:, part], positions[:, part]), hook.devices
+            )
             stack.callback(hidden.close)
         stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
         # Those in host memory are stood for by something as long as they are.
         given = tokens if hidden is None else torch.zeros(*tokens.shape, 1, dtype=hook.model.dtype, device=device)
         logits = hook.run(attention, given, positions, len(last), states)
     return logits[0]
-
-
-def _embedded(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
-    return embedded(hook, tokens[:, part], positions[:, part])
 
 
 def _chunks(start: int, stop: int, size: int) -> list[slice]:
