@@ -29,9 +29,7 @@ from kvcli.models.placement import Placement
 
 
 @contextmanager
-def installed(
-    model: PreTrainedModel, lengths: Collection[int], placement: Placement | None = None
-) -> Iterator[Rope]:
+def installed(model: PreTrainedModel, lengths: Collection[int], placement: Placement | None = None) -> Iterator[Rope]:
     """Replace the rotary module of `model` by tables for sequences of these lengths, each when it ends, in tokens.
 
     The original comes back at the end. Sequences whose frequencies are the same share a table; where layers lie on

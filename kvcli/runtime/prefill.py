@@ -29,7 +29,7 @@ from kvcli.runtime.known_kv import KnownKV
 from kvcli.runtime.layer_major import layer_major
 from kvcli.runtime.recurrent import PrefillStates, state_takers
 from kvcli.store.cache import both
-from kvcli.store.prefill_offloader import PrefillOffloader
+from kvcli.store.prefill_offloader import PrefillOffloaders
 
 
 def chunk_length(device: torch.device) -> int:
@@ -162,7 +162,7 @@ class PrefillAttention:
         self.rows = max(consumer.query_rows for consumer in consumers)
         self.start = len(branches.common)  # where the prompts part
         self.lengths = [self.start + len(rest) for rest in branches.rests]
-        self.offloaders: dict[torch.device, PrefillOffloader] = {}  # of each device on which layers lie
+        self.offloaders = PrefillOffloaders()
         self.branch: int | None = None  # the prompt being read; None at a layer's beginning
         self.done = 0  # its tokens of the current layer
         self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
@@ -197,20 +197,13 @@ class PrefillAttention:
         # What prompts have in common is read once, into rows that all of them copy.
         lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
         self.lent = lent is not None
-        if k.device not in self.offloaders:
-            self.offloaders[k.device] = PrefillOffloader(k.device)
-        self.offloader = self.offloaders[k.device]
+        self.offloader = self.offloaders.on(k.device)
         shape = self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]
         self.kv = self.offloader.buffer(shape, k.dtype) if lent is None else lent
         self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
             self.branches.known.fill(layer, self.kv[:, :, : self.done])
-
-    def finish(self) -> None:
-        """Wait until all KV was handed over."""
-        for offloader in self.offloaders.values():
-            offloader.finish()
 
     def _hand_over_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Let what can leave of the tokens so far, k and v [Hk, m, d], do so while the next chunk is computed.
@@ -288,7 +281,7 @@ def prefill_branches(
     at_once = [layer.state is not None and not next(kept).resumes for layer in geometry.decoder]
     last = [end - 1 for end in ends[-len(branches.rests) :]]
     with ExitStack() as stack:
-        stack.callback(attention.finish)
+        stack.callback(attention.offloaders.finish)
         hidden = None
         if streamed(geometry, tokens.shape[1], hook.model.dtype.itemsize, device):
             hidden = StreamedHiddenStates(

@@ -79,3 +79,21 @@ class PrefillOffloader:
             self.stream.synchronize()
         self._lent.clear()
         self._without = None
+
+
+class PrefillOffloaders:
+    """An offloader for each device on which layers lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, PrefillOffloader] = {}
+
+    def on(self, device: torch.device) -> PrefillOffloader:
+        """Give that of a device."""
+        if device not in self._of:
+            self._of[device] = PrefillOffloader(device)
+        return self._of[device]
+
+    def finish(self) -> None:
+        """Wait until all work is done, and let go of the buffers."""
+        for offloader in self._of.values():
+            offloader.finish()
