@@ -91,8 +91,9 @@ def on_block_attention(monkeypatch, note):
         return block_attention(q, k, v, softmax, mask, causal)
 
     def watched_rows(q, k, v, softmax, mask=None, rows=None):
-        keys = torch.ones(k.shape[:2], dtype=torch.bool) if mask is None else mask.any(1)
-        note(keys if rows is None else torch.zeros_like(keys).scatter_(1, rows, True))
+        asked = k.shape[:2] if rows is None else rows.shape
+        read = torch.ones(asked, dtype=torch.bool) if mask is None else mask.any(1)
+        note(read if rows is None else torch.zeros(k.shape[:2], dtype=torch.bool).scatter_(1, rows, read))
         return attend(q, k, v, softmax, mask, rows)
 
     monkeypatch.setattr(few_rows, "attend", watched_rows)
