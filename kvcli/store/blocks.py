@@ -46,7 +46,7 @@ class BlockCache(LayerCache):
     def __init__(
         self, layer: LayerGeometry, capacity: int, layout: BlockLayout, rotary: Rotary | None, tiers: Tiers
     ) -> None:
-        budget, heads, d = layout.budget, layer.num_kv_heads, layer.head_dim
+        budget, size, heads, d = layout.budget, layout.budget.size, layer.num_kv_heads, layer.head_dim
         num_blocks = max(0, budget.count(capacity) - budget.window - budget.sink)
         self.layout, self.budget, self.rotary = layout, budget, rotary
         self.length = 0
@@ -54,13 +54,14 @@ class BlockCache(LayerCache):
         near = self.most_near()
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
         self.mass = tiers.on_device(near, dtype=torch.float32).zero_()
-        self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * budget.size, d) for _ in range(2))
-        self.pool = page_pool(heads, d, budget.size, num_blocks, tiers, kept=0 if budget.sink else 1)
+        self.sink_k, self.sink_v = (tiers.on_device(heads, budget.sink * size, d) for _ in range(2))
+        self.pool = page_pool(heads, d, size, num_blocks, tiers, kept=0 if budget.sink else 1)
         self.keys = tiers.on_device(self.most_blocks(num_blocks), heads, d)
-        self.slots = tiers.on_device(min(layout.slots, num_blocks + layout.beside), heads, 2, budget.size, d)
+        self.slots = tiers.on_device(min(layout.slots, num_blocks + layout.beside), heads, 2, size, d)
         self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)
         self.chosen = self.resident[:0]  # [k] slots last attended to
         self.kept = 0  # tokens of `keep`, in the last slots
+        self.cap = min(budget.window * size, capacity) - 1  # distance of what is not near, where positions are capped
 
     def most_blocks(self, pages: int) -> int:
         """How many blocks so many pages can be."""
@@ -279,7 +280,7 @@ class BlockCache(LayerCache):
         if self.rotary is None or self.layout.positions == "original":
             return q
         plain = self.unrotate(q, self.length - q.shape[1])
-        distance = torch.full((q.shape[1],), self.budget.window * self.budget.size - 1, device=q.device)
+        distance = torch.full((q.shape[1],), self.cap, device=q.device)
         if self.rotary.attention_scaling != 1:  # the keys, not being rotated, lack theirs: the queries get it
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))
         return self.rotary.rotate(plain, distance).to(q.dtype)

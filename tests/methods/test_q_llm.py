@@ -113,3 +113,17 @@ def test_a_short_prompt_keeps_all_of_its_blocks_beside_the_question():
         method.attend(0, *(torch.ones(heads, D) for heads in (H, HK, HK)), SOFTMAX)
     assert method.attended(0).all()
     assert method.retrieval[0].kept == 6
+
+
+def test_a_prompt_shorter_than_the_window_has_its_question_at_its_own_end():
+    """There are no rotations beyond the sequence's length, and the question is no further away than that."""
+    with installed(tiny_model("llama", layers=1), [30]) as rope:
+        method = new_method("q_llm", {**SETTINGS, "window": 40, "budget": 80}, layers(1), 30, rotary=rope.rotary(30))
+        asked = [torch.randn(heads, 5, D, generator=torch.Generator().manual_seed(1)) for heads in (H, HK, HK)]
+        method.take_preview(0, *asked, SOFTMAX)
+        q, k, v = (torch.randn(heads, 9, D, generator=torch.Generator().manual_seed(2)) for heads in (H, HK, HK))
+        out = method.attend_window(0, q, k, v, SOFTMAX)
+    near = Layer(0, "infllm", {**SETTINGS, "window": 40, "budget": 80, "positions": "capped"}, True, D**-0.5)
+    assert method.retrieval[0].kept == 4
+    assert out.isfinite().all()
+    assert not close(out.transpose(0, 1), near.window(*map(by_token, (q, k, v))))
