@@ -23,7 +23,11 @@ def evaluate(
     context: typer.Context,
     tasks: Annotated[
         str,
-        _TASKS.option("--tasks", "A,B", "Synthetic tasks, needle_grid, ppl, ppl:FILE, or files of benchmarks."),
+        _TASKS.option(
+            "--tasks",
+            "A,B",
+            "Synthetic tasks, needle_grid, needle_turns, ppl, ppl:FILE, files of benchmarks, requests:FILE.",
+        ),
     ],
     suite: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +39,8 @@ class Example:
     turns: tuple[tuple[str, str], ...] = ()
     """What follows on the prompt and is given before the answer that counts: the prompt's right answer and the next
     question, that one's, and so on."""
+    shared: str = ""
+    """The beginning of the prompt that is read before its question is known; the rest is given token by token."""
     continuation: str | None = None
     """A text that is fed token by token instead of generating one; its likelihood is what counts."""
 
@@ -55,7 +58,8 @@ def conversation(said: Sequence[tuple[str, str]], last: str) -> tuple[str, tuple
 class Cell:
     """Examples that share a figure of the table: `size` of one task, of one length and depth where those are chosen.
 
-    `length` is tokens of a prompt. Examples are made one at a time, when their turn has come, by `make`.
+    `length` is tokens of a prompt. Examples are made one at a time, when their turn has come, by `make`. Those of cells
+    of one `series` may have their prompts in common, by their number.
     """
 
     task: str
@@ -64,6 +68,7 @@ class Cell:
     metric: str
     size: int
     make: Callable[[int], Example]
+    series: str = ""
 
     @property
     def title(self) -> str:
@@ -132,6 +137,10 @@ def encode_example(
             ids = encode(Prompt(_SOURCE, text), template, tokenizer) + prefix
         cut = len(bare) - 2 * half
     turns = _turns(example, template, tokenizer, ids) if example.turns else []
+    if example.shared:
+        begun = encode(Prompt(_SOURCE, example.shared), template, tokenizer)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(begun, ids, strict=False))))
+        ids, turns = ids[:same], ids[same:] + turns
     return Encoded(ids, _bare(example.question, tokenizer), cut, fed, room, turns)
 
 

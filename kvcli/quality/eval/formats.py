@@ -6,6 +6,7 @@
 | `context`, `input`, `answers`, `dataset` | LongBench v1 |
 | `context`, `question`, `choice_A` to `choice_D`, `answer` | LongBench v2 |
 | `context`, `input`, `answer`, `options` | InfiniteBench; the file's name says which of its tasks |
+| `context`, `multi_turns` | SCBench (`scbench`); the file's name says which of its tasks |
 | `problem`, `answer`, `unique_id` or `subject` | MATH500 (`reasoning`) |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME (`reasoning`) |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA (`reasoning`) |
@@ -16,23 +17,32 @@ prompts for chat models and LongBench v2 by the likelihood of four letters. Here
 the benchmarks' own for open models, and every answer is generated, which is what a KV-cache method takes part in.
 """
 
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from kvcli.errors import usage_error
 from kvcli.inputs.validation import first_problem
 from kvcli.quality.eval.example import Example, conversation
-from kvcli.quality.eval.final_answer import LETTERS
 from kvcli.quality.eval.reasoning import AimeRow, GpqaRow, MathRow
-from kvcli.quality.eval.row import BenchmarkRow, Text, example_of, named, table_entry
+from kvcli.quality.eval.row import (
+    Answers,
+    BenchmarkRow,
+    Options,
+    Text,
+    example_of,
+    found,
+    four_options,
+    named,
+    table_entry,
+)
 from kvcli.quality.eval.row_files import read_rows
+from kvcli.quality.eval.scbench import ScBenchRow
 from kvcli.quality.eval.scorers import SCORERS, why_unscorable
 
 _MAX_TOKENS = 128
@@ -43,24 +53,7 @@ _GENERIC = "{context}\n\n{question}"
 _SHOWN_FIELDS = 12  # of a row that fits no benchmark
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    """One answer or a list of them, strings or numbers, as strings; empty where it is anything else."""
-    entries = value if isinstance(value, list) else [value]
-    if len(entries) == 1 and isinstance(entries[0], list):  # InfiniteBench's math_calc
-        entries = entries[0]
-    answers = [entry for entry in entries if isinstance(entry, str | int | float) and not isinstance(entry, bool)]
-    return tuple(map(str, answers)) if len(answers) == len(entries) and all(map(str, answers)) else ()
-
-
-def _answers(value: object) -> tuple[str, ...]:
-    if not (answers := _strings(value)):
-        raise ValueError("holds no answers")
-    return answers
-
-
-Answers = Annotated[tuple[str, ...], BeforeValidator(_answers)]
 Turn = Annotated[list[str], Field(min_length=2, max_length=2)]
-Options = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 
 
 class RulerRow(BenchmarkRow):
@@ -137,17 +130,13 @@ class InfiniteBenchRow(BenchmarkRow):
         references, options = self.answer, self.options
         values = {"context": self.context, "input": self.input}
         if entry["metric"] in ("choice", "function_choice"):
-            answer = references[0]
-            if len(options) != len(LETTERS) or answer not in (*options, *LETTERS):
-                raise ValueError("options are not four, with the answer among them")
-            values |= {f"option_{letter}": option for letter, option in zip(LETTERS, options, strict=True)}
-            right = options.index(answer) if answer in options else LETTERS.index(answer)
-            references = (options[right], LETTERS[right])
+            shown, references = four_options(references[0], options)
+            values |= shown
         elif task == "math_find":
-            wanted = _found(r"The .+ of", self.input).lower().removesuffix(" of")
+            wanted = found(r"The .+ of", self.input).lower().removesuffix(" of")
             values["prefix"] = f"What is {wanted} in the following list?"
         elif task == "code_run":
-            values["func_call"] = _found(r"func_[0-9]+\(-?[0-9]+\)", self.input)
+            values["func_call"] = found(r"func_[0-9]+\(-?[0-9]+\)", self.input)
             values["func"] = values["func_call"].partition("(")[0]
         return task, example_of(entry, values, references)
 
@@ -177,43 +166,41 @@ _FORMATS: tuple[type[BenchmarkRow], ...] = (
     LongBenchV2Row,
     InfiniteBenchRow,
     PlainRow,
+    ScBenchRow,
     MathRow,
     GpqaRow,
     AimeRow,  # the fewest fields: what is another benchmark's row as well is that one's
 )
 
 
-def read_examples(path: Path) -> dict[str, list[Example]]:
+def read_examples(path: Path, requests: bool = False) -> dict[str, list[Example]]:
     """Read a file; returns the examples of each task in it, in order.
+
+    Of rows with several queries each is a task of its own, in turns, or as `requests` of their own.
 
     Raises:
         KvcliError: there is no such file, it is no text, a row is no JSON object or lacks a field (its number is
             named), the file holds no examples, a task or metric is not known (usage).
     """
-    found: dict[str, list[Example]] = {}
+    tasks: dict[str, list[Example]] = {}
     for place, row in read_rows(path):
         nearest = min(_FORMATS, key=lambda each: each.missing(row))  # the first of those that miss nothing
         try:
-            task, example = nearest.model_validate(row).example(path)
-            if refused := why_unscorable(example.metric, example.references, example.choices):
-                raise ValueError(refused)
+            examples = list(nearest.model_validate(row).examples(path, requests))
+            for _, example in examples:
+                if refused := why_unscorable(example.metric, example.references, example.choices):
+                    raise ValueError(refused)
         except ValueError as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else error
             raise usage_error(f"{path}: {place}: {problem}", _hint(row)) from None
-        found.setdefault(task, []).append(example)
-    if not found:
+        for task, example in examples:
+            tasks.setdefault(task, []).append(example)
+    if not tasks:
         raise usage_error(f"{path}: holds no examples", "it should have a row for each")
-    return found
+    return tasks
 
 
 def _hint(row: Mapping[str, Any]) -> str:
     names = sorted(name for name in row if name.isidentifier() and len(name) < 40)
     have = ", ".join(names[:_SHOWN_FIELDS]) or "none"
     return f"it has {have}; at the least a row has context, question and answer"
-
-
-def _found(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
-        raise ValueError(f"input does not match {pattern!r}")
-    return found[0]

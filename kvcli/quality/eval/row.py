@@ -1,8 +1,9 @@
 """A row of a benchmark's file, and the tables that say what a benchmark asks and how it scores."""
 
+import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -10,10 +11,11 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict
 
 from kvcli.errors import usage_error
 from kvcli.quality.eval.example import Example
+from kvcli.quality.eval.final_answer import LETTERS
 
 _SPLITS = ("validation", "test", "train", "data")
 
@@ -25,6 +27,25 @@ def _not_blank(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """One answer or a list of them, strings or numbers, as strings; empty where it is anything else."""
+    entries = value if isinstance(value, list) else [value]
+    if len(entries) == 1 and isinstance(entries[0], list):  # InfiniteBench's math_calc
+        entries = entries[0]
+    answers = [entry for entry in entries if isinstance(entry, str | int | float) and not isinstance(entry, bool)]
+    return tuple(map(str, answers)) if len(answers) == len(entries) and all(map(str, answers)) else ()
+
+
+def _answers(value: object) -> tuple[str, ...]:
+    if not (answers := _strings(value)):
+        raise ValueError("holds no answers")
+    return answers
+
+
+Answers = Annotated[tuple[str, ...], BeforeValidator(_answers)]
+Options = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 
 
 class BenchmarkRow(BaseModel, ABC):
@@ -39,6 +60,17 @@ class BenchmarkRow(BaseModel, ABC):
         Raises:
             ValueError: the row holds a field in a form that its benchmark does not have; the message says which.
         """
+
+    def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
+        """Make the examples of the row, one where it has a single question; each with the name of its task.
+
+        Raises:
+            KvcliError: the row has no queries that could be `requests` (usage).
+            ValueError: as `example`.
+        """
+        if requests:
+            raise usage_error(f"{path}: its rows have no queries on one context", "name the file without requests:")
+        yield self.example(path)
 
     @classmethod
     def missing(cls, row: Mapping[str, Any]) -> int:
@@ -68,6 +100,31 @@ def table_entry(benchmark: str, task: str) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(table)}"
         raise usage_error(f"{benchmark} has no task {shortened(task)}", hint)
     return table[task]
+
+
+def four_options(answer: str, options: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Name the options of a choice for a prompt; returns also the right one's text and its letter.
+
+    Raises:
+        ValueError: they are not four, or the answer is neither one of them nor a letter.
+    """
+    if len(options) != len(LETTERS) or answer not in (*options, *LETTERS):
+        raise ValueError("options are not four, with the answer among them")
+    right = options.index(answer) if answer in options else LETTERS.index(answer)
+    shown = {f"option_{letter}": option for letter, option in zip(LETTERS, options, strict=True)}
+    return shown, (options[right], LETTERS[right])
+
+
+def found(pattern: str, text: str) -> str:
+    """Find the first match in a text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"input does not match {pattern!r}")
+    return match[0]
 
 
 def example_of(

@@ -1,5 +1,8 @@
 """Asking: every example is read once for all variants with exact prefill, then answered by each on its own.
 
+Several questions on one document are examples with the same prompt, which is read once for all of them: each is
+answered by a copy of what the method made of it.
+
 Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's. What
 a sample has said is kept as soon as it ends: a run that is cut off goes on with the samples that are missing.
 """
@@ -49,6 +52,16 @@ class Reading:
         self.share += sum(float(mask.float().mean()) for mask in masks.values()) / len(masks)
 
 
+@dataclass(frozen=True)
+class AskedExample:
+    """An example of a cell, and the samples that are `missing` of each variant, by its label."""
+
+    cell: Cell
+    example: Example
+    read: Encoded
+    missing: dict[str, list[int]]
+
+
 @dataclass
 class Evaluation:
     """A plan for a model; `run` fills `predictions`. A prompt that passes `most` tokens with its answer is cut."""
@@ -65,14 +78,15 @@ class Evaluation:
         self.observer.stage("eval", sum(cell.size for cell in cells) * len(self.plan.variants))
         for number, cell in enumerate(cells, 1):
             begun, known = time.perf_counter(), len(self.predictions)
-            for index in range(cell.size):
-                missing = [variant for variant in self.plan.variants if self._missing(cell, index, variant)]
-                self.observer.advance(len(self.plan.variants) - len(missing))
-                if missing:
-                    self._ask(cell, index, missing)
+            series = [each for each in cells if each.series == cell.series] if cell.series else [cell]
+            if cell is not series[0]:
+                continue
+            for index in range(max(each.size for each in series)):
+                self._ask_series([each for each in series if index < each.size], index)
             if len(self.predictions) > known:
                 taken = summary.duration(1000 * (time.perf_counter() - begun))
-                self.observer.notice(f"{cell.title}: done in {taken} ({number} of {len(cells)})")
+                done = number + len(series) - 1
+                self.observer.notice(f"{series[-1].title}: done in {taken} ({done} of {len(cells)})")
 
     def _missing(self, cell: Cell, index: int, variant: Variant) -> list[int]:
         """Which samples of an example have no prediction yet; a text that is fed is the same each time."""
@@ -80,16 +94,29 @@ class Evaluation:
         place = cell.task, cell.length, cell.depth, index, variant.label
         return [sample for sample in range(samples) if (*place, sample) not in self.predictions]
 
-    def _ask(self, cell: Cell, index: int, variants: Sequence[Variant]) -> None:
-        example = cell.make(index)
-        read = encode_example(example, self.plan.template, self.model.tokenizer, self.plan.max_tokens, self.most)
-        capacity = len(read.ids) + read.room
-        with engine(self.model, [capacity], self.observer.notice) as self._engine:
-            for group in self._groups(variants, len(read.ids), capacity):
-                missing = [self._missing(cell, index, variant) for variant in group]
-                for variant, answers in self._answers(example, read, group, missing):
+    def _ask_series(self, cells: Sequence[Cell], index: int) -> None:
+        """Ask what is missing of the examples of this number, those whose prompts are the same together."""
+        together: dict[tuple[int, ...], list[AskedExample]] = {}
+        for cell in cells:
+            missing = {variant.label: self._missing(cell, index, variant) for variant in self.plan.variants}
+            self.observer.advance(sum(not samples for samples in missing.values()))
+            if any(missing.values()):
+                example = cell.make(index)
+                options = self.plan.template, self.model.tokenizer, self.plan.max_tokens, self.most
+                asked = AskedExample(cell, example, encode_example(example, *options), missing)
+                together.setdefault(tuple(asked.read.ids), []).append(asked)
+        for questions in together.values():
+            self._ask(questions, index)
+
+    def _ask(self, questions: Sequence[AskedExample], index: int) -> None:
+        """Ask questions on one prompt, each of every variant of which an answer is missing."""
+        variants = [each for each in self.plan.variants if any(asked.missing[each.label] for asked in questions)]
+        ids, room = questions[0].read.ids, max(asked.read.room for asked in questions)
+        with engine(self.model, [len(ids) + room], self.observer.notice) as self._engine:
+            for group in self._groups(variants, len(ids), len(ids) + room):
+                for variant, asked, answers in self._answers(questions, room, group):
                     for answer in answers:
-                        place = cell.task, cell.length, cell.depth, index, variant.label
+                        place = asked.cell.task, asked.cell.length, asked.cell.depth, index, variant.label
                         self.predictions.add([Prediction(*place, **answer)])
                     self.observer.advance()
 
@@ -111,24 +138,30 @@ class Evaluation:
         yield group
 
     def _answers(
-        self, example: Example, read: Encoded, variants: Sequence[Variant], samples: Sequence[list[int]]
-    ) -> Iterator[tuple[Variant, Iterator[dict[str, Any]]]]:
-        """Let variants read a prompt together, and answer one after another, each its `samples`."""
-        contexts = [self._engine.context(len(read.ids), read.room, read.question) for _ in variants]
+        self, questions: Sequence[AskedExample], room: int, variants: Sequence[Variant]
+    ) -> Iterator[tuple[Variant, AskedExample, Iterator[dict[str, Any]]]]:
+        """Let variants read a prompt together, and answer one after another, each its questions on a copy of its own.
+
+        Of several questions, a method that looks at the prompt's question first sees the first one.
+        """
+        read = questions[0].read
+        contexts = [self._engine.context(len(read.ids), room, read.question) for _ in variants]
         methods = [
             self._engine.method(variant.profile, context) for variant, context in zip(variants, contexts, strict=True)
         ]
         begun = time.perf_counter()
         logits = self._engine.prefill(read.ids, methods)
         prefill_ms = 1000 * (time.perf_counter() - begun)
-        for variant, wanted in zip(variants, samples, strict=True):
-            # A method's memory is given back once it has answered.
-            yield variant, self._answer(example, read, methods.pop(0), logits.pop(0), prefill_ms, wanted)
+        for variant in variants:
+            method, expected = methods.pop(0), logits.pop(0)  # whose memory is given back once it has answered
+            missing = [asked for asked in questions if asked.missing[variant.label]]
+            for asked in missing:
+                own = method if asked is missing[-1] else self._fork(method, read, room)
+                yield variant, asked, self._answer(asked, own, expected, prefill_ms, asked.missing[variant.label])
 
     def _answer(
         self,
-        example: Example,
-        read: Encoded,
+        asked: AskedExample,
         method: AnyMethod,
         logits: Tensor,
         prefill_ms: float,
@@ -139,10 +172,8 @@ class Evaluation:
         Steps have a row for every sample of the plan, of which some may have ended or be known already: another number
         of rows is another order of sums, and a run that was cut off would go on to another text.
         """
-        forks = [
-            method.fork(self._engine.context(len(read.ids), read.room, read.question).counters, "sequence 0")
-            for _ in samples[1:]
-        ]
+        example, read = asked.example, asked.read
+        forks = [self._fork(method, read, read.room) for _ in samples[1:]]
         sequences = [
             self._sequence(read, each, sample, prefill_ms)
             for sample, each in zip(samples, [method, *forks], strict=True)
@@ -163,6 +194,9 @@ class Evaluation:
                     sequence.eos = ends
                 if not sequence.running:
                     yield self._entry(example, read, sequence, readings[sequence.sample])
+
+    def _fork(self, method: AnyMethod, read: Encoded, room: int) -> AnyMethod:
+        return method.fork(self._engine.context(len(read.ids), room, read.question).counters, "sequence 0")
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
         sampling = replace(self.plan.sampling, max_tokens=read.room, ignore_eos=bool(read.fed))

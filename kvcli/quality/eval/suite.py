@@ -1,8 +1,9 @@
 """Which cells a list of tasks and lengths comes to, and their examples.
 
 A task is a name of the synthetic suite (`kvcli/quality/tasks`), `needle_grid` (a single needle at every length and
-depth), `ppl` (how likely the right answer about four needles is, fed token by token), `ppl:FILE` (how likely the text
-of a file is after what stands before it), or a file of a benchmark (`formats`).
+depth), `needle_turns` (four needles, asked one after the other, each turn with a score), `ppl` (how likely the right
+answer about four needles is, fed token by token), `ppl:FILE` (how likely the text of a file is after what stands before
+it), or a file of a benchmark (`formats`); `requests:FILE` asks each of several queries on a context on its own.
 """
 
 import hashlib
@@ -27,15 +28,16 @@ from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.row_files import SUFFIXES
 from kvcli.quality.eval.scorers import check_installed
 from kvcli.quality.tasks import TASKS, TaskRow, make_row
+from kvcli.quality.tasks.turns import TURNS
 from kvcli.runtime.sampling import Sampling
 
 DEFAULT_LENGTH = 4096
 MAX_TOKENS = 80
 """Longest answer to a synthetic task, unless the right one takes more than four fifths of that."""
 
-GRID, PERPLEXITY = "needle_grid", "ppl"
+GRID, NEEDLE_TURNS, PERPLEXITY, REQUESTS = "needle_grid", "needle_turns", "ppl", "requests"
 _FED_TOKENS = 128  # of a text, after its beginning
-_NAMES = [*TASKS, GRID, PERPLEXITY]
+_NAMES = [*TASKS, GRID, NEEDLE_TURNS, PERPLEXITY]
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,17 @@ class Suite:
             depths = self.plan.depths
             for depth, length in product((row / max(depths - 1, 1) for row in range(depths)), lengths):
                 yield Cell(task, length, depth, "recall", limit, partial(self._asked, "niah_single", length, depth))
+        elif task == NEEDLE_TURNS:
+            for length, turn in product(lengths, range(TURNS)):
+                make = partial(self._turn, length, turn)
+                yield Cell(f"{task} turn {turn + 1}", length, None, "recall", limit, make, f"{task} {length}")
         elif task == PERPLEXITY:
             for length in lengths:
                 yield Cell(task, length, None, PERPLEXITY, limit, partial(self._fed_answer, length))
         elif task.startswith(f"{PERPLEXITY}:"):
             yield from self._text_cells(task, lengths)
+        elif task.startswith(f"{REQUESTS}:"):
+            yield from _file_cells(Path(task.removeprefix(f"{REQUESTS}:")), limit, requests=True)
         elif "/" in task or task.lower().endswith(SUFFIXES):
             yield from _file_cells(Path(task), limit)
         else:
@@ -129,6 +137,14 @@ class Suite:
         row, room = self._row_and_room(task, length, depth, index, self.plan.max_tokens or MAX_TOKENS)
         first, turns = conversation(row.turns, row.question)
         return Example(row.input, first, row.outputs, "recall", room, turns=turns)
+
+    def _turn(self, length: int, turn: int, index: int) -> Example:
+        """One turn of several: the row of all of them, up to this one's question."""
+        row, room = self._row_and_room("turns", length, None, index, self.plan.max_tokens or MAX_TOKENS)
+        questions = [*(question for question, _ in row.turns), row.question]
+        first, turns = conversation(row.turns[:turn], questions[turn])
+        references = (*row.turn_outputs, row.outputs)[turn]
+        return Example(row.input, first, references, "recall", room, turns=turns)
 
     def _row_and_room(
         self, task: str, length: int, depth: float | None, index: int, answer: int
@@ -182,7 +198,9 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 def digests(tasks: Sequence[str]) -> dict[str, str]:
     """Return twelve hexadecimal digits over each file among the tasks: same digits, same examples."""
-    files = {task: Path(task.removeprefix(f"{PERPLEXITY}:")) for task in tasks if task not in _NAMES}
+    prefixes = (f"{PERPLEXITY}:", f"{REQUESTS}:")
+    bare = {task: next((task.removeprefix(each) for each in prefixes if task.startswith(each)), task) for task in tasks}
+    files = {task: Path(path) for task, path in bare.items() if task not in _NAMES}
     return {task: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for task, path in files.items()}
 
 
@@ -190,13 +208,16 @@ def _fed(prompt: str, continuation: str, question: str, raw: bool) -> Example:
     return Example(prompt, question, (), PERPLEXITY, 0, raw=raw, continuation=continuation)
 
 
-def _file_cells(path: Path, limit: int) -> Iterator[Cell]:
-    for task, examples in read_examples(path).items():
+def _file_cells(path: Path, limit: int, requests: bool = False) -> Iterator[Cell]:
+    found = read_examples(path, requests)
+    several = any(example.turns or example.shared for examples in found.values() for example in examples)
+    for task, examples in found.items():
         metrics = {example.metric for example in examples}
         for metric in metrics:
             check_installed(metric)
         size = min(len(examples), limit)
-        yield Cell(task, None, None, metrics.pop() if len(metrics) == 1 else "mixed", size, examples.__getitem__)
+        metric = metrics.pop() if len(metrics) == 1 else "mixed"
+        yield Cell(task, None, None, metric, size, examples.__getitem__, str(path) if several else "")
 
 
 def _usage(what: str, hint: str) -> KvcliError:

@@ -33,6 +33,8 @@ class Draft:
     depth: float | None
     turns: tuple[tuple[str, str], ...] = ()
     """Questions and their right answers before `question`: of a conversation about one document."""
+    turn_outputs: tuple[tuple[str, ...], ...] = ()
+    """The strings that a right answer to each of these contains."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class TaskRow:
     question: str
     answer: str
     turns: tuple[tuple[str, str], ...] = ()
+    turn_outputs: tuple[tuple[str, ...], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as it stands in a JSONL file."""

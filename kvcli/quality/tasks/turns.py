@@ -1,4 +1,4 @@
-"""Several turns on one document: each question is about another fact, and only the last answer is scored.
+"""Several turns on one document: each question is about another fact. The task scores the last answer alone.
 
 What a method dropped because the first question did not need it is missed by the last one. The answers in between are
 given, right ones, so that the turns differ in nothing but what was read.
@@ -9,8 +9,10 @@ from kvcli.quality.tasks.needles import hidden_facts, named_facts
 from kvcli.quality.tasks.rows import Draft, RowRequest, require
 from kvcli.quality.tasks.text import NAMES
 
+TURNS = 4
 
-def conversation(request: RowRequest, turns: int = 4, spacing: int = 160) -> Draft:
+
+def conversation(request: RowRequest, turns: int = TURNS, spacing: int = 160) -> Draft:
     """A fact every `spacing` tokens and `turns` questions, one after another; the depth is that of the last fact."""
     require(1 <= turns <= len(NAMES), f"{turns} turns", f"choose between 1 and {len(NAMES)}")
     facts = named_facts(request.rng, min(max(request.length // spacing, turns), len(NAMES)))
@@ -19,4 +21,5 @@ def conversation(request: RowRequest, turns: int = 4, spacing: int = 160) -> Dra
     longest = max(asked, key=request.count_tokens)  # the one that the length is measured with, whichever comes first
     draft = hidden_facts(request, facts, [request.drawn_depth()], longest, told[0])
     earlier = tuple(zip(asked[1:], told[1:], strict=True))
-    return Draft(draft.document, asked[0], told[0], (facts[0][1],), draft.depth, earlier)
+    values = tuple((value,) for _, value in facts[1:turns])
+    return Draft(draft.document, asked[0], told[0], (facts[0][1],), draft.depth, earlier, values)

@@ -135,10 +135,10 @@ def test_samples_differ_and_come_again_with_the_seed(folder, tmp_path):
 def test_ctrl_c_leaves_what_was_answered(folder, tmp_path, monkeypatch):
     ask, file = Evaluation._ask, tmp_path / "p.jsonl"
 
-    def interrupted(self, cell, index, missing):
+    def interrupted(self, questions, index):
         if index == 1:
             raise KeyboardInterrupt
-        ask(self, cell, index, missing)
+        ask(self, questions, index)
 
     options = {"lengths": [500], "limit": 2, "max_tokens": 4, "predictions": file}
     with monkeypatch.context() as patched:

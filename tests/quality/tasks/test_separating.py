@@ -76,6 +76,7 @@ def test_turns_ask_for_different_facts_and_score_the_last():
     facts = dict(STATED.findall(got.document))
     assert len(set(names)) == 3
     assert got.outputs == (facts[names[-1]],)
+    assert got.turn_outputs == tuple((facts[name],) for name in names[:-1])
     assert [answer for _, answer in got.turns] == [f"The access code of {n} is {facts[n]}." for n in names[:-1]]
 
 
