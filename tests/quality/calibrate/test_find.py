@@ -23,6 +23,11 @@ SMALL = {"loki": {"budget": 32, "rank": 4}, "infinigen": {"budget": 32}, "razor"
 SMALL |= {"duoattention": {"sink": 4, "window": 16}}
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr("kvcli.quality.calibrate.gates.ROUNDS", 2)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
