@@ -163,7 +163,10 @@ class SampledTokenCache(LayerCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count as if every key were at right angles to every query: those nearer to it are sampled more often."""
+        """Count as if every key were at right angles to every query: those nearer to it are sampled more often.
+
+        The hash codes count as scored, although it is the host that reads them.
+        """
         far = max(0, length - self.near.sink - self.near.window)
         sampled = math.ceil(far * float(sampling_chance(torch.zeros(()), self.hashing.bits, self.hashing.tables)))
         return Traffic(
