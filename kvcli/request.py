@@ -74,7 +74,8 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
         what = f"method {request.profile.method!r} reads prompts by windows: KV of its own is neither saved nor loaded"
         raise usage_error(what, "take a method that reads exactly, or leave --kv, --save-kv and --kv-cache out")
     sources = [prompt.source for prompt in request.prompts]
-    return KVLibrary(request.kv, checkpoint, request.template, sources, observer.notice)
+    reading = request.profile.settings.prefill
+    return KVLibrary(request.kv, checkpoint, request.template, sources, observer.notice, reading)
 
 
 def open_disk(request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt]) -> DiskTier | None:

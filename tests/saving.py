@@ -42,9 +42,19 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def run(path, questions=QUESTIONS, method="freekv", text=TEXT, observer=None, template=None, max_tokens=8, **kv):
-    known = get_method(method).Config.model_fields
-    profile = resolve_profile(method, overrides={key: value for key, value in SMALL.items() if key in known})
+def run(
+    path,
+    questions=QUESTIONS,
+    method="freekv",
+    text=TEXT,
+    observer=None,
+    template=None,
+    max_tokens=8,
+    prefill="exact",
+    **kv,
+):
+    known, wanted = get_method(method).Config.model_fields, {**SMALL, "prefill": prefill}
+    profile = resolve_profile(method, overrides={key: value for key, value in wanted.items() if key in known})
     request = GenerationRequest(
         profile,
         tuple(Prompt("notes.txt", text, question) for question in questions),

@@ -10,7 +10,7 @@ import torch
 from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.runtime.hidden_states import CHUNKS_ON_DEVICE, streamed
-from kvcli.runtime.prefill import chunk_length
+from kvcli.runtime.layer_major import chunk_length
 from kvcli.store.footprint import nbytes
 from kvcli.store.prefill_offloader import prefill_buffers
 

@@ -52,6 +52,7 @@ class SequenceContext:
     placement: Placement | None = None  # of the layers, where they lie on several devices
     parking: Parking | None = None  # where what layers hold on the device waits while a long prompt is read
     attention_observer: AttentionObserver | None = None  # called after every `Method.attend`
+    prefill_statistics: Mapping[str, Any] | None = None  # what a prefill that was not exact left out
 
     @classmethod
     def of(

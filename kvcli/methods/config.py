@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.quantised_blocks import KVDtype
+from kvcli.methods._reading import PrefillPattern
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import Share
 from kvcli.store.cache import Tiers
@@ -83,6 +84,10 @@ class MethodConfig(BaseModel):
     stateless: ClassVar[bool] = True
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prefill: Annotated[str, AfterValidator(lambda text: str(PrefillPattern.of(text)))] = setting(
+        "exact", "how prompts are read: exact, a-shape or vertical-slash; with sizes as in a-shape:64,1K"
+    )
 
     @property
     def leading_dense_layers(self) -> int:

@@ -24,6 +24,7 @@ from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.prefill import Branches, prefill_branches
+from kvcli.runtime.read_together import check_reads_exactly
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.reader import SavedKV
 from kvcli.runtime.saved.writer import KVWriter
@@ -170,6 +171,7 @@ class Conversation:
 
     def _read_exactly(self, ready: Engine, ids: Sequence[int], method: AnyMethod) -> tuple[torch.Tensor, int]:
         """Read into a method what is not known yet -> logits [vocab] of the token that follows, and tokens read."""
+        check_reads_exactly("a chat", method.config)
         capacity, skip = method.context.capacity, 0
         if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
             known = min(in_common(self.ids, ids), self._kv.length)

@@ -28,7 +28,7 @@ from kvcli.runtime.linear import cpu_linears
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
 from kvcli.runtime.prefill import Branches, PrefillConsumer, prefill
-from kvcli.runtime.read_together import read_together
+from kvcli.runtime.read_together import check_reads_exactly, read_together
 from kvcli.runtime.repetition import find_documents, with_repetitions
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
@@ -115,6 +115,7 @@ class Engine:
             context.parking = Parking(context.tiers)
         method = method_class(profile.settings, self.layers, context)
         if method.prefill_window is not None:  # which goes through all layers, window by window
+            check_reads_exactly(profile.method, profile.settings)
             method.be_present()
         if method.wants_next_query:
             check_next_queries(self.hook, self.rope, method)
@@ -188,12 +189,10 @@ class Engine:
         find_documents(branches, methods)
         columns = list(zip(*methods, strict=True))
         exact = [column for column in columns if column[0].prefill_window is None]
-        read = list[Tensor]()
-        if exact:
-            how = branches, exact, advance, chunk, watchers
-            read = read_together(self.hook, self.rope, self.model.tokenizer, *how)
+        how = branches, exact, advance, chunk, watchers
+        read = iter(read_together(self.hook, self.rope, self.model.tokenizer, *how))
         logits = [
-            self._windowed(branches, column, advance, column[0].prefill_window) if column[0].prefill_window else read
+            self._windowed(branches, column, advance, window) if (window := column[0].prefill_window) else next(read)
             for column in columns
         ]
         return [list(row) for row in zip(*logits, strict=True)]

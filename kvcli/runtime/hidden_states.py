@@ -164,8 +164,9 @@ class _EmbeddedError(Exception):
         self.hidden = hidden
 
 
-def embedded(hook: Hook, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Give what the first decoder layer is given for tokens [1, n] at positions [1, n]: [1, n, D]."""
+def embedded_part(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
+    """Give what the first decoder layer is given for a part of tokens [1, n] at positions [1, n]: [1, m, D]."""
+    tokens, positions = tokens[:, part], positions[:, part]
     with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[arg-type, index]
         try:
             hook.run(_no_attention, tokens, positions)

@@ -1,4 +1,4 @@
-"""Exact prefill, layer-major in chunks.
+"""Prefill, layer-major in chunks; exact, but where sparse attention is asked for (`kvcli.runtime.sparse_prefill`).
 
 Each decoder layer runs over the whole prompt in chunks before the next one begins, so that only the hidden states, one
 layer's KV and the method's own store are ever as long as the prompt; MLP and projection intermediates are as long as a
@@ -24,17 +24,13 @@ from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded, streamed
+from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded_part, streamed
 from kvcli.runtime.known_kv import KnownKV
-from kvcli.runtime.layer_major import layer_major
+from kvcli.runtime.layer_major import chunk_length, layer_major
 from kvcli.runtime.recurrent import PrefillStates, state_takers
+from kvcli.runtime.sparse_prefill import SparseReading
 from kvcli.store.cache import both
 from kvcli.store.prefill_offloader import PrefillOffloaders
-
-
-def chunk_length(device: torch.device) -> int:
-    """Tokens of a chunk: enough for full-speed matrix products, and so few that the widest intermediate is small."""
-    return 4096 if device.type == "cuda" else 1024
 
 
 class PrefillConsumer(Protocol):
@@ -156,8 +152,9 @@ class PrefillAttention:
         branches: Branches,
         consumers: Sequence[PrefillConsumer],
         layers: Sequence[LayerGeometry],
+        sparse: SparseReading | None = None,
     ):
-        self.branches, self.layers = branches, layers
+        self.branches, self.layers, self.sparse = branches, layers, sparse
         self.consumers = [PrefillFanout([consumer]) for consumer in consumers]
         self.rows = max(consumer.query_rows for consumer in consumers)
         self.start = len(branches.common)  # where the prompts part
@@ -179,7 +176,10 @@ class PrefillAttention:
         self.kv[-1, :, self.done : stop] = v[0]
         seen_k, seen_v = both(self.kv[:, :, :stop])
         geometry = self.layers[layer]
-        out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
+        if self.sparse is not None and geometry.window is None:
+            out = self.sparse(layer, q[0], seen_k, seen_v, softmax)
+        else:
+            out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
         for consumer in self.consumers if stop <= self.start else self.consumers[self.branch :][:1]:
             consumer.observe(layer, q[0], seen_k, softmax)
         self.q = torch.cat((self.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else self.q
@@ -258,13 +258,15 @@ def prefill_branches(
     layers: Sequence[LayerGeometry],
     advance: Callable[[int], None],
     chunk: int | None = None,
+    sparse: SparseReading | None = None,
 ) -> Tensor:
     """Read prompts that begin alike, each into its consumer -> logits [b, vocab] of the tokens that follow them.
 
-    Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped.
+    Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped. Of what is
+    attended to `sparse` leaves out a part, in layers that do not attend to a window anyway.
     """
     device, geometry = hook.model.device, hook.geometry
-    attention = PrefillAttention(branches, consumers, layers)
+    attention = PrefillAttention(branches, consumers, layers, sparse)
     tokens = torch.tensor([branches.tokens], device=device)  # [1, n]
     positions = torch.tensor([branches.positions], device=device)  # [1, n]
     ends, size = branches.ends(), chunk or chunk_length(device)
@@ -284,9 +286,8 @@ def prefill_branches(
         stack.callback(attention.offloaders.finish)
         hidden = None
         if streamed(geometry, tokens.shape[1], hook.model.dtype.itemsize, device):
-            hidden = StreamedHiddenStates(
-                parts, lambda part: embedded(hook, tokens[:, part], positions[:, part]), hook.devices
-            )
+            embed = partial(embedded_part, hook, tokens, positions)
+            hidden = StreamedHiddenStates(parts, embed, hook.devices)
             stack.callback(hidden.close)
         stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
         # Those in host memory are stood for by something as long as they are.

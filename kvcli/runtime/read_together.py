@@ -1,4 +1,4 @@
-"""Reading prompts once for all methods that have them read exactly, with what else the model is to read for these."""
+"""Reading prompts once for all methods that have them read alike, with what else the model is to read for these."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcli.errors import usage_error
+from kvcli.methods._reading import PrefillPattern
 from kvcli.methods.base import AnyMethod
+from kvcli.methods.config import MethodConfig
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.known_kv import Lending, LentKV
 from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill_branches
 from kvcli.runtime.repetition import reach, with_repetitions
+from kvcli.runtime.sparse_prefill import SparseReading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +32,31 @@ def read_together(
     advance: Callable[[int], None],
     chunk: int | None,
     watchers: Sequence[PrefillConsumer],
-) -> list[Tensor]:
-    """Read prompts that begin alike -> logits [vocab] of each.
+) -> list[list[Tensor]]:
+    """Read prompts that begin alike -> logits [vocab] of each, for each of `columns`.
 
-    `columns` has the methods of each profile, one for each prompt; `watchers` get the first prompt's KV as well.
+    A column has the methods of a profile, one for each prompt; those whose prompts are read alike share the reading
+    (`MethodConfig.prefill`). What is known of the prompts was read as the first column says, whose `watchers` get the
+    first prompt's KV as well.
     """
+    logits = dict[str, list[Tensor]]()
+    for reading in dict.fromkeys(column[0].config.prefill for column in columns):
+        alike = [column for column in columns if column[0].config.prefill == reading]
+        logits[reading] = _read_alike(hook, rope, tokenizer, branches, alike, advance, chunk, watchers)
+        branches, watchers = replace(branches, known=None, skip=0), ()
+    return [logits[column[0].config.prefill] for column in columns]
+
+
+def _read_alike(
+    hook: Hook,
+    rope: Rope,
+    tokenizer: PreTrainedTokenizerBase,
+    branches: Branches,
+    columns: Sequence[Sequence[AnyMethod]],
+    advance: Callable[[int], None],
+    chunk: int | None,
+    watchers: Sequence[PrefillConsumer],
+) -> list[Tensor]:
     rows = [list(row) for row in zip(*columns, strict=True)]
     branches, repetitions = with_repetitions(branches, rows, tokenizer)
     reach(rope, branches, rows[0][0].context.capacity)
@@ -44,7 +68,20 @@ def read_together(
         branches = replace(branches, known=Lending(branches.known, caches, branches.skip))
     prompts = [PrefillFanout([*rows[0], *watchers]), *map(PrefillFanout, rows[1:])]
     consumers: list[PrefillConsumer] = [*repetitions, *prompts]
-    logits = list(prefill_branches(hook, branches, consumers, hook.geometry.layers, advance, chunk))
+    sparse = SparseReading.of(PrefillPattern.of(rows[0][0].config.prefill))
+    logits = list(prefill_branches(hook, branches, consumers, hook.geometry.layers, advance, chunk, sparse))
     for method in (method for row in rows for method in row):
         method.be_present()
+        method.context.prefill_statistics = None if sparse is None else sparse.statistics()
     return logits[len(repetitions) :]
+
+
+def check_reads_exactly(name: str, config: MethodConfig) -> None:
+    """Refuse sparse prefill where it has no place.
+
+    Raises:
+        KvcliError: it is asked for (usage).
+    """
+    if config.prefill != "exact":
+        what = f"prefill={config.prefill} is not for {name}, which reads prompts in its own way or shares what was read"
+        raise usage_error(what, "leave prefill at exact, or take another method")

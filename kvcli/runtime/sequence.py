@@ -121,7 +121,7 @@ class RunningSequence:
             correction=self.counters.correction(),
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),
-            method=self.method.statistics(),
+            method={**(self.method.context.prefill_statistics or {}), **self.method.statistics()},
             error=self.error,
             question=self.question,
             id=self.id,

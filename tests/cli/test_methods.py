@@ -63,8 +63,8 @@ def test_a_page_shows_settings_profiles_and_paper(warm):
         assert part in text
 
 
-def test_a_method_without_settings_says_so(warm):
-    assert "no settings" in warm("methods", "full").stdout
+def test_how_prompts_are_read_is_a_setting_of_every_method(warm):
+    assert "a-shape or vertical-slash" in " ".join(warm("methods", "full").stdout.split())
 
 
 def test_json_is_one_object(warm):

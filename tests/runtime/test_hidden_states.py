@@ -14,7 +14,7 @@ from kvcli.runtime import engine as engine_module
 from kvcli.runtime import prefill as prefill_module
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.engine import engine
-from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded, streamed
+from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded_part, streamed
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.sampling import Sampling
 
@@ -134,7 +134,7 @@ def test_what_the_first_layer_is_given():
     with torch.inference_mode():
         model(input_ids=ids)
     with torch.inference_mode(), attached(model) as hook:
-        found = embedded(hook, ids, torch.arange(9)[None])
+        found = embedded_part(hook, ids, torch.arange(9)[None], slice(0, 9))
     handle.remove()
     assert torch.equal(found, seen[0])
     assert "forward" not in vars(model.model.layers[0])

@@ -20,7 +20,7 @@ from kvcli.store.cache import Tiers
 
 
 class KVLibrary:
-    """Finds and keeps the KV of prompts of one model.
+    """Finds and keeps the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
 
     Raises:
         KvcliError: a directory cannot be used, or holds KV of another model (usage); it is damaged (runtime).
@@ -33,8 +33,10 @@ class KVLibrary:
         template: Template,
         sources: Sequence[str],
         notice: Callable[[str], None],
+        reading: str = "exact",
     ):
         self.options, self.checkpoint, self.template, self.notice = options, checkpoint, template, notice
+        self.reading = reading
         self.store = None if options.cache is None else KVStore(options.cache, options.cache_bytes)
         self.used: Manifest | None = None
         self.targets = {} if options.save is None else _targets(options.save.absolute(), sources)
@@ -58,9 +60,10 @@ class KVLibrary:
                 or is damaged (runtime).
         """
         identity = self.identity(rope)
+        root = identity.root_of(self.reading)
         if self.used is not None and self.options.use is not None:
             self._refuse_other(self.options.use, self.used, identity)
-            pages = self.used.same_pages(page_hashes(identity.root, ids))
+            pages = self.used.same_pages(page_hashes(root, ids))
             if not pages:
                 what = f"{self.options.use}: the prompt does not begin as what was saved of {self.used.asked.source}"
                 hint = "give the same document, --system and template options, or leave --kv out"
@@ -68,7 +71,7 @@ class KVLibrary:
             return SavedKV([Segment(self.options.use, self.used, pages)], tiers, self._stateful)
         if self.store is None:
             return None
-        while way := self.store.find(identity.root, ids):
+        while way := self.store.find(root, ids):
             try:
                 return SavedKV(way, tiers, self._stateful)
             except KVDamagedError as error:
@@ -90,17 +93,17 @@ class KVLibrary:
     def writers(self, prompt: EncodedPrompt, ids: Sequence[int], rope: str, found: SavedKV | None) -> list[KVWriter]:
         """Begin to save a prompt's KV where it is to be kept; `ids` are the tokens, `found` what was there of them."""
         identity, writers = self.identity(rope), []
-        asked = self._asked(prompt)
-        states = self.checkpoint.geometry.states
-        saving = Saving(ids, identity, asked, 0, identity.root, states)
+        root, asked = identity.root_of(self.reading), self._asked(prompt)
+        how = self.checkpoint.geometry.states, self.reading
+        saving = Saving(ids, identity, asked, 0, root, *how)
         if (folder := self.targets.get(prompt.source)) is not None and saving.pages:
             writers.append(KVWriter(saving, folder.parent, lambda _: folder))
         elif folder is not None:
             self.notice(f"{prompt.source}: nothing is saved of a prompt of less than {PAGE} tokens")
         if (store := self.store) is not None:
             there = 0 if found is None else found.length // PAGE
-            parent = identity.root if not there else page_hashes(identity.root, ids)[there - 1]
-            saving = Saving(ids, identity, asked, there, parent, states)
+            parent = root if not there else page_hashes(root, ids)[there - 1]
+            saving = Saving(ids, identity, asked, there, parent, *how)
             if saving.pages > 0:
                 if store.room_for(saving.pages * self._page_bytes + saving.nbytes):
                     writers.append(KVWriter(saving, store.folder, store.target, cached=True))
@@ -146,8 +149,11 @@ class KVLibrary:
         if theirs.rope != mine.rope:
             what = f"{folder}: saved with other rotary positions than a prompt and output of this length have"
             raise usage_error(what, "save it with an output as long, or read the document")
-        if manifest.reading != "exact" or manifest.first_page:
-            raise usage_error(f"{folder}: not a whole document that was read exactly", hint)
+        if manifest.reading != self.reading:
+            what = f"{folder}: saved of a document that was read with prefill {manifest.reading}, not {self.reading}"
+            raise usage_error(what, f"--set prefill={manifest.reading}, or read the document")
+        if manifest.first_page:
+            raise usage_error(f"{folder}: not a whole document", hint)
 
 
 def _targets(save: Path, sources: Sequence[str]) -> dict[str, Path]:

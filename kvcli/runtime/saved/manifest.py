@@ -47,8 +47,13 @@ class Identity(_Part):
 
     @property
     def root(self) -> str:
-        """What the chain of page hashes begins with."""
-        body = json.dumps([self.weights, self.tokenizer, self.rope, self.dtype, PAGE])
+        """What the chain of page hashes begins with where a prompt was read exactly."""
+        return self.root_of("exact")
+
+    def root_of(self, reading: str) -> str:
+        """What it begins with where the prompt was read as `MethodConfig.prefill` says."""
+        how = [] if reading == "exact" else [reading]
+        body = json.dumps([self.weights, self.tokenizer, self.rope, self.dtype, PAGE, *how])
         return hashlib.blake2b(body.encode(), digest_size=_HASH_BYTES).hexdigest()
 
 
@@ -89,7 +94,8 @@ class PromptRead(_Part):
 class Manifest(_Part):
     """A run of pages: `pages` are the hashes of those from page `first_page` of the prompt on, `tokens` their tokens.
 
-    `parent` is the hash of the page before, or the identity's root. `reading` says how the prompt was read: "exact".
+    `parent` is the hash of the page before, or the identity's root. `reading` says how the prompt was read, as
+    `MethodConfig.prefill` does: what is read sparsely has other KV.
     """
 
     format: int = 1
@@ -138,7 +144,7 @@ class Manifest(_Part):
 
     def problem(self) -> str | None:
         """Say what does not add up, if anything."""
-        if self.first_page == 0 and self.parent != self.model.root:
+        if self.first_page == 0 and self.parent != self.model.root_of(self.reading):
             return "its first page does not begin with the model"
         if len(self.tokens) != PAGE * len(self.pages) or self.pages != page_hashes(self.parent, self.tokens):
             return "a page hash is wrong"

@@ -52,6 +52,7 @@ class Saving:
     first: int
     parent: str
     states: Sequence[StateGeometry] = ()
+    reading: str = "exact"
 
     @property
     def pages(self) -> int:
@@ -211,6 +212,7 @@ class KVWriter:
             format=FORMAT if self.state_entries else 1,
             kvcli=version("kvcli"),
             model=saving.identity,
+            reading=saving.reading,
             first_page=saving.first,
             parent=saving.parent,
             tokens=tokens,

@@ -97,8 +97,7 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
     can = pairs_of(
         zip(LEGEND, Card(**{key: entry[key] for key in Card.__dataclass_fields__}).capabilities, strict=True)
     )
-    nothing = Text("no settings", style="dim")
-    found: list[RenderableType] = [head, Text(), can, Text(), settings if entry["settings"] else nothing]
+    found: list[RenderableType] = [head, Text(), can, Text(), settings]
     if entry["ablations"]:
         found += [Text("\nablations, run by --ablate", style="dim"), ablations]
     return Group(*found, Text("\nprofiles", style="dim"), profiles)

@@ -22,7 +22,8 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.manifest import read_manifest
 from kvcli.telemetry.observer import Observer
 
-WINDOWED = {"actqkv", "infllm", "lm_infinite"}
+WINDOWED = {"actqkv", "em_llm", "infllm", "lm_infinite", "q_llm"}
+OBSERVING = {"expected_attention", "h2o"}  # want every query
 
 
 class Notes(Observer):
@@ -57,13 +58,13 @@ def test_a_document_that_full_attention_read_is_opened_under_every_method(name, 
     report = run(path, method=name, use=saved, observer=notes)
     assert tokens(report) == [tokens(run(path, (question,), name))[0] for question in QUESTIONS]
     first, *others = (sequence.kv for sequence in report.sequences)
-    skipped = 0 if name == "h2o" else first.disk_tokens
-    assert (skipped > 0) is (name != "h2o")
+    skipped = 0 if name in OBSERVING else first.disk_tokens
+    assert (skipped > 0) is (name not in OBSERVING)
     assert skipped % 32 == 0
     assert first.read_tokens + skipped == report.sequences[0].prompt_tokens
     assert (first.disk_bytes > 0) is (skipped > 0)
     assert all(other.shared_tokens > skipped and other.disk_tokens == 0 for other in others)
-    assert any("see every query" in note for note in notes.notices) is (name == "h2o")
+    assert any("see every query" in note for note in notes.notices) is (name in OBSERVING)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
@@ -140,6 +141,21 @@ def test_another_model_another_tokenizer_another_dtype(path, saved, tmp_path):
     )
     with pytest.raises(KvcliError, match="saved in float32, not in bfloat16"):
         generate(ModelSpec(path, device="cpu", dtype="bfloat16"), request, Observer())
+
+
+def test_what_was_read_sparsely_goes_with_no_other_reading(path, saved, tmp_path):
+    reading, sparse, cache = "a-shape:8,32", tmp_path / "sparse", tmp_path / "cache"
+    run(path, ("",), "full", prefill=reading, save=sparse)
+    assert (read_manifest(saved).reading, read_manifest(sparse).reading) == ("exact", reading)
+    for wrong, folder in (("exact", sparse), ("a-shape:8,64", sparse), (reading, saved)):
+        with pytest.raises(KvcliError, match=f"read with prefill .*, not {wrong}") as caught:
+            run(path, prefill=wrong, use=folder)
+        assert caught.value.exit_code == ExitCode.USAGE
+    (first, *_) = run(path, method="quest", prefill=reading, use=sparse).sequences
+    assert first.kv.disk_tokens > 200
+    for prefill, known in (("exact", 0), (reading, 0), ("exact", 256)):
+        (first,) = run(path, QUESTIONS[:1], prefill=prefill, cache=cache).sequences
+        assert first.kv.disk_tokens == known
 
 
 def test_a_cache_saves_finds_and_continues(path, tmp_path):
