@@ -21,7 +21,7 @@ code takes one threshold a window. Exact while the context fits into the budget,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -31,14 +31,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.block_scores import dot_scores
-from kvcli.kernels.event_boundaries import refined, surprise, surprising
+from kvcli.kernels.event_boundaries import refined
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.block_layout import BlockLayout, Positions
 from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
-from kvcli.store.events import EventCache, Events
+from kvcli.store.events import EventCache, Events, Surprises
 from kvcli.store.pages import PageBudget
 from kvcli.telemetry.counters import Count
 
@@ -114,9 +114,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
         super().__init__(config, layers, context)
         self.usage = {layer: PhaseStats() for layer in self.retrieval}
         self.queue: dict[int, list[int]] = {layer: [] for layer in self.retrieval}  # neighbours, the newest first
-        self.surprises = torch.zeros(0, dtype=torch.float64)  # of the last tokens, up to position `judged`
-        self.judged = 0
-        self.expected: Tensor | None = None  # [1, vocab] logits of the token at `judged`
+        self.surprises = Surprises(config.window, config.gamma)
 
     def new_cache(self, layer: LayerGeometry) -> EventCache:
         """Keep near tokens, sinks, event keys and a budget of tokens on the device, the rest in host memory."""
@@ -154,16 +152,9 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
     @override
     def take_logits(self, first: int, ids: Sequence[int], logits: Tensor) -> None:
         """Find where events begin among the tokens of a window."""
-        if self.expected is not None and first == self.judged:
-            found = surprise(torch.cat((self.expected, logits[:-1])), ids)
-        else:  # the first token of all, or one behind generated tokens, is expected by nothing that is known
-            found = torch.cat((logits.new_zeros(1, dtype=torch.float64), surprise(logits[:-1], ids[1:])))
-        self.surprises = torch.cat((self.surprises.to(found.device), found))
-        begins = surprising(self.surprises, len(ids), self.config.window, self.config.gamma)
-        self.surprises, self.judged = self.surprises[-self.config.window :].clone(), first + len(ids)
-        self.expected = logits[-1:].clone()
+        begins = self.surprises.judge(first, ids, logits)
         if self.retrieval:
-            self.events.look((begins.nonzero()[:, 0] + first).tolist(), self.judged, self._refined())
+            self.events.look(begins, self.surprises.judged, self._refined())
 
     @override
     def statistics(self) -> dict[str, Any]:
@@ -194,7 +185,10 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
                 probe = cache.unrotate(q, cache.length - q.shape[1]).mean(1)
                 scores = dot_scores(probe, cache.block_keys)
             with self.span("select", layer):
-                chosen = sorted(self._chosen(layer, scores, room))
+                similar, self.queue[layer] = self.events.similar_and_near(
+                    scores, room, self.config.contiguity, self.queue[layer]
+                )
+                chosen = sorted(similar + self.queue[layer])
         with self.span("recall", layer):
             recalled = cache.recall_events(chosen)
         if len(chosen) == count and not recalled.events:
@@ -204,22 +198,3 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
         self.count_recalled(layer, recalled.tokens, recalled.moved)
         mean = float(scores[chosen].mean()) if len(chosen) < count and chosen else 0.0
         usage.add(len(chosen), recalled.events, recalled.moved, mean)
-
-    def _chosen(self, layer: int, scores: Tensor, room: int) -> list[int]:
-        """The events most similar, and neighbours of theirs and of events recalled before."""
-        beside = int(self.config.contiguity * room)
-        similar = self._fitting(scores.argsort(descending=True, stable=True).tolist(), room - beside)
-        around = [near for event in similar for near in (event + 1, event - 1) if 0 <= near < len(scores)]
-        left_out = dict.fromkeys(event for event in (*around, *self.queue[layer]) if event not in set(similar))
-        self.queue[layer] = self._fitting(left_out, beside)
-        return similar + self.queue[layer]
-
-    def _fitting(self, events: Iterable[int], room: int) -> list[int]:
-        """The first ones of `events`, as many as have `room`."""
-        taken = []
-        for event in events:
-            room -= self.events.size(event)
-            if room < 0:
-                break
-            taken.append(event)
-        return taken

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.event_boundaries import surprise, surprising
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.block_layout import BlockLayout
@@ -22,6 +23,27 @@ from kvcli.store.state import Settled
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
+
+
+class Surprises:
+    """How little the last `over` tokens read were expected, against which the next ones are held; up to `judged`."""
+
+    def __init__(self, over: int, gamma: float) -> None:
+        self.over, self.gamma = over, gamma
+        self.last = torch.zeros(0, dtype=torch.float64)
+        self.judged = 0
+        self.expected: Tensor | None = None  # [1, vocab] logits of the token at `judged`
+
+    def judge(self, first: int, ids: Sequence[int], logits: Tensor) -> list[int]:
+        """Find which of the tokens ids [n] from position `first` on surprise, by the logits [n, vocab] behind each."""
+        if self.expected is not None and first == self.judged:
+            found = surprise(torch.cat((self.expected, logits[:-1])), ids)
+        else:  # the first token of all, or one behind generated tokens, is expected by nothing that is known
+            found = torch.cat((logits.new_zeros(1, dtype=torch.float64), surprise(logits[:-1], ids[1:])))
+        all_of_them = torch.cat((self.last.to(found.device), found))
+        beginnings = surprising(all_of_them, len(ids), self.over, self.gamma).nonzero()[:, 0] + first
+        self.last, self.judged, self.expected = all_of_them[-self.over :].clone(), first + len(ids), logits[-1:].clone()
+        return beginnings.tolist()
 
 
 class Events:
@@ -56,6 +78,29 @@ class Events:
     def size(self, event: int) -> int:
         """Tokens of an event whose end is known."""
         return self.starts[event + 1] - self.starts[event]
+
+    def similar_and_near(
+        self, scores: Tensor, room: int, contiguity: float, queue: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Choose events of `room` tokens: those with the best scores [events], and neighbours of theirs.
+
+        The latter have the part `contiguity` of the room; those that were in it before, the `queue`, come behind.
+        """
+        beside = int(contiguity * room)
+        similar = self._fitting(scores.argsort(descending=True, stable=True).tolist(), room - beside)
+        around = [near for event in similar for near in (event + 1, event - 1) if 0 <= near < len(scores)]
+        left_out = dict.fromkeys(event for event in (*around, *queue) if event not in set(similar))
+        return similar, self._fitting(left_out, beside)
+
+    def _fitting(self, events: Iterable[int], room: int) -> list[int]:
+        """The first ones of `events`, as many as have `room`."""
+        taken = []
+        for event in events:
+            room -= self.size(event)
+            if room < 0:
+                break
+            taken.append(event)
+        return taken
 
     def settled(self) -> list[Settled]:
         """A beginning stays."""

@@ -134,14 +134,14 @@ def test_a_turn_goes_on_with_the_events_of_the_one_before():
 
     for start in range(0, 50, WINDOW):
         read(start, start + WINDOW)
-    assert method.surprises[-1] > 0
+    assert method.surprises.last[-1] > 0
     for _ in range(15):
         method.attend(0, *(torch.randn(heads, D, generator=noise) for heads in (H, HK, HK)), SOFTMAX)
     read(65, 75)
-    assert method.surprises[-10] == 0
-    assert method.judged == 75
+    assert method.surprises.last[-10] == 0
+    assert method.surprises.judged == 75
     read(75, 85)
-    assert method.surprises[-10] > 0
+    assert method.surprises.last[-10] > 0
 
 
 def test_the_footprint_is_that_of_the_plan():
