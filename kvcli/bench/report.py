@@ -83,7 +83,8 @@ class Case:
     `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`); None
     for peers. `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's,
     `floor_ms` the roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as
-    fast. A case that could not run has the reason in `error` and no figures.
+    fast. `prefill_ms` is the time in which the prompt was read, where it was: methods that read exactly do it together,
+    windows are read for each. A case that could not run has the reason in `error` and no figures.
     """
 
     label: str
@@ -102,6 +103,7 @@ class Case:
     counts: Counts | None = None
     device_kv_bytes: int | None = None
     host_kv_bytes: int | None = None
+    prefill_ms: float | None = None
     error: str | None = None
 
 

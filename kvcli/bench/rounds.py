@@ -94,6 +94,7 @@ class Rounds:
             counts=counts(last.counters, load.warmup) if last.counters else None,
             device_kv_bytes=None if last.footprint is None else last.footprint.device,
             host_kv_bytes=None if last.footprint is None else last.footprint.host,
+            prefill_ms=last.prefill_ms,
         )
 
     def _breakdown(self, label: str) -> Breakdown | None:

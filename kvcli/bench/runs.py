@@ -5,6 +5,7 @@ corrected and recalled follows the queries. Made-up KV spares a prefill that tak
 read (a document, or seeded ones) make selections that are the model's own.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -80,6 +81,10 @@ class ContextSource(Protocol):
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         """Make one method object a sequence, its context read; their spans go to `timeline`."""
 
+    def prefill_ms(self, profile: Profile) -> float | None:  # noqa: ARG002
+        """Milliseconds that the context took to read for a profile; None where it was not read."""
+        return None
+
 
 class RandomContext(ContextSource):
     """Hands noise to the methods instead of reading."""
@@ -98,24 +103,40 @@ class RandomContext(ContextSource):
 
 
 class ReadContext(ContextSource):
-    """Reads a prompt once for all profiles and keeps the result; every run continues copies of it."""
+    """Reads a prompt once for all profiles and keeps the result; every run continues copies of it.
+
+    Methods that read exactly do it together, and each has the time of all of them; windows are read for each method.
+    """
 
     def __init__(self, ids: Sequence[int], profiles: Sequence[Profile]):
         self.ids, self.profiles = ids, profiles
         self._kept: dict[str, AnyMethod] = {}
+        self._taken: dict[str, float] = {}
 
     @override
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         if not self._kept:
             contexts = [engine.context(len(self.ids), load.max_tokens) for _ in self.profiles]
             made = [engine.method(each, context) for each, context in zip(self.profiles, contexts, strict=True)]
-            engine.prefill(self.ids, made)
             self._kept = {each.hash: method for each, method in zip(self.profiles, made, strict=True)}
+            exact = [key for key, method in self._kept.items() if method.prefill_window is None]
+            for keys in ([exact] if exact else []) + [[key] for key in self._kept if key not in exact]:
+                self._taken |= dict.fromkeys(keys, self._read(engine, [self._kept[key] for key in keys]))
         master = self._kept[profile.hash]
         copies = [master.fork(Counters(len(engine.layers)), f"sequence {row}") for row in range(load.batch)]
         for copy in copies:
             copy.context.timeline = timeline
         return copies
+
+    @override
+    def prefill_ms(self, profile: Profile) -> float | None:
+        return self._taken.get(profile.hash)
+
+    def _read(self, engine: Engine, methods: Sequence[AnyMethod]) -> float:
+        """Read the prompt into methods, and wait for the result; returns the milliseconds."""
+        begun = time.perf_counter()
+        engine.prefill(self.ids, methods)[0].cpu()
+        return 1000 * (time.perf_counter() - begun)
 
 
 def seeded_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
@@ -129,7 +150,7 @@ class TimedRun:
     """One run: the wall time of each timed step, and what a method's loop knows beside it.
 
     `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline. `kv_bytes`
-    is what full attention reads at the last step.
+    is what full attention reads at the last step. `prefill_ms` is the time of the prompt, where it was read.
     """
 
     steps_ms: list[float]
@@ -138,6 +159,7 @@ class TimedRun:
     work: dict[str, Work] = field(default_factory=dict)
     kv_bytes: int = 0
     parts: list[StepParts] | None = None
+    prefill_ms: float | None = None
 
 
 class Candidate(Protocol):
@@ -223,7 +245,8 @@ class Decoding:
             products = products_of(self.model.module)
             parts = parts_of(replays, products)
             timeline.spans.extend(spans_of(replays, products))
-        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, kv_bytes, parts)
+        prefill_ms = self.source.prefill_ms(self.profile)
+        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, kv_bytes, parts, prefill_ms)
 
 
 def _total(counters: Sequence[Counters], count: Count) -> int:

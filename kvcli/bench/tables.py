@@ -30,13 +30,13 @@ def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]
 def steps_table(cases: Sequence[Case]) -> Table:
     """Tabulate step times with their spread, the speedup over the first case, and transfers."""
     times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline", "equivalent")
-    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host")
+    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host", "prefill")
     return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
 
 
 def _steps_row(case: Case) -> tuple[str, ...]:
     if case.step_ms is None:
-        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 12)
+        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 13)
     step, counts = case.step_ms, case.counts
     corrected = missed = recalled = exposed = "-"
     if counts is not None:
@@ -62,6 +62,7 @@ def _steps_row(case: Case) -> tuple[str, ...]:
         exposed,
         "-" if case.device_kv_bytes is None else format_bytes(case.device_kv_bytes),
         "-" if not case.host_kv_bytes else format_bytes(case.host_kv_bytes),
+        "-" if case.prefill_ms is None else duration(case.prefill_ms),
     )
 
 

@@ -170,9 +170,15 @@ def test_runs_take_turns_and_each_is_followed_by_the_one_taken_apart(checkpoint,
 
 @pytest.mark.parametrize("read", [True, False])
 def test_reading_is_said_and_gives_the_models_own_selections(checkpoint, read):
-    found = profile(request(checkpoint, "freekv", "full", read=read, batches=(2,)), Observer()).report
+    found = profile(request(checkpoint, "freekv", "full", "infllm", read=read, batches=(2,)), Observer()).report
     assert found.options["kv"] == ("read" if read else "made up")
     assert all(case.error is None and case.batch == 2 for case in found.cases)
+    freekv, full, infllm = (case.prefill_ms for case in found.cases)
+    if read:  # exactly, together; and by windows, alone
+        assert freekv == full != infllm
+        assert min(full, infllm) > 0
+    else:
+        assert freekv is full is infllm is None
 
 
 def test_a_document_is_cut_to_the_context_or_taken_whole(checkpoint):
