@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -82,12 +82,12 @@ def advise(
             shape = (rung.subject, machine, rung.label, rung.profile, context, batch, max_tokens, tier, free)
             short = _lacks(*shape)
             if not short:
-                found.append(replace(plan_one(*shape), disk_rate=disk_rate))
+                found.append(plan_one(*shape, disk_rate=disk_rate))
                 break
             nearest.append((short, shape))
     if not found:
         least = sorted(nearest, key=lambda pair: pair[0])[:MOST]
-        return [replace(plan_one(*shape), disk_rate=disk_rate) for _, shape in least]
+        return [plan_one(*shape, disk_rate=disk_rate) for _, shape in least]
     return sorted(found, key=lambda plan: plan.times.step if plan.times is not None else 0.0)[:MOST]
 
 

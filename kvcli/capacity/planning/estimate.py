@@ -23,6 +23,7 @@ from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe
 from kvcli.models.placement import Place, Placement
 from kvcli.models.weight_form import ON_LOADING, WeightForm
+from kvcli.store.footprint import Footprint
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
 _TRIED_BYTES = 512 << 20
@@ -79,12 +80,31 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
+class DiskReads:
+    """A disk of `rate` bytes a second, from which the part `missing` of what is fetched comes.
+
+    That is the part of the KV that the host's cache does not hold: what steps would miss that ask for all of it evenly.
+    """
+
+    rate: float
+    missing: float
+
+    @classmethod
+    def of(cls, rate: float | None, held: Footprint) -> DiskReads | None:
+        """Find what a sequence that holds so much in files will read; None where nothing lies there."""
+        if rate is None or not held.disk:
+            return None
+        return cls(rate, max(0.0, 1 - held.host / held.disk))
+
+
+@dataclass(frozen=True)
 class Times:
     """Seconds of the prefill of all prompts and of a decode step, with the roofline of the step and of its phases.
 
     `tried` of `layers` layers were run, on `tried_length` tokens; where it is 0, `prefill` and `step` are rooflines,
     too. `missed` is the part of the selected pages that those layers recalled; it is None where nothing was selected,
-    and then all selected pages are taken to be recalled.
+    and then all selected pages are taken to be recalled. Of a disk a step reads so many bytes `from_disk`, and waits
+    for them but where nothing was run: there reads go on beside the step.
     """
 
     prefill: float
@@ -95,14 +115,21 @@ class Times:
     missed: float | None = None
     tried: int = 0
     tried_length: int = 0
+    from_disk: int = 0
 
 
 def estimate(
-    subject: PlannedRun, machine: Machine, profile: Profile, method: AnyMethod, context: int, batch: int
+    subject: PlannedRun,
+    machine: Machine,
+    profile: Profile,
+    method: AnyMethod,
+    context: int,
+    batch: int,
+    disk: DiskReads | None = None,
 ) -> Times | None:
     """Estimate the times of `batch` prompts of `context` tokens; None where the rates are not known.
 
-    `method` is the method object of one of them, on the meta device.
+    `method` is the method object of one of them, on the meta device. What it fetches comes in part from a `disk`.
     """
     rates, itemsize = machine.rates, subject.dtype.itemsize
     if rates is None:
@@ -122,15 +149,18 @@ def estimate(
     # Layers that ran faster than the rates allow show that the rates are too low: they were measured while other
     # programs used the machine, or the layers fit into the processor's caches.
     scale = min(1.0, step / least)
+    from_disk = 0 if disk is None else round(disk.missing * sum(part.to_device for part in work.values()))
+    reading = 0.0 if disk is None else from_disk / disk.rate
     return Times(
         prefill=batch * prefill,
-        step=step,
-        roofline=scale * least,
+        step=max(step, reading) if tried is None else step + reading,
+        roofline=max(scale * least, reading),
         phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
         layers=subject.geometry.depth,
         missed=missed,
         tried=0 if tried is None else len(tried.layers),
         tried_length=0 if tried is None else tried.length,
+        from_disk=from_disk,
     )
 
 

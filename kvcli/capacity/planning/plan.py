@@ -6,14 +6,14 @@ Memory is counted as `generate` counts it before it refuses a run (`kvcli.capaci
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from kvcli.capacity import memory
 from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.memory import RUNTIME_BYTES, Need
-from kvcli.capacity.planning.estimate import Machine, PlannedRun, Times, estimate
+from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
@@ -144,8 +144,7 @@ def plan(
         if disk is not None and profile.settings.on_host:
             tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])
             disk_free = shutil.disk_usage(tier.folder).free
-        found = plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free)
-        yield replace(found, disk_rate=disk_rate)
+        yield plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free, disk_rate)
 
 
 def plan_one(
@@ -158,8 +157,12 @@ def plan_one(
     max_tokens: int,
     tier: DiskTier | None = None,
     disk_free: int | None = None,
+    disk_rate: float | None = None,
 ) -> CapacityPlan:
-    """Plan one combination, with what host memory is not to hold in a `tier` of so many free bytes."""
+    """Plan one combination, with what host memory is not to hold in a `tier` of so many free bytes.
+
+    `disk_rate` is what a disk reads in a second, that of the tier too.
+    """
     resolved = profile.for_prompt(context)
     if isinstance(getattr(profile.settings, "budget", None), Share):
         label = f"{label} = {getattr(resolved.settings, 'budget', 0):,}"
@@ -188,10 +191,11 @@ def plan_one(
         free=machine.free,
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
-        times=estimate(subject, machine, resolved, method, context, batch),
+        times=estimate(subject, machine, resolved, method, context, batch, DiskReads.of(disk_rate, wanted.kv)),
         disk=batch * _saved_bytes(subject, context),
         tier=tier,
         disk_free=disk_free,
+        disk_rate=disk_rate,
         weights=subject.weights,
         placement=machine.placement,
     )
@@ -209,6 +213,7 @@ def _times(times: Times) -> dict[str, Any]:
         "prefill_ms": 1000 * times.prefill,
         "step_ms": 1000 * times.step,
         "floor_ms": 1000 * times.roofline,
+        "bytes_from_disk": times.from_disk,
         "missed": times.missed,
         "phases": [
             {"phase": phase, **asdict(work), "floor_ms": 1000 * seconds}

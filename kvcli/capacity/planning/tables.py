@@ -37,11 +37,19 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
         assert tiered.disk_free is not None
         folder, cache = tiered.tier.folder, format_bytes(tiered.tier.host_bytes)
         place = f"{folder}, {format_bytes(tiered.disk_free)} free; {cache} of host memory cache it"
-        rows.append(("disk tier", f"{place}; times without its reads; steps on a GPU are blocking"))
+        rows.append(("disk tier", f"{place}; {_reads(plans)}; steps on a GPU are blocking"))
     if rates is not None:
         found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
         rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
     return rows
+
+
+def _reads(plans: Sequence[CapacityPlan]) -> str:
+    """Say what steps read of a disk."""
+    if plans[0].disk_rate is None:
+        return "times without its reads, for which --disk-rate is wanted"
+    most = max((plan.times.from_disk for plan in plans if plan.times is not None), default=0)
+    return f"a step reads up to {format_bytes(most)} of it if it asks for all KV evenly, and waits for that"
 
 
 def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:

@@ -7,12 +7,14 @@ from families import tiny_config
 from kvcli.capacity.planning import tables
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
+from kvcli.capacity.roofline import MachineRates, Rate
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 
 SUBJECT = PlannedRun.of(tiny_config("llama"), torch.float32)
 FREE = {"host": 1 << 40}
+RATES = MachineRates(*(Rate.given(1e12) for _ in range(4)), Rate.given(1e15))
 
 
 def planned(folder, size, names=("freekv", "offload"), batch=1):
@@ -34,6 +36,23 @@ def test_host_memory_is_what_is_given_and_the_disk_has_all(tmp_path, batch):
         assert with_disk.needed["host"] < without.needed["host"]
         assert with_disk.fits
         assert "disk tier" in dict(tables.notes([with_disk], None, measured=False))
+
+
+def test_a_step_reads_what_the_cache_does_not_hold(tmp_path):
+    """Offloading asks for everything at every step: what lies on the disk alone is read."""
+    machine = Machine(torch.device("cpu"), FREE, RATES, here=False)
+    profiles, rate = [("offload", resolve_profile("offload"))], 1e6
+    with_disk, without = (
+        next(plan(SUBJECT, machine, profiles, (20_000,), (1,), 16, given, DiskOptions(tmp_path, 1 << 20)))
+        for given in (rate, None)
+    )
+    kv = with_disk.need.kv
+    assert with_disk.times.from_disk == pytest.approx(kv.disk - kv.host, rel=0.01)
+    assert with_disk.times.step == with_disk.times.roofline == with_disk.times.from_disk / rate > without.times.step
+    assert with_disk.as_dict()["times"]["bytes_from_disk"] == with_disk.times.from_disk
+    assert "asks for all KV evenly" in dict(tables.notes([with_disk], RATES, measured=False))["disk tier"]
+    assert without.times.from_disk == 0
+    assert "--disk-rate is wanted" in dict(tables.notes([without], RATES, measured=False))["disk tier"]
 
 
 def test_what_fits_into_host_memory_needs_no_disk(tmp_path):
