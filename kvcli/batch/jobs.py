@@ -20,6 +20,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.inputs.sampling import Sampling
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.loading import Checkpoint
+from kvcli.store.disk_tier import DiskTier
 
 _BEGINNING = 1024  # characters of a text by which documents are told apart before there are tokens
 _FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
@@ -103,11 +104,12 @@ def _job(inputs: Inputs, line: Line, data: bytes) -> Job:
 
 @dataclass(frozen=True)
 class Rules:
-    """What rows are held to: the method, the model, and how texts become tokens."""
+    """What rows are held to: the method, the model, how texts become tokens, and the disk for what memory lacks."""
 
     profile: Profile
     checkpoint: Checkpoint
     inputs: Inputs
+    disk: DiskTier | None = None
 
     def key(self, job: Job) -> Key:
         """Say what the job's result will be of."""
@@ -144,7 +146,7 @@ class Rules:
 
     def measured(self, jobs: Iterable[Job]) -> Iterator[Job]:
         """Give jobs with their lengths; those too long for the model or this machine have that as their problem."""
-        limits = Limits(self.profile, self.checkpoint)
+        limits = Limits(self.profile, self.checkpoint, self.disk)
         for job in jobs:
             if job.problem is not None:
                 yield job
@@ -162,8 +164,8 @@ class Rules:
 class Limits:
     """How long a row may be: by the positions of the model, and by the memory of this machine."""
 
-    def __init__(self, profile: Profile, checkpoint: Checkpoint):
-        self.profile, self.checkpoint = profile, checkpoint
+    def __init__(self, profile: Profile, checkpoint: Checkpoint, disk: DiskTier | None = None):
+        self.profile, self.checkpoint, self.disk = profile, checkpoint, disk
         self.free = memory.available(checkpoint.place)
         self._held: dict[tuple[int, int], int] = {}  # most tokens known to fit, by max_tokens and samples
         by_windows = memory.planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype).prefill_window
@@ -213,6 +215,7 @@ class Limits:
             sampling.max_tokens,
             sampling.num_samples,
             device=checkpoint.place,
+            disk=self.disk,
         )
 
 

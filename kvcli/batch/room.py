@@ -11,13 +11,17 @@ from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.models.loading import Model
 from kvcli.store.cache import Footprint
+from kvcli.store.disk_tier import DiskTier
 
 
 class Room:
-    """What is free beside a loaded model, and what rows in flight take of it; `layers_beside` as in `memory.need`."""
+    """What is free beside a loaded model, and what rows in flight take of it.
 
-    def __init__(self, profile: Profile, model: Model, layers_beside: int = 0):
-        self.profile, self.model, self.layers_beside = profile, model, layers_beside
+    `layers_beside` and `disk` are as in `memory.need`.
+    """
+
+    def __init__(self, profile: Profile, model: Model, layers_beside: int = 0, disk: DiskTier | None = None):
+        self.profile, self.model, self.layers_beside, self.disk = profile, model, layers_beside, disk
         self.free = memory.available(model.place)
         self.taken = Footprint()
         self._needs: dict[tuple[PromptSize, int, int, int], Need] = {}
@@ -65,5 +69,6 @@ class Room:
                 device=model.place,
                 together=together,
                 layers_beside=self.layers_beside,
+                disk=self.disk,
             )
         return self._needs[key]

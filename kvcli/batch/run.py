@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from kvcli.batch.rows import RowProblem
 from kvcli.batch.source import RowSource
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
+from kvcli.capacity.disk import disk_for
 from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.kv_options import DiskOptions, KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.provenance import profile_mismatch
 from kvcli.inputs.sampling import Sampling
@@ -36,7 +37,8 @@ class BatchRequest:
     """What to run: rows, by which method, and how.
 
     `sampling`, `template` and `question` hold where a row does not say otherwise. `prefill_share` is the part of the
-    time that reading prompts gets while rows run, `kv` where the KV of prompts is kept between runs.
+    time that reading prompts gets while rows run, `kv` where the KV of prompts is kept between runs. On a `disk` lies
+    what host memory is not to hold of rows in flight, whose cache is divided among `max_inflight`.
     """
 
     source: str
@@ -46,6 +48,7 @@ class BatchRequest:
     template: Template = field(default_factory=Template)
     question: str | None = None
     kv: KVOptions = field(default_factory=KVOptions)
+    disk: DiskOptions | None = None
     shard: Shard | None = None
     max_inflight: int = 16
     prefill_share: float = 0.8
@@ -77,7 +80,8 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
         until_the_end.enter_context(results)
         jobs = request.shard.jobs(jobs) if request.shard is not None else jobs
         checkpoint = open_checkpoint(spec)
-        rules = Rules(request.profile, checkpoint, inputs)
+        disk = disk_for(request.disk, [request.profile], checkpoint.device, request.max_inflight)
+        rules = Rules(request.profile, checkpoint, inputs, disk)
         keys = {job.custom_id: rules.key(job) for job in jobs}
         _settle_with(results, keys, request)
         tally.total, tally.earlier = len(jobs), len(results.known)
@@ -145,8 +149,10 @@ class _Run:
         tally.work, tally.started = sum(map(work, jobs)), time.monotonic()
         if self.results.path is not None:
             tally.watchers.append(state_keeper(self.results.path))
-        with engine(model, [max(job.capacity for job in jobs)], observer.notice) as ready:
-            room = Room(request.profile, model, layers_beside=4 if request.kv.any else 0)
+        disk = self.rules.disk
+        ready_for = engine(model, [max(job.capacity for job in jobs)], observer.notice, disk)
+        with ready_for as ready, disk or nullcontext():
+            room = Room(request.profile, model, layers_beside=4 if request.kv.any else 0, disk=disk)
             flights = InFlight(
                 *(ready, self.rules, room, tally, stop, self.answered, self.refused),
                 max_inflight=request.max_inflight,

@@ -6,7 +6,7 @@ without clocks inside, so that the two can be compared.
 """
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -29,14 +29,18 @@ from kvcli.bench.runs import (
 )
 from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
+from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.models.placement import Place, all_of
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry import report as telemetry_report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Span
@@ -50,7 +54,8 @@ class ProfileRequest:
     """What to profile, with `contexts` in tokens.
 
     The caches hold random KV; with `document` the model reads that text instead, cut to each context, and with `read`
-    random tokens. Without `contexts` a document has its own length.
+    random tokens. Without `contexts` a document has its own length. KV of methods that keep some in host memory lies on
+    a `disk`, where there is one.
     """
 
     model: ModelSpec
@@ -66,6 +71,7 @@ class ProfileRequest:
     peers: bool = False
     ablate: bool = False
     nvtx: bool = False
+    disk: DiskOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
         if asked and checkpoint.placement is not None:
             what = f"{option} is for one device, and layers lie on {checkpoint.placement}"
             raise KvcliError(what, f"name one device, or leave {option} out", ExitCode.USAGE)
-    refused = _refused(request, checkpoint, loads)
+    tiers = {load: _tier(request, checkpoint, load) for load in loads}
+    refused = _refused(request, checkpoint, loads, tiers)
     _warn(request, checkpoint, loads, observer)
     model = checkpoint.load()
     observer.stage("measure the machine")
@@ -105,7 +112,7 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     spans: dict[str, list[Span]] = {}
     finished = True
     for load in loads:
-        candidates = _candidates(request, load, model, noise, refused, ids)
+        candidates = _candidates(request, load, model, noise, refused, ids, tiers[load])
         rounds = Rounds(candidates, load, rates, model.device.type == "cuda")
         observer.stage(f"{load.context:,} tokens, batch {load.batch}", len(candidates) * request.repeat)
         try:
@@ -140,7 +147,9 @@ def _loads(request: ProfileRequest, ids: Sequence[int] | None) -> list[Load]:
     return [Load(context, batch, request.warmup, request.steps) for context in contexts for batch in request.batches]
 
 
-def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]) -> dict[tuple[Load, str], Case]:
+def _refused(
+    request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load], tiers: Mapping[Load, DiskTier | None]
+) -> dict[tuple[Load, str], Case]:
     """Find the cases that do not fit before the weights are read: by load and label, as they are reported."""
     refused: dict[tuple[Load, str], Case] = {}
     reads = request.read or request.document is not None
@@ -151,24 +160,40 @@ def _refused(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Lo
     for load, (label, kind, profile) in product(loads, wanted):
         prompts = {load.context: load.batch + (1 if reads else 0)}  # a prompt that was read stays beside its copies
         try:
-            memory.check(profile, checkpoint, prompts, Sampling(max_tokens=load.max_tokens), way_out=_WAY_OUT)
+            sampling, tier = Sampling(max_tokens=load.max_tokens), _of(tiers[load], profile) if kind != "peer" else None
+            memory.check(profile, checkpoint, prompts, sampling, way_out=_WAY_OUT, disk=tier)
         except KvcliError as error:
             errors += [] if kind == "peer" else [error]
             settings = pipeline = None
             if kind != "peer":
-                settings, pipeline = profile.as_dict(), pipeline_on(checkpoint.place, profile)
+                settings, pipeline = profile.as_dict(), pipeline_on(checkpoint.place, profile, tier)
             refused[load, label] = Case(label, kind, load.context, load.batch, settings, pipeline, error=error.what)
     if len(errors) == len(loads) * len(request.entries):
         raise errors[0]
     for load in loads if reads else []:
-        _check_together(request, checkpoint, load)
+        _check_together(request, checkpoint, load, tiers[load])
     return refused
 
 
-def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> None:
+def _tier(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> DiskTier | None:
+    """The disk for one method after the other."""
+    if request.disk is None:
+        return None
+    profiles = [entry.profile for entry in request.entries]
+    using = next((profile for profile in profiles if profile.settings.on_host), profiles[0])
+    return disk_tier(request.disk, using, checkpoint.device, load.batch)
+
+
+def _of(tier: DiskTier | None, profile: Profile) -> DiskTier | None:
+    """The disk of a method that has use for one."""
+    return tier if profile.settings.on_host else None
+
+
+def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load, tier: DiskTier | None) -> None:
     """Refuse to prefill a prompt for more methods than fit into memory side by side."""
+    lengths = [load.context], load.max_tokens, 1
     each = [
-        memory.need(entry.profile, checkpoint.geometry, checkpoint.dtype, [load.context], load.max_tokens, 1).kv
+        memory.need(*(entry.profile, checkpoint.geometry, checkpoint.dtype, *lengths), disk=_of(tier, entry.profile)).kv
         for entry in request.entries
     ]
     kept = sum(footprint.device + footprint.host for footprint in each)
@@ -202,6 +227,7 @@ def _candidates(
     noise: RandomKV,
     refused: Container[tuple[Load, str]],
     ids: Sequence[int] | None,
+    tier: DiskTier | None,
 ) -> list[Candidate]:
     entries = [entry for entry in request.entries if (load, entry.label) not in refused]
     source: ContextSource = RandomContext(noise)
@@ -209,7 +235,9 @@ def _candidates(
         if ids is None:
             ids = seeded_tokens(load.context, model.geometry.vocab_size, request.seed)
         source = ReadContext(ids[: load.context], [entry.profile for entry in entries])
-    methods = [Decoding(entry.label, entry.kind, entry.profile, model, source) for entry in entries]
+    methods = [
+        Decoding(entry.label, entry.kind, entry.profile, model, source, _of(tier, entry.profile)) for entry in entries
+    ]
     peers = [Transformers(model, noise, offloading) for offloading in (False, True)]
     offered = peer_profiles(model.device) if request.peers else ()
     return [*methods, *(peer for peer in peers if peer.label in offered and (load, peer.label) not in refused)]
@@ -234,4 +262,5 @@ def _options(request: ProfileRequest, loads: Sequence[Load]) -> dict[str, object
         "warmup": request.warmup,
         "repeat": request.repeat,
         "seed": request.seed,
+        "kv_disk": None if request.disk is None else str(request.disk.folder),
     }

@@ -7,7 +7,7 @@ read (a document, or seeded ones) make selections that are the model's own.
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from kvcli.models.placement import Place, Placement
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.store.cache import Footprint
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 
@@ -185,9 +186,9 @@ class Candidate(Protocol):
         """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
 
 
-def pipeline_on(place: Place, profile: Profile) -> str:
-    """What runs the steps of a profile on a device, as in `report.Case.pipeline`; on several they are blocking."""
-    captured = place.type == "cuda" and not isinstance(place, Placement)
+def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None) -> str:
+    """What runs the steps of a profile, as in `report.Case.pipeline`: blocking on several devices, and with a disk."""
+    captured = place.type == "cuda" and not isinstance(place, Placement) and disk is None
     return gpu_step_of(get_method(profile.method), profile.settings) if captured else BLOCKING
 
 
@@ -200,17 +201,19 @@ class Decoding:
     profile: Profile
     model: Model
     source: ContextSource
+    disk: DiskTier | None = None
 
     @property
     def pipeline(self) -> str:
         """What serves the method on the model's device."""
-        return pipeline_on(self.model.place, self.profile)
+        return pipeline_on(self.model.place, self.profile, self.disk)
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode by the loop of `kvcli generate`, which is what is timed."""
         replays: list[list[Kernel]] = []
         with ExitStack() as stack:
-            ready = stack.enter_context(engine(self.model, [load.capacity]))
+            stack.enter_context(self.disk or nullcontext())
+            ready = stack.enter_context(engine(self.model, [load.capacity], disk=self.disk))
             methods = self.source.methods(ready, self.profile, load, timeline)
             for method in methods:
                 method.context.counters.warmup = load.warmup

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcli.capacity.memory import available
@@ -9,6 +11,20 @@ from kvcli.errors import usage_error
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.store.disk_tier import DiskTier
+
+
+def disk_for(
+    asked: DiskOptions | None, profiles: Sequence[Profile], device: torch.device, sequences: int
+) -> DiskTier | None:
+    """Make the tier for so many sequences under each of several profiles; None where none was asked for.
+
+    Raises:
+        KvcliError: none of the methods keeps KV in host memory, or the directory takes no files (usage).
+    """
+    if asked is None:
+        return None
+    using = [profile for profile in profiles if profile.settings.on_host]
+    return disk_tier(asked, (using or profiles)[0], device, sequences * max(1, len(using)))
 
 
 def disk_tier(

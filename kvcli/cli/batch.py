@@ -19,7 +19,7 @@ from kvcli.cli.batch_files import merge, status
 from kvcli.cli.options import OUTPUT, Panel, at_least, number, positive, positive_count, require_text, whole
 from kvcli.cli.output import progress
 from kvcli.cli.reads import check_files
-from kvcli.cli.saved import KVCache, KVCacheSize, kv_options
+from kvcli.cli.saved import HostMemory, KVCache, KVCacheSize, KVDisk, kv_options
 from kvcli.cli.signals import handled_by
 from kvcli.errors import ExitCode, KvcliError, usage_error
 
@@ -109,6 +109,8 @@ def run(
     profile: asked.Profile = None,
     settings: asked.Settings = None,
     kv_dtype: asked.KVDType = None,
+    kv_disk: KVDisk = None,
+    host_memory: HostMemory = None,
     max_tokens: asked.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -165,6 +167,7 @@ def run(
     from kvcli.batch.run import BatchRequest
     from kvcli.batch.stop import Stop
     from kvcli.inputs.encoding import Template
+    from kvcli.inputs.kv_options import disk_options
     from kvcli.inputs.sampling import Sampling
 
     outputs = {"-o": output}
@@ -197,6 +200,7 @@ def run(
         template=Template(system, raw, json_object(chat_template_kwargs)),
         question=prompt,
         kv=kv_options(None, None, kv_cache, kv_cache_size),
+        disk=disk_options(kv_disk, host_memory),
         shard=part,
         max_inflight=max_inflight,
         prefill_share=prefill_share,

@@ -66,6 +66,7 @@ def chat(
         str | None, METHOD.option("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K or 20%.")
     ] = None,
     kv_dtype: asked.KVDType = None,
+    kv_disk: Annotated[str | None, METHOD.option("--kv-disk", "DIR", "", env=False, hidden=True)] = None,
     max_tokens: Annotated[
         int, SAMPLING.option("--max-tokens", "TOKENS", "Longest answer, as in 256 or 16K.", positive_count)
     ] = 1024,
@@ -94,6 +95,9 @@ def chat(
     """
     from kvcli.inputs.sampling import Sampling
 
+    if kv_disk is not None:
+        what = "--kv-disk is not for chat: between turns a conversation keeps all of its KV in host memory"
+        raise usage_error(what, "ask all questions in one run: kvcli generate FILE --questions FILE --kv-disk DIR")
     check_files({"-o": output}, model=model, load_format=load_format, documents=files, settings=settings)
     require_text({"--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]})
     if "-" in (files or ()):

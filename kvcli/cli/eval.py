@@ -11,6 +11,7 @@ from kvcli.cli import asked, options
 from kvcli.cli.options import SAMPLING, Panel, compared, each, names, positive_count, require_text, whole
 from kvcli.cli.output import OutputWriter, progress
 from kvcli.cli.reads import check_files
+from kvcli.cli.saved import HostMemory, KVDisk
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def evaluate(
     budget: options.Budgets = None,
     settings: options.Settings = None,
     kv_dtype: options.KVDType = None,
+    kv_disk: KVDisk = None,
+    host_memory: HostMemory = None,
     ablate: options.Ablate = False,
     model: options.Model = None,
     device: options.Device = "auto",
@@ -139,6 +142,7 @@ def evaluate(
         variants = [each for variant in variants for each in (*ablated(variant), variant)]
 
     from kvcli.inputs.encoding import Template
+    from kvcli.inputs.kv_options import disk_options
     from kvcli.models.loading import ModelSpec
     from kvcli.quality.eval.evaluate import evaluate as run
     from kvcli.quality.eval.suite import EvaluationPlan
@@ -158,6 +162,7 @@ def evaluate(
         ),
         template=Template(system, raw, asked.json_object(chat_template_kwargs)),
         predictions=predictions,
+        disk=disk_options(kv_disk, host_memory),
     )
     with progress(quiet, demo=model is None) as observer:
         if chosen is not None:

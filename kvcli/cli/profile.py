@@ -10,6 +10,7 @@ from kvcli.cli import options
 from kvcli.cli.options import METHODS, Panel, at_least, compared, distinct, names, positive_count, whole
 from kvcli.cli.output import OutputWriter, progress
 from kvcli.cli.reads import check_files
+from kvcli.cli.saved import HostMemory, KVDisk
 from kvcli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def profile(
     profile: options.Profiles = None,
     settings: options.Settings = None,
     kv_dtype: options.KVDType = None,
+    kv_disk: KVDisk = None,
+    host_memory: HostMemory = None,
     ablate: options.Ablate = False,
     peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
     repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
@@ -85,6 +88,7 @@ def profile(
     from kvcli.bench.profiler import profile as run
     from kvcli.bench.runs import entries
     from kvcli.bench.tables import notes, tables
+    from kvcli.inputs.kv_options import disk_options
     from kvcli.models.loading import ModelSpec
     from kvcli.telemetry.timeline import chrome_trace
     from kvcli.ui import console
@@ -103,6 +107,7 @@ def profile(
         peers=peers,
         ablate=ablate,
         nvtx=nvtx,
+        disk=disk_options(kv_disk, host_memory),
     )
     with progress(quiet, demo=model is None) as observer:
         outcome = run(request, observer)

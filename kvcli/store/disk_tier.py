@@ -176,10 +176,10 @@ class DiskTier:
         return DiskError(what, "name a directory on a local disk that can be written to", ExitCode.USAGE)
 
     def close(self) -> None:
-        """End the threads, if there are any."""
+        """End the threads, if there are any; the next reads begin new ones."""
         for name in ("ahead", "threads"):
             if name in vars(self):
-                getattr(self, name).shutdown(cancel_futures=True)
+                vars(self).pop(name).shutdown(cancel_futures=True)
 
     def __enter__(self) -> DiskTier:
         return self

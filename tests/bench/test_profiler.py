@@ -237,7 +237,7 @@ def test_what_can_not_be_ablated_is_said(checkpoint):
 
 
 def test_what_does_not_fit_is_left_out_and_refused_where_nothing_fits(checkpoint, monkeypatch):
-    def check(profile, checkpoint, prompts, sampling, way_out):
+    def check(profile, checkpoint, prompts, sampling, way_out, disk):
         assert "--context" in way_out
         if profile.method == "full":
             raise KvcliError(f"{prompts} will not fit", exit_code=ExitCode.WILL_NOT_FIT)

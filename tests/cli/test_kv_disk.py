@@ -160,3 +160,49 @@ def test_plan_counts_the_tier(model, warm, disk):
     held = freekv["memory"]["kv_host"]
     assert 0.9 * 40 * 1024 < held < 1.3 * 40 * 1024
     assert freekv["memory"]["kv_disk"] > held
+
+
+def test_a_batch_on_a_disk_answers_the_same(warm, model, disk, document, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    asked = [{"custom_id": f"{at}", "document": document.read_text(), "prompt": text} for at, text in enumerate("ab")]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    arguments = ["batch", rows, "-m", model, "--set", "budget=96", "--set", "sink=16", "--set", "window=32"]
+    arguments += ["--set", "page_size=16", "--max-tokens", 4, "--ignore-eos", "-q", "--max-inflight", 2]
+    texts = []
+    for name, more in (("plain", []), ("disk", ["--kv-disk", disk, "--host-memory", "160KiB"])):
+        out = tmp_path / f"{name}.jsonl"
+        result = warm(*arguments, "-o", out, *more)
+        assert result.returncode == 0, result.stderr
+        lines = map(json.loads, out.read_text().splitlines())
+        texts.append({line["custom_id"]: line["response"]["body"]["choices"][0] for line in lines})
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
+    small = warm(*arguments[:-4], "--kv-disk", disk, "--host-memory", "4KiB", "-o", tmp_path / "small.jsonl")
+    assert small.returncode == 4
+    assert "--host-memory 4.00 KiB is" in small.stderr
+
+
+def test_eval_and_profile_run_on_one(warm, model, disk, tmp_path):
+    arguments = ["eval", "-m", model, "--tasks", "niah_single", "--length", "512", "--limit", "1", "-q"]
+    arguments += ["--method", "freekv", "--budget", "128", "--set", "sink=32", "--set", "window=32"]
+    answers = []
+    for name, more in (("plain", []), ("disk", ["--kv-disk", disk, "--host-memory", "256KiB"])):
+        kept = tmp_path / f"{name}.jsonl"
+        result = warm(*arguments, "--predictions", kept, *more)
+        assert result.returncode == 0, result.stderr
+        lines = map(json.loads, kept.read_text().splitlines())
+        answers.append([line for line in lines if "text" in line])
+    (plain,), (found,) = answers
+    assert found["text"] == plain["text"] != ""
+    assert found["host_kv_bytes"] < plain["host_kv_bytes"]
+    timed = ["profile", "-m", model, "--context", "512", "--output-len", "3", "--warmup", "1", "--repeat", "1"]
+    result = warm(*timed, "--method", "full,freekv", "--kv-disk", disk, "--host-memory", "256KiB", "-q", "--json")
+    body = json.loads(result.stdout)
+    assert body["options"]["kv_disk"] == str(disk)
+    assert [case["error"] for case in body["cases"]] == [None, None]
+
+
+def test_a_conversation_refuses_one_in_a_line(warm, model, disk, document):
+    assert_refused(warm("chat", "-m", model, document, "--kv-disk", disk), 2, "--kv-disk", "chat", "host memory")
+    refused = warm("profile", "-m", model, "--method", "full", "--kv-disk", disk, "--context", "64")
+    assert_refused(refused, 2, "--kv-disk", "full", "no KV in host memory")

@@ -2,10 +2,12 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 from kvcli.capacity import memory
+from kvcli.capacity.disk import disk_for
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import encode
 from kvcli.inputs.prompts import Prompt
@@ -18,6 +20,7 @@ from kvcli.quality.eval.predictions import Predictions, digest
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.quality.eval.table import EvaluationTable, results
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 
@@ -38,7 +41,9 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     frame -= suite.count_tokens(checkpoint.tokenizer, "x")
     cells = suite.Suite(plan, checkpoint.tokenizer, frame, most).cells()
     _check_positions(cells, checkpoint)
-    _check_fit(plan, cells, checkpoint)
+    profiles = [variant.profile for variant in plan.variants]
+    disk = disk_for(plan.disk, profiles, checkpoint.device, plan.sampling.num_samples)
+    _check_fit(plan, cells, checkpoint, disk)
     for variant in plan.variants:
         refuse_mismatch(variant.profile, checkpoint)
     configuration = _configuration(plan, checkpoint)
@@ -46,10 +51,11 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         done = len(predictions)
         if done:
             observer.notice(f"{done:,} answers are in {plan.predictions} already; going on from there")
-        evaluation = Evaluation(plan, checkpoint.load(), predictions, observer, most)
+        evaluation = Evaluation(plan, checkpoint.load(), predictions, observer, most, disk)
         complete = True
         try:
-            evaluation.run(cells)
+            with disk or nullcontext():
+                evaluation.run(cells)
         except KeyboardInterrupt:
             complete = False
         observer.stage_done()
@@ -68,7 +74,9 @@ def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_fit(plan: EvaluationPlan, cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
+def _check_fit(
+    plan: EvaluationPlan, cells: Sequence[Cell], checkpoint: Checkpoint, disk: DiskTier | None = None
+) -> None:
     """Refuse a variant that does not fit into memory on its own; the lengths in files are not known beforehand."""
     longest = _longest(cells)
     if longest:
@@ -76,7 +84,8 @@ def _check_fit(plan: EvaluationPlan, cells: Sequence[Cell], checkpoint: Checkpoi
         room = max(example.max_tokens for example in rooms.values())
         sampling = replace(plan.sampling, max_tokens=plan.max_tokens or max(room, suite.MAX_TOKENS))
         for variant in plan.variants:
-            memory.check(variant.profile, checkpoint, [longest], sampling)
+            own = disk if variant.profile.settings.on_host else None
+            memory.check(variant.profile, checkpoint, [longest], sampling, disk=own)
 
 
 def _longest(cells: Sequence[Cell]) -> int:

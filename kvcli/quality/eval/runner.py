@@ -28,6 +28,7 @@ from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Prompted, Sampler, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary
 
@@ -71,6 +72,7 @@ class Evaluation:
     predictions: Predictions
     observer: Observer
     most: int | None = None
+    disk: DiskTier | None = None
     _engine: Engine = field(init=False)
 
     def run(self, cells: Sequence[Cell]) -> None:
@@ -112,7 +114,7 @@ class Evaluation:
         """Ask questions on one prompt, each of every variant of which an answer is missing."""
         variants = [each for each in self.plan.variants if any(asked.missing[each.label] for asked in questions)]
         ids, room = questions[0].read.ids, max(asked.read.room for asked in questions)
-        with engine(self.model, [len(ids) + room], self.observer.notice) as self._engine:
+        with engine(self.model, [len(ids) + room], self.observer.notice, self.disk) as self._engine:
             for group in self._groups(variants, len(ids), len(ids) + room):
                 for variant, asked, answers in self._answers(questions, room, group):
                     for answer in answers:
@@ -127,8 +129,9 @@ class Evaluation:
         group: list[Variant] = []
         taken = dict.fromkeys(free, 0)
         for variant in variants:
-            kv = memory.kv_footprint(variant.profile, geometry, capacity, dtype, prompt_tokens, place)
-            size = by_pool(kv, place)
+            disk = self.disk if variant.profile.settings.on_host else None
+            method = memory.planned_method(variant.profile, geometry, capacity, dtype, prompt_tokens, disk, place)
+            size = by_pool(method.footprint(), place)
             size = {pool: taken[pool] + self.plan.sampling.num_samples * size[pool] for pool in taken}
             if group and any(size[pool] > _SHARE * free[pool] for pool in free):
                 yield group

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import Template
+from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.prompts import read_document
 from kvcli.inputs.variants import Variant
 from kvcli.models.loading import ModelSpec
@@ -44,6 +45,7 @@ _NAMES = [*TASKS, GRID, NEEDLE_TURNS, PERPLEXITY]
 class EvaluationPlan:
     """What to evaluate. `lengths` are tokens of a prompt; `limit` documents of every task and length.
 
+    KV of methods that keep some in host memory lies on a `disk`, where there is one.
     `predictions` is a file that grows while the run goes on, and from which a run that was cut off goes on.
     """
 
@@ -58,6 +60,7 @@ class EvaluationPlan:
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
     predictions: Path | None = None
+    disk: DiskOptions | None = None
 
 
 @dataclass(frozen=True)
