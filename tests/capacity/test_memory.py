@@ -8,6 +8,7 @@ from families import HEAD_DIM, HIDDEN, KV_HEADS, VOCAB, tiny_checkpoint, tiny_co
 from stated import STATED, settings
 
 from kvcli.capacity import memory
+from kvcli.conformance.crossed import crossed
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method, method_names
@@ -29,9 +30,7 @@ def profile(name, **settings):
 OF_LATENTS = [(name, "deepseek_v3") for name in ("full", "freekv", "quest", "offload", "snapkv", "h2o", "fier", "raas")]
 
 
-@pytest.mark.parametrize(
-    ("name", "family"), [*((name, family) for family in ("llama", "gemma3") for name in method_names()), *OF_LATENTS]
-)
+@pytest.mark.parametrize(("name", "family"), [*crossed(method_names(), ["llama", "gemma3"]), *OF_LATENTS])
 def test_planned_kv_is_what_a_run_allocates(name, family):
     planned, held = planned_and_held(profile(name), family)
     if get_method(name).planned_is_bound:

@@ -1,6 +1,6 @@
-"""Pairs of two lists of cases: some are tried in every run, in which everything has its turn, the others on demand."""
+"""Lists of cases of which some are tried in every run, in which everything has its turn, and the others on demand."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -18,3 +18,8 @@ def crossed(first: Sequence[Any], second: Iterable[Any]) -> list[Any]:
         for place, one in enumerate(first)
         for at, other in enumerate(others)
     ]
+
+
+def some(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
+    """Cases of a list; those that are not tried `always` are marked `exhaustive`."""
+    return [pytest.param(case, marks=[] if case in always else [pytest.mark.exhaustive]) for case in cases]
