@@ -2,7 +2,8 @@
 
 Where there is no GPU, Triton kernels are tested under their interpreter, which has to be said before they are imported.
 
-Ctrl-C is tested in commands that inherit what this process does with it; a shell's background jobs ignore it.
+Signals are tested in commands that inherit what this process does with them; a shell's background jobs ignore Ctrl-C,
+and what `nohup` starts ignores the end of its terminal.
 
 What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests.
 """
@@ -20,6 +21,7 @@ if shutil.which("nvidia-smi") is None:
 
 gc.set_threshold(10_000, 20, 100)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():
