@@ -45,7 +45,7 @@ def facts(report: ProfileReport) -> list[tuple[str, str]]:
     measured = [(label, f"{value}, measured") for label, value in rate_rows(report.ceilings)]
     profiles = {case.label: case.profile for case in report.cases if case.profile is not None}
     settings = [
-        (label, ", ".join(f"{key} {value}" for key, value in profile["settings"].items()) or "no settings")
+        (label, ", ".join(f"{key} {value}" for key, value in profile["settings"].items()))
         for label, profile in profiles.items()
     ]
     return [("model", f"{model['name']} ({model['source']}), {size}"), *measured, *settings, *named]

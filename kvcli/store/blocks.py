@@ -23,8 +23,8 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.block_layout import BlockLayout
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.disk_pool import page_pool
+from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import paged, slices
 from kvcli.store.state import Settled
 
@@ -42,6 +42,8 @@ class BlockCache(LayerCache):
     The order of calls is: `extend` by new tokens, `advance` the local window (before attention in decode, after it in
     prefill), `recall` blocks, `attend_newest`.
     """
+
+    pool: HostPagePool
 
     def __init__(
         self, layer: LayerGeometry, capacity: int, layout: BlockLayout, rotary: Rotary | None, tiers: Tiers
@@ -90,11 +92,6 @@ class BlockCache(LayerCache):
     def block_keys(self) -> Tensor:
         """Keys that represent these blocks: [num_blocks, Hk, d]."""
         return self.keys[: self.num_blocks]
-
-    @property
-    @override
-    def disk(self) -> DiskBlocks | None:
-        return self.pool.on_disk
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:

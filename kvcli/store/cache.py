@@ -49,10 +49,13 @@ class LayerCache(ABC):
     lends: ClassVar[bool] = False
     """Whether the device holds a prompt's keys and values as they come, so that they can be collected there."""
 
+    pool: HostPagePool | None = None
+    """Its pages in host memory, where that is where it keeps them."""
+
     @property
     def disk(self) -> DiskBlocks | None:
         """What of it lies on a disk; None where nothing does."""
-        return None
+        return None if self.pool is None else self.pool.on_disk
 
     @abstractmethod
     def load(self, k: Tensor, v: Tensor) -> int:

@@ -11,16 +11,14 @@ from typing_extensions import override
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, SlidingCache, Tiers, Traffic, both, nbytes
-from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.disk_pool import page_pool
-from kvcli.store.offloaded_tokens import SINKS
+from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
 from kvcli.store.pages import numbered, take
 from kvcli.store.tokens import TokenBudget
+from kvcli.store.tokens_on_host import TokensOnHost
 from kvcli.store.wave_index import Clustering, WaveIndex, Zones
 
 
-class ClusteredTokenCache(LayerCache):
+class ClusteredTokenCache(TokensOnHost):
     """In host memory: all KV. On the device: the index, the steady zone `near`, and the block cache.
 
     The steady zone are sinks, window, and tokens that have left it and wait to be clustered, `update` together. The
@@ -39,20 +37,16 @@ class ClusteredTokenCache(LayerCache):
     ):
         """Make room; the block cache holds the part `cached` of all tokens, or a selection, if that is more."""
         num_kv_heads, head_dim = heads
-        self.length = self.taken = self.step = 0
-        self.budget = budget
+        super().__init__(num_kv_heads, head_dim, capacity, budget.sink, budget.window + clustering.update, tiers)
+        self.budget, self.step = budget, 0
         self.index = WaveIndex(num_kv_heads, head_dim, capacity, clustering, tiers)
-        rows = min(budget.window + clustering.update, capacity)
-        self.near = SlidingCache(num_kv_heads, head_dim, rows, tiers, budget.sink)
-        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if budget.sink else SINKS)
         slots = min(capacity, max(budget.max_selected, round(cached * capacity)))
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, slots, head_dim)
         self.k, self.v = both(self.kv)
         self.resident, self.used = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
         self.resident.fill_(EMPTY)
         self.used.zero_()
-        self.chosen: Tensor | None = None  # [Hk, m] tokens last retrieved, EMPTY beyond those of a KV head
-        self.slots: Tensor | None = None  # [Hk, m] where they lie
+        self.slots: Tensor | None = None  # [Hk, m] where the tokens last retrieved lie
 
     @property
     def steady(self) -> Tensor:
@@ -62,24 +56,9 @@ class ClusteredTokenCache(LayerCache):
         return torch.cat((sinks, torch.arange(min(first, self.length), self.length, device=device)))
 
     @override
-    def share(self, other: LayerCache, tokens: int) -> None:
-        assert isinstance(other, ClusteredTokenCache)
-        self.pool.share(other.pool, tokens)
-
-    @property
-    @override
-    def disk(self) -> DiskBlocks | None:
-        return self.pool.on_disk
-
-    @override
     def waiting(self) -> Sequence[Tensor]:
         index = self.index
         return self.kv, self.near.kv, index.centroids, index.values, index.sizes, index.cluster
-
-    @override
-    def take(self, k: Tensor, v: Tensor) -> int:
-        first, self.taken = self.taken, k.shape[1]
-        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -118,19 +97,18 @@ class ClusteredTokenCache(LayerCache):
         self.step += 1
         heads, tokens, place = numbered(retrieved)
         counts = retrieved.sum(1)
-        self.chosen = tokens.new_full((len(retrieved), int(counts.max())), EMPTY)
-        self.chosen[heads, place] = tokens + self.budget.sink
+        chosen = self.choose(heads, tokens + self.budget.sink, place, int(counts.max()))
         held = self.resident.new_full((len(retrieved), self.length + 1), EMPTY)  # the slot of token t in column t + 1
         held.scatter_(
             1, self.resident + 1, torch.arange(self.resident.shape[1], device=held.device).expand_as(self.used)
         )
         held[:, 0] = EMPTY
-        self.slots = held.gather(1, self.chosen + 1)
+        self.slots = held.gather(1, chosen + 1)
         here = self.slots != EMPTY
         self.used[here.nonzero()[:, 0], self.slots[here]] = self.step
-        missing = (self.chosen != EMPTY) & ~here
+        missing = (chosen != EMPTY) & ~here
         heads, _, place = numbered(missing)
-        slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], self.chosen[missing]
+        slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], chosen[missing]
         self.resident[heads, slots], self.used[heads, slots], self.slots[missing] = tokens, self.step, slots
         blocks = self.pool.fetch(tokens, heads)  # [m, t, 1, d]
         self.k[heads, slots], self.v[heads, slots] = blocks[:, 0, 0], blocks[:, -1, 0]
@@ -153,18 +131,10 @@ class ClusteredTokenCache(LayerCache):
         return attend_beside(q, k, v, estimate, softmax, valid)
 
     @override
-    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to all tokens, as long as none is clustered."""
-        return self.near.attend(q, softmax)
-
-    @override
     def attended(self) -> Tensor:
         mask = torch.zeros(len(self.k), self.length, dtype=torch.bool, device=self.k.device)
         mask[:, self.steady] = True
-        if self.chosen is not None:
-            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
-            mask[head, self.chosen[head, row]] = True
-        return mask
+        return self.with_chosen(mask)
 
     @override
     def footprint(self) -> Footprint:

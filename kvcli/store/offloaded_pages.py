@@ -30,7 +30,6 @@ from kvcli.kernels.resolve_pages import Misses, resolve_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
-from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.disk_pool import DiskPagePool, page_pool
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
@@ -43,6 +42,8 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     The page table is `resident` [Hk, selected], the page in each selected slot, or EMPTY.
     """
+
+    pool: HostPagePool
 
     def __init__(
         self,
@@ -75,11 +76,6 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def share_pages(self, pages: HostPagePool, tokens: int) -> bool:
         return self.pool.share(pages, tokens // self.budget.size)
-
-    @property
-    @override
-    def disk(self) -> DiskBlocks | None:
-        return self.pool.on_disk
 
     @override
     def waiting(self) -> Sequence[Tensor]:

@@ -10,8 +10,8 @@ from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, both, nbytes
-from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.disk_pool import DiskPagePool, page_pool
+from kvcli.store.host_pool import HostPagePool
 from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.tokens import IndexT, TokenBudget, TokenCache
 
@@ -26,6 +26,8 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     the token in each selected slot, EMPTY in none. As long as the context has not outgrown the budget, the rows before
     the ring hold the first tokens; where the host holds them otherwise (quantised), what is selected then is fetched.
     """
+
+    pool: HostPagePool
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
@@ -50,11 +52,6 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def share(self, other: LayerCache, tokens: int) -> None:
         assert isinstance(other, OffloadedTokenCache)
         self.pool.share(other.pool, self.budget.full(tokens))
-
-    @property
-    @override
-    def disk(self) -> DiskBlocks | None:
-        return self.pool.on_disk
 
     @override
     def waiting(self) -> Sequence[Tensor]:

@@ -13,14 +13,11 @@ from typing_extensions import override
 
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
 from kvcli.kernels.lsh import colliding, directions, hash_codes, sampling_chance
-from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, SlidingCache, Tiers, Traffic, nbytes
-from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.disk_pool import page_pool
-from kvcli.store.offloaded_tokens import SINKS
+from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
 from kvcli.store.pages import numbered, slices
 from kvcli.store.state import Settled
+from kvcli.store.tokens_on_host import TokensOnHost
 
 PIECE = 1024
 """Keys that are hashed at once: their projections are many numbers each."""
@@ -50,7 +47,7 @@ class Sample(NamedTuple):
     counts: list[int]
 
 
-class SampledTokenCache(LayerCache):
+class SampledTokenCache(TokensOnHost):
     """In host memory: all KV, and `codes` [Hk, n, L] int16 of the tokens between sinks and window.
 
     On the device: sinks and window, and `centre` [Hk, d], the mean key of the prompt's tokens between them (of all
@@ -62,33 +59,15 @@ class SampledTokenCache(LayerCache):
     ):
         """Make room; `near` are the numbers of sinks and of recent tokens."""
         sink, window = near
-        self.length = self.taken = self.hashed = 0
-        self.hashing = hashing
-        self.near = SlidingCache(num_kv_heads, head_dim, min(window, capacity), tiers, sink)
-        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if sink else SINKS)
+        super().__init__(num_kv_heads, head_dim, capacity, sink, window, tiers)
+        self.hashing, self.hashed = hashing, 0
         far = max(0, capacity - sink - window)
         self.codes = tiers.on_host(num_kv_heads, far, hashing.tables, dtype=torch.int16)
         self.centre = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).zero_()
-        self.chosen: Tensor | None = None  # [Hk, m] tokens last sampled, EMPTY beyond those of a KV head
-
-    @override
-    def share(self, other: LayerCache, tokens: int) -> None:
-        assert isinstance(other, SampledTokenCache)
-        self.pool.share(other.pool, tokens)
-
-    @property
-    @override
-    def disk(self) -> DiskBlocks | None:
-        return self.pool.on_disk
 
     @override
     def waiting(self) -> Sequence[Tensor]:
         return (self.near.kv,)
-
-    @override
-    def take(self, k: Tensor, v: Tensor) -> int:
-        first, self.taken = self.taken, k.shape[1]
-        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -125,12 +104,12 @@ class SampledTokenCache(LayerCache):
         most = int(counts.max())
         own = torch.zeros(*sampled.shape[:2], most, dtype=torch.bool)
         own[heads, :, row] = sampled[heads, :, tokens]
-        chosen = torch.full((num_kv_heads, most), EMPTY)
-        chosen[heads, row] = tokens + self.near.sink
-        self.chosen = chosen.to(device)
-        blocks = self.pool.fetch(tokens + self.near.sink, heads)  # [m, t, 1, d]
+        tokens += self.near.sink
+        blocks = self.pool.fetch(tokens, heads)  # [m, t, 1, d]
+        places = heads.to(device), row.to(device)
+        self.choose(places[0], tokens.to(device), places[1], most)
         kv = blocks.new_zeros(2, num_kv_heads, most, blocks.shape[-1])
-        kv[:, heads.to(device), row.to(device)] = torch.stack((blocks[:, 0, 0], blocks[:, -1, 0]))
+        kv[:, *places] = torch.stack((blocks[:, 0, 0], blocks[:, -1, 0]))
         return Sample(kv[0], kv[1], own.to(device), counts.tolist()), len(heads) * self.pool.block_bytes
 
     def attend_sample(self, q: Tensor, sample: Sample, softmax: Softmax) -> Tensor:
@@ -144,17 +123,8 @@ class SampledTokenCache(LayerCache):
         return attend_beside(q, *self.near.resident(), sampled, softmax)
 
     @override
-    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to sinks and window, as long as nothing is between them."""
-        return self.near.attend(q, softmax)
-
-    @override
     def attended(self) -> Tensor:
-        mask = self.near.attended()
-        if self.chosen is not None:
-            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
-            mask[head, self.chosen[head, row]] = True
-        return mask
+        return self.with_chosen(self.near.attended())
 
     @override
     def footprint(self) -> Footprint:

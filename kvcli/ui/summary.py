@@ -232,7 +232,7 @@ def ending(sequence: Sequence) -> str:
 def settings_line(profile: dict[str, Any]) -> str:
     """Every setting of a profile with its value, and the hash."""
     settings = ", ".join(f"{key}={value}" for key, value in profile.get("settings", {}).items())
-    return f"{settings or 'no settings'} (hash {profile.get('hash', '-')})"
+    return f"{settings} (hash {profile.get('hash', '-')})"
 
 
 def _tokens(number: int | str) -> str:

@@ -1,0 +1,57 @@
+"""Layers whose tokens all lie in host memory, one by one, with the first and the recent ones on the device as well."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.softmax import Softmax
+from kvcli.store.cache import LayerCache, SlidingCache, Tiers
+from kvcli.store.disk_pool import page_pool
+from kvcli.store.host_pool import HostPagePool
+from kvcli.store.offloaded_tokens import SINKS
+
+
+class TokensOnHost(LayerCache):
+    """In host memory: all KV, `pool`, in pages of one token. On the device: sinks and `recent` tokens, `near`.
+
+    `chosen` [Hk, m] are the tokens that were read beside them last, EMPTY beyond those of a KV head.
+    """
+
+    pool: HostPagePool
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, sink: int, recent: int, tiers: Tiers):
+        self.length = 0
+        self.taken = 0  # of a prompt that is not all there yet
+        self.near = SlidingCache(num_kv_heads, head_dim, min(recent, capacity), tiers, sink)
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if sink else SINKS)
+        self.chosen: Tensor | None = None
+
+    @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, type(self))
+        self.pool.share(other.pool, tokens)
+
+    @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        first, self.taken = self.taken, k.shape[1]
+        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to what is on the device, as long as that is everything."""
+        return self.near.attend(q, softmax)
+
+    def choose(self, heads: Tensor, tokens: Tensor, places: Tensor, most: int) -> Tensor:
+        """Note that KV head heads[i] reads token tokens[i] in places[i] of its row: [Hk, most]."""
+        self.chosen = tokens.new_full((len(self.near.k), most), EMPTY)
+        self.chosen[heads, places] = tokens
+        return self.chosen
+
+    def with_chosen(self, mask: Tensor) -> Tensor:
+        """Mark what was chosen in mask [Hk, length] bool, too."""
+        if self.chosen is not None:
+            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
+            mask[head, self.chosen[head, row]] = True
+        return mask
