@@ -50,3 +50,11 @@ class Stream:
             at = self.prompt + step
             method.context.counters.next_step()
             yield step, method, method.attend(layer, self.q[step], self.k[:, at], self.v[:, at], SOFTMAX)
+
+
+def by_token(x):
+    return x.double().transpose(0, 1).tolist()  # [heads, n, d] -> [n][heads][d]
+
+
+def close(out, expected):
+    return torch.allclose(out.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-4)

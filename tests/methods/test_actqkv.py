@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_oracle import Layer, Shares, entropy
-from driver import HK, SOFTMAX, D, H, layers
+from driver import HK, SOFTMAX, D, H, by_token, close, layers
 from engine import SPARE, in_memory, new_method, profile_of, run
 from families import LAYERS, VOCAB, tiny_model
 
@@ -36,14 +36,6 @@ LEAST, MOST = 3, 8  # 0.7 and 2 times 4
 def oracle(kind, settings, count, rope, scale):
     shares = Shares(count, 4, LEAST, MOST) if kind == "actqkv" else None
     return [Layer(index, kind, settings, rope, scale, shares) for index in range(count)]
-
-
-def by_token(x):
-    return x.double().transpose(0, 1).tolist()  # [heads, n, d] -> [n][heads][d]
-
-
-def close(out, expected):
-    return torch.allclose(out.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

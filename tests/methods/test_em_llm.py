@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import HK, SOFTMAX, D, H, layers
+from driver import HK, SOFTMAX, D, H, by_token, close, layers
 from engine import SPARE, in_memory, new_method, profile_of, run
 from event_oracle import EventLayer, Segments
 from families import LAYERS, VOCAB, tiny_model
@@ -27,14 +27,6 @@ SETTINGS = {
     "contiguity": 0.3,
     "positions": "capped",
 }
-
-
-def by_token(x):
-    return x.double().transpose(0, 1).tolist()  # [heads, n, d] -> [n][heads][d]
-
-
-def close(out, expected):
-    return torch.allclose(out.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

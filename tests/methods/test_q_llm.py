@@ -3,7 +3,7 @@
 import pytest
 import torch
 from block_oracle import Layer
-from driver import HK, SOFTMAX, D, H, layers
+from driver import HK, SOFTMAX, D, H, by_token, close, layers
 from engine import SPARE, in_memory, new_method, profile_of
 from families import LAYERS, VOCAB, tiny_model
 
@@ -19,14 +19,6 @@ SETTINGS = {
     "prefill_window": 10,
     "representatives": 2,
 }
-
-
-def by_token(x):
-    return x.double().transpose(0, 1).tolist()  # [heads, n, d] -> [n][heads][d]
-
-
-def close(out, expected):
-    return torch.allclose(out.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
