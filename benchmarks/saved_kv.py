@@ -9,7 +9,8 @@ the system's cache. These files hold documents of several lengths (`--loaded`), 
 longest is needed. Each ratio is one of neighbours in time; medians, least and most are over the rounds. Memory is what
 a process of its own holds more than before.
 
-A load ends with all pages in pools of host memory, held against their checksums. Where bytes go to matters beside the
+A load begins with open files, as plain reads do, and ends with all pages in pools of host memory, held against their
+checksums. Where bytes go to matters beside the
 disk, so loads and plain reads both go into memory that was there before (`_there`) and into new memory (`_new`), which
 the system has to find and clear; plain reads also into one block again and again, which stays in the processor's caches
 (`_block`). Where a virtual machine gives memory back to its host, new memory can be slower than the disk, and where the
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,15 +84,16 @@ def plain_read(folder: Path, where: str) -> float:
     sizes = {path: path.stat().st_size - ALIGNMENT for path in sorted(folder.glob("*.safetensors"))}
     block = host_memory((BLOCK,), torch.uint8).zero_()
     there = {path: host_memory((size,), torch.uint8).zero_() for path, size in sizes.items() if where == "there"}
-    begun = time.perf_counter()
-    for path, size in sizes.items():
-        if where == "new":
-            there[path] = host_memory((size,), torch.uint8)
-        with UnbufferedFile(path) as file:
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(UnbufferedFile(path)) for path in sizes}
+        begun = time.perf_counter()
+        for path, size in sizes.items():
+            if where == "new":
+                there[path] = host_memory((size,), torch.uint8)
             for part in slices(size, BLOCK):
                 target = block[: part.stop - part.start] if where == "block" else there[path][part]
-                file.read_into(target, ALIGNMENT + part.start)
-    return sum(sizes.values()) / (time.perf_counter() - begun)
+                files[path].read_into(target, ALIGNMENT + part.start)
+        return sum(sizes.values()) / (time.perf_counter() - begun)
 
 
 @dataclass(frozen=True)

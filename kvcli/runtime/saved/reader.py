@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -89,13 +90,13 @@ class SavedKV:
         self._pages: Future[Tensor] | None = None  # of the layer that was filled last
         self._read_until = 0.0  # on the clock
         self._stack = ExitStack()
+        self._threads = ThreadPoolExecutor(READERS, "loading")
         try:
             for segment in segments:
-                self._open(segment)
+                self._files.append(self._open(segment))
         except BaseException:
-            self._stack.close()
+            self.__exit__()
             raise
-        self._threads = ThreadPoolExecutor(READERS, "loading")
 
     def __enter__(self) -> SavedKV:
         return self
@@ -140,22 +141,28 @@ class SavedKV:
         for _ in self._read(layer, self.length // PAGE):
             pass
 
-    def _open(self, segment: Segment) -> None:
-        """Open a directory and all its files, and keep it from being removed."""
-        manifest, files = segment.manifest, []
+    def _open(self, segment: Segment) -> list[UnbufferedFile]:
+        """Open a directory, keep it from being removed, and open all its files; threads begin with that, not to read."""
         try:
             folder = os.open(segment.folder, os.O_RDONLY | os.O_DIRECTORY)
             self._stack.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_SH)
-            for layer, entry in enumerate(manifest.layers):
-                file = self._stack.enter_context(UnbufferedFile(entry.file, folder=folder))
-                check_layer(file, manifest.shape(layer), manifest.dtype)
-                files.append(file)
-        except DamagedError as error:
-            raise KVDamagedError(segment.folder, f"{entry.file}: {error}") from None
         except OSError as error:
             raise KVDamagedError(segment.folder, f"{error.filename or 'it'}: {error.strerror}") from None
-        self._files.append(files)
+        layers = range(len(segment.manifest.layers))
+        return list(self._threads.map(partial(self._open_layer, segment, folder), layers))
+
+    def _open_layer(self, segment: Segment, folder: int, layer: int) -> UnbufferedFile:
+        """Open the file of a layer and look at its header, on a thread."""
+        manifest, name = segment.manifest, segment.manifest.layers[layer].file
+        try:
+            file = self._stack.enter_context(UnbufferedFile(name, folder=folder))
+            check_layer(file, manifest.shape(layer), manifest.dtype)
+        except DamagedError as error:
+            raise KVDamagedError(segment.folder, f"{name}: {error}") from None
+        except OSError as error:
+            raise KVDamagedError(segment.folder, f"{name}: {error.strerror}") from None
+        return file
 
     def _read(self, layer: int, pages: int) -> Iterator[tuple[slice, Tensor]]:
         """Give the first `pages` pages of a layer, part for part as they are read, and have the next layers begun."""
