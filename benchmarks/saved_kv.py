@@ -56,6 +56,7 @@ from kvcli.store.pages import slices
 from kvcli.store.unbuffered import ALIGNMENT, UnbufferedFile
 
 BLOCK = 8 << 20
+READ_IN_ALL = 1 << 30  # bytes that small documents are read of in every way, a read of some milliseconds being a chance
 QUESTION = 32  # tokens
 IDENTITY = Identity(model="made up", weights="", tokenizer="", rope="", dtype="bfloat16")
 PROFILE = resolve_profile("freekv")
@@ -204,7 +205,7 @@ def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, 
     loads: dict[str, list[float]] = {"there": [], "new": []}
     firsts, questions, alone = ([] for _ in range(3))
     first_token(ready, asked, folder)
-    for _ in range(rounds):
+    for _ in range(max(rounds, READ_IN_ALL // size)):
         for where, rates in reads.items():
             rates.append(plain_read(folder, where))
         for where, rates in loads.items():
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--shape", default="small", help="a shape that comes with kvcli")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=12288, help="tokens of the document")
-    parser.add_argument("--rounds", type=int, default=3, help="of prefills; loads have three times as many")
+    parser.add_argument("--rounds", type=int, default=3, help="of prefills; loads have at least three times as many")
     parser.add_argument("--loaded", default="2048,12288,262144", help="tokens of documents that are loaded")
     parser.add_argument("--folder", type=Path, help="where to write: the disk that is measured")
     parser.add_argument("--held", type=int, metavar="N", help="only the memory of N questions, in bytes")

@@ -142,7 +142,7 @@ class SavedKV:
             pass
 
     def _open(self, segment: Segment) -> list[UnbufferedFile]:
-        """Open a directory, keep it from being removed, and open all its files; threads begin with that, not to read."""
+        """Open a directory and its files, and keep it from being removed; threads begin here, so that no read waits."""
         try:
             folder = os.open(segment.folder, os.O_RDONLY | os.O_DIRECTORY)
             self._stack.callback(os.close, folder)
