@@ -14,7 +14,7 @@ from kvcli.models.rope import installed
 
 STEPS, PROMPT = 4, 75
 SETTINGS = {"budget": 24, "sink": 3, "window": 5, "future": 40}
-DEFAULTS = {"epsilon": 0.0, "covariance": True, "value_norm": True}
+DEFAULTS = {"epsilon": 0.01, "covariance": True, "value_norm": True}
 
 
 def rotation(position):
