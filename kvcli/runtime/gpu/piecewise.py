@@ -1,11 +1,12 @@
 """A decode step in pieces: what lies between the attention of two layers, each captured in a CUDA graph.
 
 For methods whose step is their own (no `step_plan`): attention stays phase after phase, sequence by sequence, and all
-else costs the host a replay a layer. Queries, keys, values and what attention gives lie in tensors that never move. A
-sequence that has ended stays in its place; nothing attends for it.
+else, in few kernels (`kvcli.runtime.gpu.fused`), costs the host a replay a layer. Queries, keys, values and what
+attention gives lie in tensors that never move. A sequence that has ended stays in its place; nothing attends for it.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
+from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
 from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sequence import RunningSequence
@@ -49,6 +51,9 @@ class PiecewiseStepper(Stepper):
     ):
         self.hook, self.sequences = hook, sequences
         device = hook.model.device
+        self.left = ExitStack()  # what is to be undone at the end
+        if device.type == "cuda" or recorder is not None:
+            self.left.enter_context(fused_layers(hook.model))
         self.states = BatchStates(hook.geometry.states, [sequence.method.states for sequence in sequences])
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -82,7 +87,8 @@ class PiecewiseStepper(Stepper):
         return [(self.logits[row], None) for row in self.taking_part]
 
     @override
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        self.left.close()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend for the sequences that take part: the handler of a step that is not replayed."""

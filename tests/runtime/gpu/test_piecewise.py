@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels import _numba
 from kvcli.methods.card import PIECEWISE
+from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
 CASES = list(variants(PIECEWISE))
@@ -72,3 +73,21 @@ def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch, monkey
         assert one.counters.counts == other.counters.counts
         assert one.method.statistics() == other.method.statistics()
     assert len(recorders[0].pieces) == model.config.num_hidden_layers + 1
+
+
+def test_pieces_are_of_fused_layers_and_the_model_is_left_as_it_was():
+    replaced = []
+
+    def step(hook, rope, sequences):
+        def count():
+            return sum("forward" in vars(module) for module in hook.model.modules())
+
+        before, stepper = count(), PiecewiseStepper(hook, sequences, rope, recorder=Replayed())
+        during = count()
+        stepper.finish()
+        replaced.extend([before, during, count()])
+        return BlockingStepper(hook, rope)
+
+    run(tiny_model("llama"), "infllm", settings("infllm"), prompts(), 2, step=step)
+    before, during, after = replaced
+    assert during > before == after
