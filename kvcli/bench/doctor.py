@@ -192,7 +192,7 @@ def _compiler() -> Finding:
 
 def _weights() -> Finding:
     ways = {f"{weights} ({' and '.join(how.packages)})": how for weights, how in ON_LOADING.items()}
-    here = [name for name, how in ways.items() if how.makeable]
+    here = [name for name, how in ways.items() if how.made is not None]
     if len(here) == len(ways):
         return CheckState.OK, f"--weights can be {', '.join(here)}"
     missing = ", ".join(name for name in ways if name not in here)

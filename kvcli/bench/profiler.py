@@ -29,7 +29,7 @@ from kvcli.bench.runs import (
 )
 from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
-from kvcli.capacity.disk import disk_tier
+from kvcli.capacity.disk import disk_for
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import measure_rates
 from kvcli.errors import ExitCode, KvcliError
@@ -176,12 +176,11 @@ def _refused(
 
 
 def _tier(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> DiskTier | None:
-    """The disk for one method after the other."""
-    if request.disk is None:
-        return None
+    """The disk for one method after the other, and for the prompt that each has read and goes on from in copies."""
     profiles = [entry.profile for entry in request.entries]
-    using = next((profile for profile in profiles if profile.settings.on_host), profiles[0])
-    return disk_tier(request.disk, using, checkpoint.device, load.batch)
+    reads = request.read or request.document is not None
+    kept = sum(profile.settings.on_host for profile in profiles) if reads else 0
+    return disk_for(request.disk, profiles, checkpoint.device, load.batch + kept)
 
 
 def _of(tier: DiskTier | None, profile: Profile) -> DiskTier | None:

@@ -65,6 +65,10 @@ class Counts:
 
     `bytes_exposed` is the part of `bytes_to_device` that attention waited for. `by_head` has the sums over the steps by
     KV head, [layers]; None for a layer that requested nothing.
+
+    With a disk below host memory, of the pages that were fetched `host_hits` lay in host memory and `disk_reads` did
+    not (tokens, where layers are brought whole). `bytes_from_disk` were read, `bytes_to_disk` written, and the run did
+    nothing but wait for the disk for `disk_wait_ms`.
     """
 
     heads_checked: list[list[int]]
@@ -74,6 +78,11 @@ class Counts:
     bytes_to_device: list[list[int]]
     bytes_exposed: list[list[int]]
     by_head: list[HeadCounts | None]
+    host_hits: list[list[int]] = field(default_factory=list)
+    disk_reads: list[list[int]] = field(default_factory=list)
+    bytes_from_disk: list[list[int]] = field(default_factory=list)
+    bytes_to_disk: list[list[int]] = field(default_factory=list)
+    disk_wait_ms: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,9 @@ class Case:
     `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`); None
     for peers. `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's,
     `floor_ms` the roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as
-    fast. `prefill_ms` is the time in which the prompt was read, where it was: methods that read exactly do it together,
-    windows are read for each. A case that could not run has the reason in `error` and no figures.
+    fast. Of KV on a disk, `host_kv_bytes` is the cache. `prefill_ms` is the time in which the prompt was read, where it
+    was: methods that read exactly do it together, windows are read for each. A case that could not run has the reason
+    in `error` and no figures.
     """
 
     label: str
@@ -104,6 +114,7 @@ class Case:
     device_kv_bytes: int | None = None
     host_kv_bytes: int | None = None
     prefill_ms: float | None = None
+    disk_kv_bytes: int | None = None
     error: str | None = None
 
 

@@ -95,6 +95,7 @@ class Rounds:
             device_kv_bytes=None if last.footprint is None else last.footprint.device,
             host_kv_bytes=None if last.footprint is None else last.footprint.host,
             prefill_ms=last.prefill_ms,
+            disk_kv_bytes=None if last.footprint is None else last.footprint.disk,
         )
 
     def _breakdown(self, label: str) -> Breakdown | None:
@@ -121,9 +122,11 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
     """Add up the counts of all sequences without the first `warmup` steps."""
     total = torch.tensor([each.counts[warmup:] for each in counters]).sum(0)  # [steps, layers, Count]
 
-    names = [each.name for each in fields(Counts) if each.name != "by_head"]
+    names = [each.name for each in fields(Counts) if each.name not in ("by_head", "disk_wait_ms")]
     by_head = [_add_heads([each.by_head(layer) for each in counters]) for layer in range(counters[0].num_layers)]
-    return Counts(**{name: total[..., Count[name.upper()]].tolist() for name in names}, by_head=by_head)
+    waited = (total[..., Count.DISK_WAIT_US] / 1000).tolist()
+    moved = {name: total[..., Count[name.upper()]].tolist() for name in names}
+    return Counts(**moved, by_head=by_head, disk_wait_ms=waited)
 
 
 def _add_heads(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:

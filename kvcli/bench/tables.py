@@ -30,15 +30,17 @@ def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]
 def steps_table(cases: Sequence[Case]) -> Table:
     """Tabulate step times with their spread, the speedup over the first case, and transfers."""
     times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline", "equivalent")
-    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed", "KV device", "KV host", "prefill")
-    return without_empty_columns(Table((*times, *moves), [_steps_row(case) for case in cases]))
+    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed")
+    disk = ("host hits", "from disk a step", "waited for it")
+    held = ("KV device", "KV host", "KV disk", "prefill")
+    return without_empty_columns(Table((*times, *moves, *disk, *held), [_steps_row(case) for case in cases]))
 
 
 def _steps_row(case: Case) -> tuple[str, ...]:
     if case.step_ms is None:
-        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 13)
+        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 17)
     step, counts = case.step_ms, case.counts
-    corrected = missed = recalled = exposed = "-"
+    corrected = missed = recalled = exposed = hits = from_disk = waited = "-"
     if counts is not None:
         corrected = _share(counts.heads_corrected, counts.heads_checked)
         if case.host_kv_bytes:
@@ -46,6 +48,11 @@ def _steps_row(case: Case) -> tuple[str, ...]:
             moved = _sum(counts.bytes_to_device)
             recalled = format_bytes(moved / len(counts.bytes_to_device))
             exposed = f"{_sum(counts.bytes_exposed) / moved:.0%}" if moved else "-"
+        if case.disk_kv_bytes:
+            steps, fetched = len(counts.disk_reads), _sum(counts.host_hits) + _sum(counts.disk_reads)
+            hits = rate(_sum(counts.host_hits), fetched)
+            from_disk = format_bytes(_sum(counts.bytes_from_disk) / steps)
+            waited = duration(sum(map(sum, counts.disk_wait_ms)) / steps)
     return (
         case.label,
         case.pipeline or "-",
@@ -60,8 +67,12 @@ def _steps_row(case: Case) -> tuple[str, ...]:
         missed,
         recalled,
         exposed,
+        hits,
+        from_disk,
+        waited,
         "-" if case.device_kv_bytes is None else format_bytes(case.device_kv_bytes),
         "-" if not case.host_kv_bytes else format_bytes(case.host_kv_bytes),
+        "-" if not case.disk_kv_bytes else format_bytes(case.disk_kv_bytes),
         "-" if case.prefill_ms is None else duration(case.prefill_ms),
     )
 

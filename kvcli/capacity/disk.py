@@ -16,15 +16,15 @@ from kvcli.store.disk_tier import DiskTier
 def disk_for(
     asked: DiskOptions | None, profiles: Sequence[Profile], device: torch.device, sequences: int
 ) -> DiskTier | None:
-    """Make the tier for so many sequences under each of several profiles; None where none was asked for.
+    """Make the tier for so many sequences, of those of several profiles that use it; None where none was asked for.
 
     Raises:
         KvcliError: none of the methods keeps KV in host memory, or the directory takes no files (usage).
     """
     if asked is None:
         return None
-    using = [profile for profile in profiles if profile.settings.on_host]
-    return disk_tier(asked, (using or profiles)[0], device, sequences * max(1, len(using)))
+    using = next((profile for profile in profiles if profile.settings.on_host), profiles[0])
+    return disk_tier(asked, using, device, sequences)
 
 
 def disk_tier(

@@ -49,7 +49,8 @@ class WeightForm:
     where that is known of the files alone. `linears` and `experts` tell what is quantised, linear layers and experts
     that are one tensor, but for modules whose names end as `spared` says (None: what transformers spares), and for
     matrices whose sides are no multiples of `whole`. `widened` weights are in the model's dtype once they are read.
-    `captured`: a CUDA graph can hold a product with them.
+    `captured`: a CUDA graph can hold a product with them. `like` names the form of `ON_LOADING` whose products are the
+    same, where weights are stored.
     """
 
     name: str
@@ -64,6 +65,7 @@ class WeightForm:
     whole: tuple[int, int] | None = None
     widened: bool = False
     captured: bool = False
+    like: str | None = None
 
     @property
     def label(self) -> str:
@@ -71,9 +73,10 @@ class WeightForm:
         return f"{self.name}, widened" if self.widened else self.name
 
     @property
-    def makeable(self) -> bool:
-        """Whether a model in memory can be brought into this form, here."""
-        return self.name in ON_LOADING and all(map(installed, self.packages))
+    def made(self) -> WeightForm | None:
+        """The form, if there is one, that a model in memory can be brought into here to multiply as this one does."""
+        form = self if not self.stored else None if self.like is None else ON_LOADING[self.like]
+        return form if form is not None and all(map(installed, form.packages)) else None
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a quantised weight [..., out, in]."""
@@ -169,10 +172,11 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
     group = how.get("group_size")
     if how.get("load_in_4bit") or method == "4bit":
         double = how.get("bnb_4bit_use_double_quant")
-        form = replace(ON_LOADING["int4"], name="bitsandbytes 4 bits", whole=None, scale_bits=8 if double else 32)
+        form = replace(ON_LOADING["int4"], name="bitsandbytes 4 bits", like="int4", whole=None)
+        form = replace(form, scale_bits=8 if double else 32)
     elif how.get("load_in_8bit") or method in ("8bit", "bitsandbytes"):
         captured = not how.get("llm_int8_threshold", 6.0)  # the channels of large inputs are looked for by the host
-        form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", captured=captured)
+        form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", like="int8", captured=captured)
     elif method in ("gptq", "awq"):
         width, length = int(how.get("bits", 4)), None if group in (None, -1) else int(str(group))
         packages = _EXTRAS["gptq"] if method == "gptq" else ("gptqmodel",)
@@ -182,12 +186,14 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
     elif method == "torchao":
         kind = str(how.get("quant_type"))
         known = 4 if "Int4" in kind else 8 if "Int8" in kind or "Float8" in kind else None
-        form = WeightForm(method, True, ("torchao",), known, 32, 128 if known == 4 else None, captured=True)
+        like = "fp8" if "Float8WeightOnly" in kind else None
+        form = WeightForm(method, True, ("torchao",), known, 32, 128 if known == 4 else None, captured=True, like=like)
     elif method in ("fp8", "mxfp4"):
         widened = not _has_kernels(method, device, here)
         bits, scale_bits, block = (8, 32, None) if method == "fp8" else (4, 8, 32)
         held: dict[str, Any] = {"linears": method == "fp8", "experts": True, "widened": widened}
-        form = WeightForm(method, True, (), bits, scale_bits, block, **held)
+        like = "fp8" if method == "fp8" else None
+        form = WeightForm(method, True, (), bits, scale_bits, block, like=like, **held)
     spared = how.get("llm_int8_skip_modules") or how.get("modules_to_not_convert")
     return replace(form, stored=True, spared=tuple(spared) if spared else None)
 

@@ -16,6 +16,7 @@ from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import variants
 from kvcli.methods import get_method, method_names
@@ -113,6 +114,23 @@ def test_counts_are_of_the_timed_steps_of_all_sequences(outcome):
         assert [sum(heads.misses) for heads in case.counts.by_head[1:]] == of_layers
     assert sum(map(sum, two.counts.pages_requested)) == 2 * sum(map(sum, one.counts.pages_requested)) > 0
     assert two.host_kv_bytes == 2 * one.host_kv_bytes > 0
+
+
+def test_what_a_disk_did_in_the_timed_steps_is_counted(checkpoint, tmp_path):
+    disk = DiskOptions(tmp_path, 40 << 10)
+    one, two = profile(request(checkpoint, "full", "freekv", repeat=1, disk=disk), Observer()).report.cases
+    assert one.disk_kv_bytes == sum(map(sum, one.counts.disk_reads)) == 0
+    assert two.disk_kv_bytes > two.host_kv_bytes > 0
+    counts = two.counts
+    for count in (counts.host_hits, counts.disk_reads, counts.bytes_from_disk, counts.disk_wait_ms):
+        assert (len(count), len(count[0])) == (4, 4)  # steps, layers
+    tiers = zip(counts.misses, counts.host_hits, counts.disk_reads, counts.bytes_from_disk, strict=True)
+    for missed, hits, reads, read in tiers:
+        assert missed == [here + there for here, there in zip(hits, reads, strict=True)]
+        assert [bool(each) for each in reads] == [bool(each) for each in read]
+    assert sum(map(sum, counts.disk_reads)) > 0
+    assert sum(map(sum, counts.disk_wait_ms)) > 0
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_spans_of_a_run_that_was_taken_apart_are_kept_by_case(outcome):

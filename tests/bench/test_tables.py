@@ -94,7 +94,26 @@ def test_a_table_of_steps_has_spread_ratio_and_roofline():
     assert found["exposed"] == ["-", "25%", "-", "-"]
 
 
+def test_a_disk_has_its_columns_beside_host_memory():
+    counts = replace(
+        case(offloaded=True).counts,
+        host_hits=[[0, 3]] * 3,
+        disk_reads=[[0, 1]] * 3,
+        bytes_from_disk=[[0, 2048], [0, 0], [0, 1024]],
+        bytes_to_disk=[[0, 0]] * 3,
+        disk_wait_ms=[[0.0, 0.5], [0.25, 0.25], [0.0, 0.5]],
+    )
+    lying = replace(case("offload", offloaded=True), counts=counts, disk_kv_bytes=16384)
+    found = columns(steps_table([case(), lying, FAILED]))
+    assert found["host hits"] == ["-", "9 / 12 (75.0 %)", "-"]
+    assert found["from disk a step"] == ["-", "1.00 KiB", "-"]
+    assert found["waited for it"] == ["-", "500 us", "-"]
+    assert found["KV host"] == ["-", "8.00 KiB", "-"]
+    assert found["KV disk"] == ["-", "16.0 KiB", "-"]
+
+
 def test_columns_that_say_nothing_are_left_out():
+    assert not {"host hits", "from disk a step", "waited for it", "KV disk"} & {*steps_table([case()]).columns}
     assert "KV heads corrected" not in steps_table([case()]).columns
     assert "recall" not in parts_table([case()]).columns
     assert parts_table([PEER]).rows == []

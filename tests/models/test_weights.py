@@ -107,6 +107,7 @@ def test_what_transformers_saves_quantised_loads_and_generates_as_it_is(weights,
     again = load_model(ModelSpec(str(tmp_path), device="cpu"))
     assert torch.equal(again.module(IDS).logits, model.module(IDS).logits)
     assert again.geometry.form.stored
+    assert again.geometry.form.made is weight_form.ON_LOADING[weights]
     assert again.geometry.weight_bytes == pytest.approx(held(again.module), rel=0.03)
     # From config.json alone the same is counted, but for what files hold beside.
     alone = geometry_of(again.module.config, torch.float32, again.geometry.form)
@@ -286,6 +287,7 @@ def test_weights_of_other_forms_are_counted_from_config_json(tmp_path):
     config = read_config(spec)
     whole = geometry_of(config, torch.bfloat16)
     form = form_of(config, "auto", CUDA, here=False)
+    assert form.made is None
     found = geometry_of(config, torch.bfloat16, form)
     numbers = whole.parts.counts.projections + whole.parts.counts.mlp - 4 * 2 * 64  # norms stay
     assert whole.weight_bytes - found.weight_bytes == numbers * (16 - 4 - 20 / 32) / 8

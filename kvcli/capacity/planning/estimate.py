@@ -135,7 +135,7 @@ def estimate(
     if rates is None:
         return None
     form = subject.geometry.form
-    possible = machine.here and (form is None or form.widened or form.makeable)
+    possible = machine.here and (form is None or form.widened or form.made is not None)
     tried = _try(subject, machine, profile, context, batch) if possible else None
     missed = None if tried is None else tried.missed
     work = step_work(subject.geometry, itemsize, [(method, context + 1)] * batch, 1.0 if missed is None else missed)

@@ -28,6 +28,7 @@ from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.layers import decoder_of
 from kvcli.models.loading import Model
+from kvcli.models.quantising import settle
 from kvcli.models.weight_form import WeightForm
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
@@ -87,13 +88,14 @@ def probe(
 ) -> Probe:
     """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill.
 
-    Its weights are in `dtype`, or in a `form` that can be made.
+    Its weights are in `dtype`, or made in a `form` or in one like it.
     """
-    form = None if form is None or form.widened else form
+    form = None if form is None or form.widened else form.made
     geometry = geometry_of(config, dtype, form)
     sampling = Sampling(max_tokens=WARMUP + STEPS + 1, ignore_eos=True)
     capacity = length + sampling.max_tokens
     module = random_model(config, dtype, device, form).requires_grad_(False).train(False)
+    settle(module, dtype)
     model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
     with engine(model, [capacity, PROMPT]) as ready:
         begun = _now(device)

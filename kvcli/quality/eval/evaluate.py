@@ -42,7 +42,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     cells = suite.Suite(plan, checkpoint.tokenizer, frame, most).cells()
     _check_positions(cells, checkpoint)
     profiles = [variant.profile for variant in plan.variants]
-    disk = disk_for(plan.disk, profiles, checkpoint.device, plan.sampling.num_samples)
+    disk = disk_for(plan.disk, profiles, checkpoint.device, _together(plan, cells))
     _check_fit(plan, cells, checkpoint, disk)
     for variant in plan.variants:
         refuse_mismatch(variant.profile, checkpoint)
@@ -62,6 +62,16 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         found = results(cells, plan.variants, predictions, plan.sampling.num_samples)
         environment = report.environment() | {"machine": platform.machine()}
         return EvaluationTable(environment, configuration, digest(configuration), plan.variants, found, complete)
+
+
+def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:
+    """Count the sequences that may share a disk's cache: the samples that one variant answers with, and prompts.
+
+    Those are what the other variants have read, and what the answering one copies for further questions on it.
+    """
+    using = sum(variant.profile.settings.on_host for variant in plan.variants)
+    copied = any(cell.series for cell in cells)
+    return plan.sampling.num_samples + max(0, using - 1) + copied
 
 
 def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:

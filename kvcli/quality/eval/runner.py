@@ -29,6 +29,7 @@ from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Prompted, Sampler, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.store.disk_tier import DiskTier
+from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary
 
@@ -159,8 +160,9 @@ class Evaluation:
             method, expected = methods.pop(0), logits.pop(0)  # whose memory is given back once it has answered
             missing = [asked for asked in questions if asked.missing[variant.label]]
             for asked in missing:
-                own = method if asked is missing[-1] else self._fork(method, read, room)
-                yield variant, asked, self._answer(asked, own, expected, prefill_ms, asked.missing[variant.label])
+                last, rest = asked is missing[-1], (expected, prefill_ms, asked.missing[variant.label])
+                # A copy has no name here, under which it would live on while the next one is made.
+                yield variant, asked, self._answer(asked, method if last else _fork(method), *rest)
 
     def _answer(
         self,
@@ -176,7 +178,7 @@ class Evaluation:
         of rows is another order of sums, and a run that was cut off would go on to another text.
         """
         example, read = asked.example, asked.read
-        forks = [self._fork(method, read, read.room) for _ in samples[1:]]
+        forks = [_fork(method) for _ in samples[1:]]
         sequences = [
             self._sequence(read, each, sample, prefill_ms)
             for sample, each in zip(samples, [method, *forks], strict=True)
@@ -197,9 +199,6 @@ class Evaluation:
                     sequence.eos = ends
                 if not sequence.running:
                     yield self._entry(example, read, sequence, readings[sequence.sample])
-
-    def _fork(self, method: AnyMethod, read: Encoded, room: int) -> AnyMethod:
-        return method.fork(self._engine.context(len(read.ids), room, read.question).counters, "sequence 0")
 
     def _sequence(self, read: Encoded, method: AnyMethod, sample: int, prefill_ms: float) -> RunningSequence:
         sampling = replace(self.plan.sampling, max_tokens=read.room, ignore_eos=bool(read.fed))
@@ -249,6 +248,10 @@ class Evaluation:
             "pages_requested": cache.pages_requested,
             "misses": cache.misses,
         }
+
+
+def _fork(method: AnyMethod) -> AnyMethod:
+    return method.fork(Counters(method.context.counters.num_layers), "sequence 0")
 
 
 def _score(text: str, example: Example) -> float:

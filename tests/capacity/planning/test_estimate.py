@@ -8,7 +8,9 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun, prefill_work
 from kvcli.capacity.roofline import MachineRates, Rate
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
+from kvcli.models import dummy
 from kvcli.models.geometry import geometry_of
+from kvcli.models.weight_form import form_of, installed
 
 CPU = torch.device("cpu")
 RATES = MachineRates(*(Rate.given(1e9) for _ in range(4)), Rate.given(1e11))
@@ -28,8 +30,11 @@ def profile(name):
     return resolve_profile(name, overrides={key: value for key, value in SMALL.items() if key in fields})
 
 
-def estimated(name, context, batch=1, family="llama", here=True, rates=RATES):
-    subject, chosen = PlannedRun.of(tiny_config(family), torch.float32), profile(name)
+def estimated(name, context, batch=1, family="llama", here=True, rates=RATES, stored=None):
+    config = tiny_config(family)
+    if stored is not None:
+        config.quantization_config = stored
+    subject, chosen = PlannedRun.of(config, torch.float32, form_of(config, "auto", CPU)), profile(name)
     method = memory.planned_method(chosen, subject.geometry, context + 16, subject.dtype, context)
     machine = Machine(CPU, {"host": 8 << 30}, rates, here)
     return estimate.estimate(subject, machine, chosen, method, context, batch)
@@ -52,6 +57,24 @@ def test_every_family_can_be_shortened_and_tried(family):
     assert len(found.layers) == 2
     assert min(found.layers) > 0
     assert found.rest > 0
+
+
+@pytest.mark.skipif(not installed("bitsandbytes"), reason="bitsandbytes is not installed (the extra kvcli[weights])")
+@pytest.mark.parametrize("load", ["load_in_8bit", "load_in_4bit"])
+def test_weights_that_are_stored_quantised_are_tried_as_they_multiply(load, monkeypatch):
+    made = []
+
+    def random_model(config, dtype, device, form):
+        made.append(form.name)
+        return dummy.random_model(config, dtype, device, form)
+
+    monkeypatch.setattr(probe, "random_model", random_model)
+    times = estimated("freekv", 100, stored={"quant_method": "bitsandbytes", load: True})
+    assert made == [{"load_in_8bit": "int8", "load_in_4bit": "int4"}[load]]
+    assert times.tried == 4
+    assert times.step > times.roofline
+    unknown = estimated("freekv", 100, stored={"quant_method": "gptq", "bits": 4})
+    assert (unknown.tried, unknown.step) == (0, unknown.roofline)
 
 
 def test_what_is_too_long_to_try_is_tried_shorter_and_carried_on(monkeypatch):

@@ -1,21 +1,29 @@
 """Several questions on one context: rows of SCBench in both modes, and needles asked turn after turn."""
 
+import gc
 import json
+import sys
+import weakref
 
 import pytest
 import torch
 from families import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvcli.capacity.disk import disk_for
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import Template
+from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.variants import variants
+from kvcli.methods.base import Method
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.example import encode_example
 from kvcli.quality.eval.formats import read_examples
+from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 
 SMALL = {"sink": "16", "window": "16", "page_size": "16"}
@@ -136,6 +144,40 @@ def test_needles_are_scored_turn_by_turn_and_the_document_is_read_once(folder, t
         steps = [sum(answer["steps"] for answer in found[f"needle_turns turn {turn}", variant]) for turn in range(1, 5)]
         assert steps == sorted(steps)
         assert steps[0] < steps[3]
+
+
+def test_what_shares_a_disk_s_cache_is_counted(folder, tmp_path, monkeypatch):
+    """Of two variants each prompt, a copy of one for a question, and one more sample of its answer."""
+    made, tiers, most = weakref.WeakSet(), [], 0
+
+    def noted(function):
+        def call(*arguments):
+            made.add(method := function(*arguments))
+            return method
+
+        return call
+
+    def sequence(*arguments):
+        nonlocal most
+        gc.collect()
+        most = max(most, len(made))
+        return take_up(*arguments)
+
+    def disk(*arguments):
+        tiers.append(disk_for(*arguments))
+        return tiers[-1]
+
+    take_up = Evaluation._sequence
+    monkeypatch.setattr(Engine, "method", noted(Engine.method))
+    monkeypatch.setattr(Method, "fork", noted(Method.fork))
+    monkeypatch.setattr(Evaluation, "_sequence", sequence)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "disk_for", disk)
+    file = written(tmp_path, "scbench_vt", {"context": CONTEXT, "multi_turns": QUERIES})
+    sampling = Sampling(num_samples=2, temperature=1.0)
+    options = {"max_tokens": 3, "sampling": sampling, "disk": DiskOptions(tmp_path, 1 << 20)}
+    run(folder, [f"requests:{file}"], tmp_path, monkeypatch, ("freekv", "offload"), **options)
+    (tier,) = tiers
+    assert tier.sequences == most == 2 + 1 + 1
 
 
 def test_requests_are_answered_as_prompts_of_their_own_from_one_reading(folder, tmp_path, monkeypatch):
