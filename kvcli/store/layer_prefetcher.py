@@ -65,9 +65,11 @@ class LayerPrefetcher:
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
         self._arrive()
-        cache.read(slice(early, cache.held), self._views(cache))
+        views = self._views(cache)
+        cache.read(slice(early, cache.held), views)
+        cache.restore_recent(views)
         self.prefetched = self.done = None
-        kv = self._views(cache)[:, : cache.held].transpose(1, 2)
+        kv = views[:, : cache.held].transpose(1, 2)
         return *both(kv), nbytes(cache.kv[:, early : cache.held])
 
     def waiting(self) -> Sequence[Tensor]:

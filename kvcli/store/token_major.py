@@ -13,6 +13,7 @@ from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, tok
 from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import slices
+from kvcli.store.recent_tokens import RecentTokens
 from kvcli.store.state import Settled
 
 
@@ -20,11 +21,13 @@ class TokenMajorCache(LayerCache):
     """Every token, kv [t, capacity, Hk, d], on the device or, with `offload`, in host memory.
 
     Any range of tokens is contiguous and crosses the bus in one piece. Quantised in host memory (`Tiers.kv_dtype`), a
-    token of a KV head is a block of bytes, kv [1, capacity, Hk, bytes]. Where there is a disk and host memory has no
-    room for all of it, kv holds nothing: tokens are the blocks `on_disk`, the first ones in host memory as well.
+    token of a KV head is a block of bytes, kv [1, capacity, Hk, bytes], and the `recent` ones are on the device as they
+    were made, too. Where there is a disk and host memory has no room for all of it, kv holds nothing: tokens are the
+    blocks `on_disk`, the first ones in host memory as well.
     """
 
     on_disk: DiskBlocks | None = None
+    recent: RecentTokens | None = None
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
@@ -67,6 +70,8 @@ class TokenMajorCache(LayerCache):
     @override
     def rewind(self, length: int) -> None:
         self.length = self.held = length
+        if self.recent is not None:
+            self.recent.rewind(length)
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
@@ -75,10 +80,14 @@ class TokenMajorCache(LayerCache):
         else:
             kv = list(self.tiers.on_device(self.tiers.parts, self.held, *self.token_shape))
             self.read(slice(0, self.held), kv)
+            self.restore_recent(kv)
         return kv[0].transpose(0, 1), kv[-1].transpose(0, 1), self._moved(self.held)
 
     def read(self, tokens: slice, kv: Sequence[Tensor] | Tensor) -> None:
-        """Bring `tokens` to the same rows of kv [t, rows, Hk, d] on the device; from pinned memory it is queued."""
+        """Bring `tokens`, as they are held, to the same rows of kv [t, rows, Hk, d] on the device.
+
+        From pinned memory it is queued.
+        """
         queued, like = self.on_disk is None, kv[0]  # what comes from a disk lies there until the next part comes
         for first, held in self._parts(tokens):  # [t, n, Hk, d] or [1, n, Hk, bytes]
             if self.format is None:
@@ -92,6 +101,11 @@ class TokenMajorCache(LayerCache):
                 self.format.dequantise(blocks, numbers)
                 for target, found in zip(kv, numbers.unbind(1), strict=True):
                     target[first + part.start : first + part.stop] = found.view(-1, *self.token_shape)
+
+    def restore_recent(self, kv: Sequence[Tensor] | Tensor) -> None:
+        """Have the recent tokens in kv [t, rows, Hk, d], to which all were read, be as they were made."""
+        if self.recent is not None:
+            self.recent.restore(kv, self.held)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -109,10 +123,11 @@ class TokenMajorCache(LayerCache):
 
     @override
     def footprint(self) -> Footprint:
+        near = Footprint() if self.recent is None else self.recent.footprint()
         if self.on_disk is not None:
-            return self.on_disk.footprint()
+            return self.on_disk.footprint() + near
         held = nbytes(self.kv)
-        return Footprint(host=held) if self.offload else Footprint(device=held)
+        return Footprint(host=held) + near if self.offload else Footprint(device=held)
 
     @override
     def traffic(self, length: int) -> Traffic:
@@ -131,6 +146,8 @@ class TokenMajorCache(LayerCache):
     def _put(self, tokens: slice, parts: Sequence[Tensor]) -> None:
         """Put keys and values [n, Hk, d] into rows `tokens`."""
         if self.format is not None:
+            assert self.recent is not None
+            self.recent.put(tokens.start, parts)
             rows = self.kv[0, tokens]
             apart = parts[0].is_cuda or self.on_disk is not None
             blocks = torch.empty_like(rows, device=parts[0].device) if apart else rows
@@ -162,6 +179,7 @@ class TokenMajorCache(LayerCache):
             return self.tiers.on_device(self.tiers.parts, capacity, heads, d)
         shape, dtype = (self.tiers.parts, capacity, heads, d), self.tiers.dtype
         if self.format is not None:
+            self.recent = RecentTokens(capacity, heads, d, self.tiers)
             shape, dtype = (1, capacity, heads, self.format.bytes), torch.uint8
         kv, disk = torch.empty(shape, dtype=dtype, device="meta"), self.tiers.disk
         if disk is None or nbytes(kv) <= disk.host_bytes:
