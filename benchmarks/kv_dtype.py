@@ -2,43 +2,76 @@
 
     python benchmarks/kv_dtype.py                    about ten minutes on one core
     python benchmarks/kv_dtype.py --limit 4          a look
+    python benchmarks/kv_dtype.py --tasks vt --limit 100
 
-The same documents for all three, through `freekv` with a small budget, which recalls what is rounded, and `offload`,
-which attends to all of it.
+The same documents for all three, each read once, through `freekv` with a small budget, which recalls what is rounded,
+and `offload`, which attends to all of it. `less` is what a document loses by rounding, paired over the documents: the
+mean with its standard error.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from common import add_output, save
 
 TASKS, LENGTH, BUDGET, ENDS = "niah_single,niah_multikey,vt,ppl", "4K", 512, 64
 DTYPES = ("auto", "int8", "int4")
+METHODS = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}, "offload": {}}
 
 
-def answers(dtype: str, limit: int) -> dict[str, Any]:
-    """Run `kvcli eval` with one of them."""
-    command = [sys.executable, "-m", "kvcli", "eval", "--tasks", TASKS, "--length", LENGTH, "--limit", limit]
-    command += ["--method", "freekv,offload", "--budget", BUDGET, "--set", f"sink={ENDS}", "--set", f"window={ENDS}"]
-    command += ["--kv-dtype", dtype, "--json", "--quiet"]
-    out = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
-    return json.loads(out)  # type: ignore[no-any-return]
+def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
+    """Run `kvcli eval` with all of them; a row for each dtype, method and task."""
+    with TemporaryDirectory() as folder:
+        names = {}
+        for method, settings in METHODS.items():
+            for dtype in DTYPES:
+                path = Path(folder) / f"{method.split()[0]}-{dtype}.toml"
+                lines = [f'method = "{method.split()[0]}"', f'description = "{path.stem}"', "[settings]"]
+                lines += [f"{key} = {value}" for key, value in settings.items()] + [f'kv_dtype = "{dtype}"']
+                path.write_text("\n".join(lines) + "\n")
+                names[str(path)] = path.stem, method, dtype
+        kept = Path(folder) / "answers.jsonl"
+        command = [sys.executable, "-m", "kvcli", "eval", "--tasks", tasks, "--length", LENGTH, "--limit", str(limit)]
+        command += ["--profile", ",".join(names), "--predictions", str(kept), "--json", "--quiet"]
+        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)["results"]
+        scores = defaultdict[tuple[str, str], dict[int, float]](dict)
+        for line in kept.read_text().splitlines()[1:]:
+            answer = json.loads(line)
+            if answer["score"] is not None:
+                scores[answer["variant"], answer["task"]][answer["index"]] = 100 * answer["score"]
+    rows = []
+    for dtype in DTYPES:
+        for stem, method, _ in (each for each in names.values() if each[2] == dtype):
+            for result in (each for each in found if each["variant"] == stem):
+                own, exact = (scores[name, result["task"]] for name in (stem, f"{method.split()[0]}-auto"))
+                less = paired([exact[index] - own[index] for index in own]) if own and dtype != "auto" else {}
+                rows.append({"kv_dtype": dtype, "method": method, "task": result["task"], **result["score"], **less})
+    return rows
+
+
+def paired(less: list[float]) -> dict[str, float]:
+    """The mean of differences, with its standard error."""
+    error = statistics.stdev(less) / len(less) ** 0.5 if len(less) > 1 else 0.0
+    return {"less": statistics.fmean(less), "less_stderr": error}
 
 
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=30, help="documents of each task")
+    parser.add_argument("--tasks", default=TASKS)
     add_output(parser, "kv_dtype")
     given = parser.parse_args()
-    rows = []
-    for dtype in DTYPES:
-        for found in answers(dtype, given.limit)["results"]:
-            rows.append({"kv_dtype": dtype, "method": found["variant"], "task": found["task"], **found["score"]})
-            print(*(rows[-1][key] for key in ("kv_dtype", "method", "task", "value", "stderr")), flush=True)
+    rows = answers(given.tasks, given.limit)
+    for row in rows:
+        print(*(row.get(key, "") for key in ("kv_dtype", "method", "task", "value", "stderr", "less", "less_stderr")))
     save(given.output, {"length": LENGTH, "budget": BUDGET, "sink": ENDS, "window": ENDS, "rows": rows})
 
 

@@ -153,6 +153,7 @@ class Engine:
             max_tokens=sampling.max_tokens,
             token_ids=[] if first_token is None else [first_token],
             reference=reference,
+            prefill=context.prefill_statistics or {},
         )
 
     def prefill(

@@ -1,8 +1,8 @@
 """One sequence while it runs: its tokens, its KV, its sampler, and what is known about it so far."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -47,6 +47,8 @@ class RunningSequence:
     kv: report.KVOrigin = field(default_factory=report.KVOrigin)
     drafts: report.DraftCounts | None = None
     """Where full attention checks what the method drafts."""
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    """What a prefill that was not exact left out."""
     logits: Tensor | None = None
     """What the newest token was chosen from: [vocab]."""
 
@@ -121,7 +123,7 @@ class RunningSequence:
             correction=self.counters.correction(),
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),
-            method={**(self.method.context.prefill_statistics or {}), **self.method.statistics()},
+            method={**self.prefill, **self.method.statistics()},
             error=self.error,
             question=self.question,
             id=self.id,

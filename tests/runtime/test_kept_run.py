@@ -105,6 +105,14 @@ def test_goes_on_as_if_it_had_not_been_cut_off(checkpoint, tmp_path, watcher, sa
     assert last.texts == whole.texts
 
 
+def test_what_a_sparse_prefill_left_out_is_known_after_it(checkpoint, tmp_path):
+    options = {"overrides": {**SMALL, "prefill": "a-shape:5,16"}}
+    keep = cut_off(checkpoint, tmp_path / "run", Watcher(at_step=6), **options)
+    ended, whole = resume(keep, Watcher()), generate(ModelSpec(checkpoint), asked(**options), Watcher())
+    assert outcome(ended) == outcome(whole)
+    assert 0 < ended.sequences[0].method["prefill_mass"] < 1
+
+
 @pytest.mark.parametrize("method", ["freekv", "shadowkv", "infllm"])
 def test_questions_on_one_document_share_its_pages_again(checkpoint, tmp_path, method):
     options = {"method": method, "prompts": QUESTIONS, "overrides": {"budget": 48} if method == "shadowkv" else SMALL}
