@@ -142,38 +142,51 @@ def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> 
     return row
 
 
-def profiled(checkout: Path, methods: str, context: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Run `kvcli profile` of a checkout: of every method its step and its floor, in milliseconds."""
-    command = [sys.executable, "-m", "kvcli", "profile", "-m", "small", "--load-format", "dummy", "--dtype", "float32"]
-    command += ["--method", methods, "--context", str(context), "--output-len", str(steps), "--repeat", "1"]
+def kvcli(checkout: Path, *words: str) -> dict:
+    """Run kvcli of a checkout; returns its JSON."""
     env = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run([*command, "--quiet", "--json"], capture_output=True, text=True, cwd=checkout, env=env)
+    command = [sys.executable, "-m", "kvcli", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=env)
     if done.returncode:
-        sys.exit(f"kvcli profile in {checkout} ended with exit code {done.returncode}: {done.stderr[-500:]}")
-    return {case["label"]: (case["step_ms"]["median"], case["floor_ms"]) for case in json.loads(done.stdout)["cases"]}
+        sys.exit(f"kvcli {words[0]} in {checkout} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+    return json.loads(done.stdout)
 
 
-def all_methods(methods: str, against: Path | None, contexts: list[int], steps: int, repeats: int) -> list[dict]:
-    """Profile methods, those of another checkout in turn; ratios are taken within a round."""
+def profiled(checkout: Path, methods: list[str], context: int, steps: int) -> dict[str, tuple[float, float]]:
+    """Run `kvcli profile` of a checkout: of every method its step and its floor, in milliseconds."""
+    words = ["profile", "-m", "small", "--load-format", "dummy", "--dtype", "float32", "--method", ",".join(methods)]
+    words += ["--context", str(context), "--output-len", str(steps), "--repeat", "1", "--quiet"]
+    cases = kvcli(checkout, *words)["cases"]
+    return {case["label"]: (case["step_ms"]["median"], case["floor_ms"]) for case in cases}
+
+
+def all_methods(methods: list[str], against: Path | None, contexts: list[int], steps: int, repeats: int) -> list[dict]:
+    """Profile methods, in turn those of them that another checkout knows; ratios are taken within a round."""
     checkouts = {"here": Path(__file__).parents[1]} | ({} if against is None else {"against": against.resolve()})
+    known = {name: {each["name"] for each in kvcli(root, "methods")["methods"]} for name, root in checkouts.items()}
     rows = []
     for context in contexts:
         rounds = [
-            {name: profiled(root, methods, context, steps) for name, root in checkouts.items()} for _ in range(repeats)
+            {
+                name: profiled(root, [method for method in methods if method in known[name]], context, steps)
+                for name, root in checkouts.items()
+            }
+            for _ in range(repeats)
         ]
-        for method in methods.split(","):
+        for method in methods:
             row: dict = {"context": context, "method": method}
-            for name in checkouts:
+            of = [name for name in checkouts if method in known[name]]
+            for name in of:
                 taken = [found[name][method] for found in rounds]
                 row[name] = {
                     "step_ms": spread([step for step, _ in taken]),
                     "over_floor": spread([step / floor for step, floor in taken]),
                     "over_full": spread([found[name][method][0] / found[name]["full"][0] for found in rounds]),
                 }
-            if against is not None:
+            if "against" in of:
                 ratios = [found["against"][method][0] / found["here"][method][0] for found in rounds]
                 row["speedup"] = spread(ratios)
-            print(f"{context:>7,} {method:<12} " + ", ".join(_said(name, row[name]) for name in checkouts), flush=True)
+            print(f"{context:>7,} {method:<18} " + ", ".join(_said(name, row[name]) for name in of), flush=True)
             rows.append(row)
     return rows
 
@@ -203,7 +216,7 @@ def main() -> None:
     if args.methods is not None:
         if "full" not in args.methods.split(","):
             parser.error("--methods lacks full, which the others are held against")
-        rows = all_methods(args.methods, args.against, args.contexts, args.steps, args.repeats)
+        rows = all_methods(args.methods.split(","), args.against, args.contexts, args.steps, args.repeats)
         before = None if args.against is None else commit_of(args.against)
         save(args.output or RESULTS / "cpu_methods.json", {"against": before, "rows": rows})
         return

@@ -63,13 +63,22 @@ def main() -> None:
     )
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
-    found = {(row["method"], row["context"]): row["here"] for row in rows}
+    found = {(row["method"], row["context"]): row for row in rows}
+    columns = {
+        "over floor": ("here", "over_floor"),
+        "before": ("against", "over_floor"),
+        "over full": ("here", "over_full"),
+    }
     steps = [
         [f"`{method}`"]
-        + [ratio(found[method, context][key]) for context in contexts for key in ("over_floor", "over_full")]
+        + [
+            ratio(row[whose][key]) if whose in (row := found[method, context]) else ""
+            for context in contexts
+            for whose, key in columns.values()
+        ]
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
-    heads = [f"{context >> 10}K over {what}" for context in contexts for what in ("floor", "full")]
+    heads = [f"{context >> 10}K {name}" for context in contexts for name in columns]
     table("Steps of methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
     disks = [
         [
