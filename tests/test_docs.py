@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,15 @@ def test_generated_parts_are_current():
     assert not old, "run: python docs/from_code.py"
 
 
+@cache
+def commands():
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", list(shown_commands()))
 def test_every_command_shown_can_be_given(command):
     arguments = shlex.split(command)[1:]
-    root = typer.main.get_command(app)
+    root = commands()
     if arguments[0].startswith("-"):  # an option of kvcli itself
         assert any(arguments[0] in parameter.opts for parameter in root.params)
         return

@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command import warm_commands
 
 from kvcli.methods.card import STATED
 
@@ -47,26 +46,26 @@ def guide(tmp_path):
     return tmp_path
 
 
-def test_a_method_of_another_package_is_added_by_the_guide_alone(guide, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(guide))
-    with warm_commands(guide) as kvcli:
+def test_a_method_of_another_package_is_added_by_the_guide_alone(guide, warm):
+    (guide / "command.py").write_text(
+        "from kvcli.cli import main; main()"
+    )  # which have the guide's package on the path
+    (guide / "suite.py").write_text("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))")
 
-        def run(*arguments, **options):
-            done = kvcli(*arguments, **options)
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout
+    def run(*arguments, program="command.py"):
+        done = warm(*arguments, program=guide / program, cwd=guide)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-        assert "pages by the centre of their keys" in run("methods")
-        assert "sharpness" in run("methods", "centre")
-        document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
-        (guide / "document.txt").write_text(document)
-        budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
-        (sequence,) = json.loads(run("generate", "document.txt", "--method", "centre", *budget))["sequences"]
-        assert sequence["cache"]["pages_requested"] > 0
-        (guide / "suite.py").write_text("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))")
-        suite = ("-n", "0", "-p", "no:cacheprovider", "--pyargs", "kvcli.conformance")
-        named = "centre and llama and not one_kv_head"
-        assert "passed" in run(*suite, "-k", named, program=guide / "suite.py")
+    assert "pages by the centre of their keys" in run("methods")
+    assert "sharpness" in run("methods", "centre")
+    document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
+    (guide / "document.txt").write_text(document)
+    budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
+    (sequence,) = json.loads(run("generate", "document.txt", "--method", "centre", *budget))["sequences"]
+    assert sequence["cache"]["pages_requested"] > 0
+    suite = ("-n", "0", "-p", "no:cacheprovider", "--pyargs", "kvcli.conformance")
+    assert "passed" in run(*suite, "-k", "centre and llama and not one_kv_head", program="suite.py")
 
 
 def test_the_method_of_the_guide_states_all_that_a_method_states():

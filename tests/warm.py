@@ -18,8 +18,12 @@ import sys
 from pathlib import Path
 
 import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import kvcli.batch.run
+import kvcli.cli.app
 import kvcli.generate
+import kvcli.quality.eval.evaluate
 import kvcli.ui.console  # noqa: F401
 from kvcli.cli import main
 from kvcli.inputs.profiles import resolve_profile
@@ -75,6 +79,7 @@ def serve(connection):
 if __name__ == "__main__":
     resolve_profile()
     _ = transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # loaded when first named
+    get_checkpoint_conversion_mapping("llama")  # a thousand patterns, compiled once a process
     gc.freeze()  # a child neither looks through it nor copies it
     atexit.register(gc.unfreeze)  # libraries report what is never collected as leaks
     with socket.socket(fileno=int(sys.argv[1])) as server:

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from command import COMMAND, assert_refused, environment
+from command import assert_refused
 from families import EOS, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -99,11 +99,10 @@ def test_a_session_that_is_ended_from_outside_keeps_what_was_said(warm, model, d
 class Terminal:
     """A session in a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, warm, *arguments):
         self.master, slave = pty.openpty()
-        command = [*COMMAND, "chat", *map(str, arguments)]
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        self.process = subprocess.Popen(command, **streams, env=environment(TERM="dumb"), start_new_session=True)
+        self.process = warm.start("chat", *arguments, **streams, variables={"TERM": "dumb"})
         os.close(slave)
         self.seen = ""
 
@@ -130,8 +129,8 @@ def endless(tmp_path):
     return path
 
 
-def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(endless, document):
-    terminal = Terminal("-m", endless, document, "--max-tokens", 3000)
+def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(warm, endless, document):
+    terminal = Terminal(warm, "-m", endless, document, "--max-tokens", 3000)
     at = terminal.until("> ")
     terminal.type("which fox?\n")
     at = terminal.until("fox?", at)

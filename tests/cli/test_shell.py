@@ -1,5 +1,6 @@
 """What holds for every command: help, version, usage errors, and how a process ends."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,38 +79,39 @@ def test_no_command_shows_the_help():
         (["generate", "-p", "x", "--device", "tpu"], ["--device", "'tpu'"]),
         (["generate", "-p", "x", "--dtype", "int3"], ["--dtype", "'int3'"]),
         (["generate", "-p", "x", "-p", " "], ["is empty"]),
-        (["generate", "-p", b"\xff\xfe"], ["-p holds bytes that are not UTF-8 text"]),
+        (["generate", "-p", os.fsdecode(b"\xff\xfe")], ["-p holds bytes that are not UTF-8 text"]),
         (["generate", "-p", "x", "--chat-template-kwargs", "[" * 99_999], ["--chat-template-kwargs", "bad JSON"]),
         (["methods", "freekv", "quest"], ["quest"]),
     ],
 )
-def test_usage_errors_have_one_style(arguments, words):
-    assert_refused(kvcli(*arguments), ExitCode.USAGE, *words)
+def test_usage_errors_have_one_style(warm, arguments, words):
+    assert_refused(warm(*arguments), ExitCode.USAGE, *words)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "-p", "x", "--temperature", "-1"],
-        ["generate", "-p", "x", "--method", "frekv"],
-        ["generate", "-p", "x", "--profile", "frekv"],
-        ["generate", "-p", "x", "--set", "bugdet=2K"],
-        ["generate", "-p", "x", "-m", "./no-such-directory"],
-        ["eval", "--tasks", "vt", "--method", "full,frekv"],
-        ["plan", "--method", "quest", "--set", "bugdet=2K"],
-        ["profile", "-m", "./no-such-directory"],
-        ["calibrate", "tau", "-m", "./no-such-directory"],
-    ],
-)
-def test_bad_input_is_refused_before_the_heavy_libraries_are_loaded(arguments):
+REFUSED_AT_ONCE = [
+    ["generate", "-p", "x", "--temperature", "-1"],
+    ["generate", "-p", "x", "--method", "frekv"],
+    ["generate", "-p", "x", "--profile", "frekv"],
+    ["generate", "-p", "x", "--set", "bugdet=2K"],
+    ["generate", "-p", "x", "-m", "./no-such-directory"],
+    ["eval", "--tasks", "vt", "--method", "full,frekv"],
+    ["plan", "--method", "quest", "--set", "bugdet=2K"],
+    ["profile", "-m", "./no-such-directory"],
+    ["calibrate", "tau", "-m", "./no-such-directory"],
+]
+
+
+def test_bad_input_is_refused_before_the_heavy_libraries_are_loaded():
+    """One process refuses all of it, one after the other, and has loaded none of them after any."""
     code = (
-        f"import sys; sys.argv = {['kvcli', *arguments]}\n"
-        "import kvcli.cli\n"
-        "try: kvcli.cli.main()\n"
-        "except SystemExit as end: print(end.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+        "import sys, kvcli.cli\n"
+        f"for arguments in {REFUSED_AT_ONCE}:\n"
+        "    sys.argv = ['kvcli', *arguments]\n"
+        "    try: kvcli.cli.main()\n"
+        "    except SystemExit as end: print(end.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
-    assert result.stdout == "2 []\n"
+    assert result.stdout == "2 []\n" * len(REFUSED_AT_ONCE)
 
 
 @pytest.mark.parametrize(("name", "value"), [("KVCLI_MAX_TOKENS", "lots"), ("KVCLI_TEMPERATURE", "-1")])
