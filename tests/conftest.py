@@ -12,6 +12,7 @@ import gc
 import os
 import shutil
 import signal
+from functools import partial
 
 import pytest
 
@@ -40,3 +41,11 @@ def warm(tmp_path_factory):
 
     with warm_commands(tmp_path_factory.mktemp("warm")) as run:
         yield run
+
+
+@pytest.fixture
+def short_probe(monkeypatch):
+    """Lets retrieval heads be looked for on a hundred random tokens that repeat, not on as many as the paper takes."""
+    from kvcli.runtime.retrieval_heads import RepeatedTokens
+
+    monkeypatch.setattr(RepeatedTokens, "of", partial(RepeatedTokens.of, period=100))

@@ -1,10 +1,10 @@
 """Compile every case's kernels for compute capabilities, which needs no GPU; one line of JSON a kernel.
 
-Not under the interpreter: run it as a program. `python tests/triton_compile.py 90 80 100` takes the last case of every
-function in bf16 and fp32 for 9.0, the first, and of these in bf16 for the others the kernels that are not the same
-everywhere: `tied` to the device by matrix products or atomics; for the first also some over latents. `--all` takes
-every case in three dtypes for all, and the last ones at five head dimensions. Kernels are specialised as on the device
-(argument types, alignment, sizes), down to machine code, by the assembler of Triton.
+Not under the interpreter: run it as a program. `python tests/triton_compile.py bfloat16 float32 90 80 100` takes the
+last case of every function in both dtypes for 9.0, the first, and of these in bf16 for the others the kernels that are
+not the same everywhere: `tied` to the device by matrix products or atomics; for the first also some over latents.
+`--all` takes every case in three dtypes for all, and the last ones at five head dimensions. Kernels are specialised as
+on the device (argument types, alignment, sizes), down to machine code, by the assembler of Triton.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ def describe(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
 
 
-def plan(everything: bool) -> Iterator[tuple[torch.dtype, Sizes, Case]]:
+def plan(dtypes: Sequence[torch.dtype], everything: bool) -> Iterator[tuple[torch.dtype, Sizes, Case]]:
     """What to compile: dtype, sizes, case."""
     last = list({case.kernel: case for case in CASES}.values())
     yield from ((torch.bfloat16, REAL_LATENT, case) for case in last if case.kernel in LATENTS)
     if not everything:
-        yield from itertools.product((torch.bfloat16, torch.float32), (REAL,), last)
+        yield from itertools.product(dtypes, (REAL,), last)
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from ((dtype, REAL, case) for case in CASES)
         yield from ((dtype, REAL._replace(d=d), case) for d in (64, 80, 96, 256) for case in last)
 
 
-def main(capabilities: Sequence[int], everything: bool) -> None:
+def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], everything: bool) -> None:
     """Call the cases with launches replaced by compilation."""
     _triton.on_cpu = True
     slot_attention.multiprocessors = lambda _: 132
@@ -99,7 +99,7 @@ def main(capabilities: Sequence[int], everything: bool) -> None:
             print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
-    for dtype, sizes, case in plan(everything):
+    for dtype, sizes, case in plan(dtypes, everything):
         call = case.make(Draw(dtype, torch.device("cpu")), sizes)
         everywhere = everything or (dtype == torch.bfloat16 and sizes is REAL)
         for capability in capabilities if everywhere else capabilities[:1]:
@@ -109,4 +109,6 @@ def main(capabilities: Sequence[int], everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:] if word.isdigit()] or [90], "--all" in sys.argv[1:])
+    words = sys.argv[1:]
+    asked = [getattr(torch, word) for word in words if word.startswith(("float", "bfloat"))]
+    main([int(word) for word in words if word.isdigit()] or [90], asked or [torch.bfloat16], "--all" in words)

@@ -18,7 +18,7 @@ from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
-STEPS = 12
+STEPS = 9
 
 
 def tokens(length, seed):
@@ -58,6 +58,7 @@ def ask(model, profile, prompts, steps=STEPS, pipeline="blocking", **sampling):
 
 
 @pytest.mark.parametrize("name", method_names())
+@pytest.mark.usefixtures("short_probe")
 def test_questions_together_say_what_each_says_alone(name):
     model, profile = tiny_model("llama"), profile_of(name)
     together = ask(model, profile, QUESTIONS)

@@ -57,6 +57,7 @@ def test_every_suite_is_run_here():
     assert set(FILES) == set(suites())
 
 
+@pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize("name", FILES)
 def test_a_suite_runs_on_files_in_the_forms_of_its_table(folder, tmp_path, name):
     suite = table_suite(name)
