@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 
-def crossed(first: Sequence[Any], second: Iterable[Any]) -> list[Any]:
+def crossed(first: Sequence[Any], second: Iterable[Any], turns: int = 3) -> list[Any]:
     """Pair everything of two lists, in the order of the first.
 
-    Two thirds of the pairs are marked `exhaustive`; half of them where the second list has two entries.
+    One pair of every `turns` is not marked `exhaustive`; one of as many as the second list has where these are fewer.
     """
     others = list(second)
-    turns = min(3, len(others))
+    turns = min(turns, len(others))
     return [
         pytest.param(one, other, marks=[pytest.mark.exhaustive] if (place + at) % turns else [])
         for place, one in enumerate(first)

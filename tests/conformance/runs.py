@@ -39,7 +39,7 @@ def run(
     prompts,
     max_tokens,
     sampling=None,
-    chunk=7,
+    chunk=30,
     eos=(),
     streams=None,
     step=None,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvcli.kernels.block_attention as kernels
+from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
@@ -15,7 +16,7 @@ from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
 from kvcli.store import recent_tokens, sampled_tokens
 
-STEPS = 20
+STEPS = 16
 RECENT = 8
 BITS = {"int8": 8, "int4": 4}
 HOLDING = [name for name in method_names() if "kv_dtype" in get_method(name).Config.model_fields]
@@ -138,8 +139,7 @@ def llama():
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("held", BITS)
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize(("name", "held"), crossed(HOLDING, BITS))
 def test_attention_reads_what_the_host_holds(llama, name, held, monkeypatch):
     method = get_method(name)
     wanted = settings(name, {**SMALL, **(method.true_kv or {}), "kv_dtype": held, "offload": True})

@@ -1,5 +1,6 @@
 """What every method must hold to, driven by the listing: a method is tested by being there."""
 
+import itertools
 import json
 import sys
 
@@ -22,9 +23,9 @@ from kvcli.store.restoring import Restoring
 from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
 
-PROMPT, STEPS = 75, 24
+PROMPT, STEPS = 75, 18
 EXACT_PROMPT, EXACT_STEPS = 78, 12  # beside transformers, over every family: two pages are filled
-TWICE = 20  # of runs that are compared with each other
+TWICE = 16  # of runs that are compared with each other
 # Small enough that a context of 75 tokens outgrows it; each method takes the settings that it knows.
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "prefill_window": 20}
 SMALL |= {"chunk": 4, "rank": 12, "outliers": 2, "local": 1, "cluster": 4, "segment": 16, "update": 8}
@@ -50,7 +51,10 @@ def llama():
     return tiny_model("llama")
 
 
-@pytest.fixture(scope="module", params=["llama", "llama_one_kv_head"])
+GROUPED = ("llama", "llama_one_kv_head")
+
+
+@pytest.fixture(scope="module")
 def grouped(request):
     """A model whose queries share KV heads, or all one."""
     return tiny_model(request.param)
@@ -66,7 +70,7 @@ def family(request):
     return model, ids, reference[0, EXACT_PROMPT:].tolist()
 
 
-@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names()), indirect=["family"])
+@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names(), turns=4), indirect=["family"])
 def test_ample_budget_is_token_for_token_what_transformers_generates(family, name):
     model, ids, reference = family
     assert len(set(reference)) > EXACT_STEPS / 3, "a reference that repeats itself tests little"
@@ -103,6 +107,7 @@ def on_block_attention(monkeypatch, note):
 
 
 @pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("grouped", GROUPED, indirect=True)
 def test_small_budget_is_respected_and_used(grouped, name, monkeypatch):
     seen, attend = [], Method.attend  # keys attended to by each call of `attend`
 
@@ -176,15 +181,20 @@ class Watch:
 
 
 def variants():
-    """Every method as it is, and with each of its switches turned."""
+    """Every method on both models, and with each of its switches turned on one of them in turn; else on demand."""
+    turned = itertools.cycle(GROUPED)
     for name in method_names():
-        yield pytest.param(name, {}, id=name)
-        for key, field in get_method(name).Config.model_fields.items():
-            if isinstance(field.default, bool):
-                yield pytest.param(name, {key: not field.default}, id=f"{name}-{key}")
+        fields = get_method(name).Config.model_fields.items()
+        switches = {key: not field.default for key, field in fields if isinstance(field.default, bool)}
+        for model in GROUPED:
+            yield pytest.param(model, name, {}, id=f"{model}-{name}")
+        for (key, value), turn in zip(switches.items(), turned, strict=False):
+            for model in GROUPED:
+                marks = [] if model == turn else [pytest.mark.exhaustive]
+                yield pytest.param(model, name, {key: value}, id=f"{model}-{name}-{key}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "switch"), list(variants()))
+@pytest.mark.parametrize(("grouped", "name", "switch"), list(variants()), indirect=["grouped"])
 def test_attention_is_that_over_the_tokens_it_says_it_attended(grouped, name, switch, monkeypatch):
     true_kv = get_method(name).true_kv
     true = true_kv is not None and all(true_kv.get(key, value) == value for key, value in switch.items())
@@ -213,8 +223,8 @@ def test_a_batch_of_different_lengths_is_the_runs_of_one(llama, name):
 
 @pytest.mark.parametrize("name", method_names())
 def test_prompt_of_one_token_and_growth_past_the_budget(llama, name):
-    (out,) = tokens(llama, name, SMALL, [[7]], steps=60)
-    assert len(out) == 60
+    (out,) = tokens(llama, name, SMALL, [[7]], steps=54)
+    assert len(out) == 54
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -27,7 +27,7 @@ SMALL = {
     "rank": 12,
 }
 LENGTHS = (90, 61)
-STEPS = 12
+STEPS = 8
 WITH_BUDGET = [name for name in method_names() if "budget" in get_method(name).Config.model_fields]
 
 

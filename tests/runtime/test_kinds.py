@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HYBRIDS, KINDS, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
@@ -15,7 +16,11 @@ STEPS = 12
 TEXT = 78  # two pages are filled
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *HYBRIDS])
+ALL = [*KINDS, *HYBRIDS]
+THIRDS = [method_names()[turn::3] for turn in range(3)]
+
+
+@pytest.fixture(scope="module")
 def kind(request):
     return tiny_model(request.param)
 
@@ -24,13 +29,14 @@ def serves(method, layers):
     return layers[0].latent is None or method.no_latents is None
 
 
-def test_every_method_continues_as_transformers_does(kind):
+@pytest.mark.parametrize(("kind", "names"), crossed(ALL, THIRDS), indirect=["kind"])
+def test_methods_continue_as_transformers_does(kind, names):
     ids = prompt(1, TEXT)
     reference = kind.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
     reference = reference[0, TEXT:].tolist()
     assert len(set(reference)) > STEPS / 3, "a reference that repeats itself tests little"
     with engine(in_memory(kind), [TEXT + STEPS]) as ready:
-        methods, names = [], [name for name in method_names() if serves(get_method(name), ready.layers)]
+        methods, names = [], [name for name in names if serves(get_method(name), ready.layers)]
         for name in names:
             method = get_method(name)
             config = method.Config(**settings(name, {**AMPLE, **method.exact}))
@@ -60,6 +66,7 @@ def test_a_latent_is_kept_once(name, monkeypatch):
         )  # page tables, indices and bounds stay
 
 
+@pytest.mark.parametrize("kind", ALL, indirect=True)
 def test_company_changes_nothing(kind):
     prompts = [prompt(1, 1), prompt(2, 2 * WINDOW), prompt(3, TEXT)]
     together = run(kind, "freekv", settings("freekv", SMALL), prompts, STEPS, chunk=WINDOW + 6)

@@ -3,6 +3,7 @@ import torch
 from engine import in_memory, new_method, profile_of
 from families import FAMILIES, LAYERS, VOCAB, tiny_model
 
+from kvcli.conformance.crossed import crossed
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.models.geometry import geometry_of
 from kvcli.runtime.attention_hook import attached
@@ -26,8 +27,7 @@ def read(model, ids, window, advance=lambda _: None):
         return windowed_prefill(hook, ids, method, layers, advance, window), method
 
 
-@pytest.mark.parametrize("window", [1, 16, 50, 51, 1000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "window"), crossed(list(FAMILIES), [1, 16, 50, 51, 1000]))
 def test_every_window_gives_what_transformers_gives(family, window):
     model, ids = tiny_model(family), prompt(51)
     with torch.inference_mode():

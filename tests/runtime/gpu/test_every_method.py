@@ -19,7 +19,7 @@ from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams
 
 # One has outgrown its budget, one does while it decodes, one never does.
 LENGTHS = (91, 41, 7)
-STEPS = 18
+STEPS = 12
 
 
 def prompts(*lengths):
@@ -123,8 +123,11 @@ def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
     assert len(logits[-1]) < len(logits[0])
 
 
-ALIKE = {"cake", "pyramidkv", "expected_attention", "kvzip"}  # whose steps are those of snapkv
-BY_KERNELS = [(name, "llama", {}) for name in STATED if name not in ALIKE] + [("freekv", "llama", {"kv_dtype": "int4"})]
+ALIKE = {"cake", "pyramidkv", "expected_attention", "kvzip", "full", "refreekv"}  # whose steps are those of snapkv
+BY_KERNELS = [
+    pytest.param(name, "llama", {}, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in STATED
+]
+BY_KERNELS += [("freekv", "llama", {"kv_dtype": "int4"})]
 BY_KERNELS += [(name, "deepseek_v3", {}) for name in ("freekv", "raas")]
 BY_KERNELS += [("streaming", "llama", {"positions": "cache"})]
 

@@ -14,6 +14,7 @@ from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
 CASES = list(variants(PIECEWISE))
+STEPS = 9
 
 
 class Replayed(TorchDispatchMode):
@@ -64,9 +65,9 @@ def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch, monkey
         return PiecewiseStepper(hook, sequences, rope, recorder=recorders[0])
 
     model = tiny_model("llama")
-    free = run(model, name, wanted, prompts(), 12)
+    free = run(model, name, wanted, prompts(), STEPS)
     stop = next(token for token in free[0].token_ids[2:] if all(token not in each.token_ids for each in free[1:]))
-    case = (model, name, wanted, prompts(), 12)
+    case = (model, name, wanted, prompts(), STEPS)
     found, expected = run(*case, eos=(stop,), step=step), run(*case, eos=(stop,))
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
