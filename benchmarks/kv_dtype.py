@@ -29,17 +29,16 @@ METHODS = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS},
 def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
     """Run `kvcli eval` with all of them; a row for each dtype, method and task."""
     with TemporaryDirectory() as folder:
-        names = {}
+        profiles = []
         for method, settings in METHODS.items():
             for dtype in DTYPES:
-                path = Path(folder) / f"{method.split()[0]}-{dtype}.toml"
-                lines = [f'method = "{method.split()[0]}"', f'description = "{path.stem}"', "[settings]"]
-                lines += [f"{key} = {value}" for key, value in settings.items()] + [f'kv_dtype = "{dtype}"']
-                path.write_text("\n".join(lines) + "\n")
-                names[str(path)] = path.stem, method, dtype
+                name = method.split()[0]
+                profiles.append(Path(folder) / f"{name}-{dtype}.toml")
+                lines = [f'method = "{name}"', f'description = "{dtype}"', "[settings]", f'kv_dtype = "{dtype}"']
+                profiles[-1].write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in settings.items())]))
         kept = Path(folder) / "answers.jsonl"
         command = [sys.executable, "-m", "kvcli", "eval", "--tasks", tasks, "--length", LENGTH, "--limit", str(limit)]
-        command += ["--profile", ",".join(names), "--predictions", str(kept), "--json", "--quiet"]
+        command += ["--profile", ",".join(map(str, profiles)), "--predictions", str(kept), "--json", "--quiet"]
         found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)["results"]
         scores = defaultdict[tuple[str, str], dict[int, float]](dict)
         for line in kept.read_text().splitlines()[1:]:
@@ -48,11 +47,11 @@ def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
                 scores[answer["variant"], answer["task"]][answer["index"]] = 100 * answer["score"]
     rows = []
     for dtype in DTYPES:
-        for stem, method, _ in (each for each in names.values() if each[2] == dtype):
-            for result in (each for each in found if each["variant"] == stem):
-                own, exact = (scores[name, result["task"]] for name in (stem, f"{method.split()[0]}-auto"))
-                less = paired([exact[index] - own[index] for index in own]) if own and dtype != "auto" else {}
-                rows.append({"kv_dtype": dtype, "method": method, "task": result["task"], **result["score"], **less})
+        for result in (each for each in found if f"-{dtype}" in each["variant"]):
+            method, task = result["variant"].replace(f"-{dtype}", ""), result["task"]
+            own, exact = scores[result["variant"], task], scores[result["variant"].replace(dtype, "auto"), task]
+            less = paired([exact[index] - own[index] for index in own]) if own and dtype != "auto" else {}
+            rows.append({"kv_dtype": dtype, "method": method, "task": task, **result["score"], **less})
     return rows
 
 

@@ -94,9 +94,10 @@ def main() -> None:
     heads = ["run", "method", "step over one without a disk", "host hits", "MiB read a step", "read over missed"]
     table("KV on a disk, a fifth of it cached in host memory (`kv_disk.json`)", heads, disks)
     rows = rows_of("kv_dtype")
-    scores = {
-        (row["method"], row["task"], row["kv_dtype"]): f"{row['value']:.1f} ± {row['stderr']:.1f}" for row in rows
-    }
+    scores = {}
+    for row in rows:
+        less = f", less {row['less']:.1f} ± {row['less_stderr']:.1f}" if row.get("less") else ""
+        scores[row["method"], row["task"], row["kv_dtype"]] = f"{row['value']:.1f} ± {row['stderr']:.1f}{less}"
     pairs = dict.fromkeys((row["method"], row["task"]) for row in rows)
     held = [[*pair, *(scores[*pair, dtype] for dtype in ("auto", "int8", "int4"))] for pair in pairs]
     table("Answers with quantised KV (`kv_dtype.json`)", ["method", "task", "fp32", "int8", "int4"], held)
