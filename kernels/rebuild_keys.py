@@ -42,7 +42,8 @@ class Rotation(NamedTuple):
     ) -> Rotation:
         """Find out how `turn(x [1, 1, n, rotated], cos [1, n, w], sin [1, n, w])` pairs the first channels of d."""
         width, device = cos.shape[-1], cos.device
-        names = torch.arange(1.0, width + 1, device=device).expand(1, rotated, width)  # each column by its number
+        # Each column by its number, from 2 on: what `turn` itself leaves as it is comes back as 1.
+        names = torch.arange(2.0, width + 2, device=device).expand(1, rotated, width)
         units = torch.eye(rotated, device=device)[None, None]
         straight = turn(units, names, torch.zeros_like(names))[0, 0].diagonal()
         crossed = turn(units, torch.zeros_like(names), names)[0, 0]  # [from, to]
@@ -50,8 +51,8 @@ class Rotation(NamedTuple):
         column = torch.full_like(partner, -1)
         sign = torch.zeros(d, device=device)
         partner[:rotated] = crossed.abs().argmax(0).int()
-        column[:rotated] = straight.round().int() - 1
-        sign[:rotated] = crossed.sum(0).sign()
+        column[:rotated] = straight.round().int() - 2
+        sign[:rotated] = crossed.sum(0).sign() * (column[:rotated] >= 0)
         if not torch.equal(crossed.abs().sum(0), straight):
             raise ValueError("cosine and sine of a channel do not stand in the same column")
         return cls(cos, sin, partner, column, sign)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.kernels import turn_rows
 from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
+from kvcli.kernels.resolve_pages import Misses
 from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled
@@ -92,11 +94,15 @@ class LowRankKeys:
 
     def rebuild(self, heads: Tensor, chunks: Tensor) -> Tensor:
         """Rebuild the keys, rotated to their positions, of `chunks` [m] of `heads` [m] (ascending): [m, c, d], fp32."""
-        keys = rebuild_keys(self.a, self.b, heads, chunks)
-        if self.rotary is None:
-            return keys
-        positions = chunks[:, None] * self.chunk + torch.arange(self.chunk, device=chunks.device)  # [m, c]
-        return self.rotary.rotate(keys.flatten(0, 1), positions.flatten()).view_as(keys)
+        return self._rotated(rebuild_keys(self.a, self.b, heads, chunks), chunks)
+
+    def rebuild_missing(self, misses: Misses, k: Tensor) -> None:
+        """Rebuild likewise the chunks that `misses` lists, in their slots of k [Hk, slots, c, d]."""
+        keys = rebuild_keys(self.a, self.b, misses.heads, misses.pages)
+        if self.rotary is not None and turn_rows.suits(keys, k):
+            turn_rows.turn_rows(keys, misses, self.rotary.rotation(k.shape[3]), k)
+        else:
+            k[misses.heads, misses.slots] = self._rotated(keys, misses.pages).to(k.dtype)
 
     def rebuilt_from(self, chunks: int) -> int:
         """Bytes that so many chunks of a KV head are rebuilt of: their rows, and every head's factor."""
@@ -120,6 +126,13 @@ class LowRankKeys:
         if self.rotary is not None:
             k = self.rotary.unrotate(k, torch.arange(start, start + k.shape[1], device=k.device))
         return k.transpose(0, 1).flatten(1)
+
+    def _rotated(self, keys: Tensor, chunks: Tensor) -> Tensor:
+        """Rotate keys [m, c, d] of `chunks` [m] to their positions."""
+        if self.rotary is None:
+            return keys
+        positions = chunks[:, None] * self.chunk + torch.arange(self.chunk, device=chunks.device)  # [m, c]
+        return self.rotary.rotate(keys.flatten(0, 1), positions.flatten()).view_as(keys)
 
     def _factor(self) -> Tensor:
         return self.b.float().transpose(0, 1).flatten(1)  # [r, Hk*d]

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.resolve_pages import resolve_pages
+from kvcli.kernels.resolve_pages import Misses, resolve_pages
 from kvcli.kernels.slot_layout import EMPTY, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
@@ -175,9 +175,8 @@ class ShadowCache(ResidentCache):
         """
         misses = resolve_pages(self.resident, selected)
         on_host = misses.pages.to("cpu"), misses.heads.to("cpu")  # waits for the device, before it is given more work
-        keys = self.keys.rebuild(misses.heads, misses.pages)  # [m, c, d]
+        self.keys.rebuild_missing(misses, self._slots(self.k))
         values = self.values.fetch(*on_host)[:, 0]  # [m, c, d]
-        self._slots(self.k)[misses.heads, misses.slots] = keys.to(self.k.dtype)
         self._slots(self.v)[misses.heads, misses.slots] = values
         self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), len(values) * self.values.block_bytes
@@ -295,5 +294,4 @@ class ShadowCache(ResidentCache):
         """Factorise again, and rebuild the selected keys, so that all of them come from one factor."""
         self.keys.refresh(self.num_chunks)
         heads, slots = (self.resident != EMPTY).nonzero(as_tuple=True)
-        keys = self.keys.rebuild(heads, self.resident[heads, slots])
-        self._slots(self.k)[heads, slots] = keys.to(self.k.dtype)
+        self.keys.rebuild_missing(Misses(heads, slots, self.resident[heads, slots]), self._slots(self.k))

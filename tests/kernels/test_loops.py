@@ -6,12 +6,14 @@ import os
 import pytest
 import torch
 
-from kvcli.kernels import _numba, few_rows, four_bit_rows, one_bit_rows, select_best
+from kvcli.kernels import _numba, few_rows, four_bit_rows, one_bit_rows, select_best, turn_rows
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
+from kvcli.kernels.rebuild_keys import Rotation, rotated
+from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
@@ -111,6 +113,27 @@ def test_four_bit_scores_of_chosen_tokens(heads, group, d, n):
     exact = four_bit_scores(q.double(), codes.gather(1, chosen[0]), ranges.gather(1, chosen[1]))
     found = four_bit_rows.four_bit_rows(q, codes, ranges, tokens)
     torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-4)
+
+
+def halves(x, cos, sin):
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
+
+
+def neighbours(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+@pytest.mark.parametrize("turn", [halves, neighbours])
+@pytest.mark.parametrize("d", [4, 7])  # the rotated channels alone, and others behind them
+def test_keys_are_turned_into_their_slots_and_nothing_else_is_touched(turn, d):
+    tables = noise(2, 30, 2).repeat_interleave(2, -1) if turn is neighbours else noise(2, 30, 2).repeat(1, 1, 2)
+    rotation = Rotation.of(*tables, turn, 4, d)
+    misses = Misses(torch.tensor([0, 0, 2]), torch.tensor([3, 0, 1]), torch.tensor([7, 2, 9]))
+    x, k = noise(3, 3, d, seed=1), among_poison(torch.zeros(3, 4, 3, d))
+    turn_rows.turn_rows(x, misses, rotation, k)
+    positions = misses.pages[:, None] * 3 + torch.arange(3)
+    torch.testing.assert_close(k[misses.heads, misses.slots], rotated(x, positions, rotation), atol=1e-6, rtol=1e-5)
+    assert (k != 0).any((2, 3)).sum() == 3
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):
