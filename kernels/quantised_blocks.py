@@ -30,6 +30,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcli.kernels import dequantise_rows
+from kvcli.kernels.dequantise_rows import PartLayout
+
 KVDtype = Literal["auto", "int8", "int4"]
 """How KV in host memory is held: auto is as the model computes it."""
 
@@ -143,9 +146,31 @@ class BlockFormat(NamedTuple):
 
     def dequantise(self, blocks: Tensor, out: Tensor) -> None:
         """Write the numbers of blocks [n, bytes] into out [n, parts, p, d]."""
+        if dequantise_rows.suits(blocks, out):
+            dequantise_rows.dequantise_rows(blocks, self.bits, self._layouts, out)
+            return
+        at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
+        for some, target in zip(blocks.split(at_once), out.split(at_once), strict=True):
+            numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
+            if dequantise_rows.suits(some, numbers):
+                dequantise_rows.dequantise_rows(some, self.bits, self._layouts, numbers)
+            else:
+                self._dequantise_by_parts(some, numbers)
+            if numbers is not target:
+                target.copy_(numbers)
+
+    @property
+    def _layouts(self) -> list[PartLayout]:
+        """Where the parts of a block lie."""
+        codes = self.parts * self.size * self.width
+        return [
+            PartLayout(part * self.size * self.width, codes // 2 + 2 * sum(self.scales[:part]), *groups)
+            for part, groups in enumerate(self.groups)
+        ]
+
+    def _dequantise_by_parts(self, blocks: Tensor, out: Tensor) -> None:
         for part in range(self.parts):
-            target, codes = out[:, part], self.codes_of(blocks, part)
-            numbers = target if target.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
+            numbers, codes = out[:, part], self.codes_of(blocks, part)
             if self.bits == 8:
                 numbers.copy_(codes)
             else:
@@ -158,5 +183,3 @@ class BlockFormat(NamedTuple):
                 torch.addcmul(zero, grouped, scale, out=grouped)
             else:  # the same in two passes, of which the host does many channels at once
                 grouped.mul_(scale).add_(zero)
-            if numbers is not target:
-                target.copy_(numbers)

@@ -78,12 +78,12 @@ class TokenMajorCache(LayerCache):
         if self.format is None and self.on_disk is None:
             kv = [rows[: self.held].to(self.tiers.device, non_blocking=True) for rows in self.kv]
         else:
-            kv = list(self.tiers.on_device(self.tiers.parts, self.held, *self.token_shape))
-            self.read(slice(0, self.held), kv)
-            self.restore_recent(kv)
+            kv = list(brought := self.tiers.on_device(self.tiers.parts, self.held, *self.token_shape))
+            self.read(slice(0, self.held), brought)
+            self.restore_recent(brought)
         return kv[0].transpose(0, 1), kv[-1].transpose(0, 1), self._moved(self.held)
 
-    def read(self, tokens: slice, kv: Sequence[Tensor] | Tensor) -> None:
+    def read(self, tokens: slice, kv: Tensor) -> None:
         """Bring `tokens`, as they are held, to the same rows of kv [t, rows, Hk, d] on the device.
 
         From pinned memory it is queued.
@@ -94,15 +94,18 @@ class TokenMajorCache(LayerCache):
                 for target, rows in zip(kv, held, strict=True):
                     target[first : first + held.shape[1]].copy_(rows, non_blocking=queued)
                 continue
-            at_once = self._at_once() if like.is_cuda else max(1, self.format.at_once // self.token_shape[0])
+            at_once = self._at_once() if like.is_cuda else max(1, held.shape[1])
             for part in slices(held.shape[1], at_once):
                 blocks = held[0, part].to(like.device, non_blocking=queued).flatten(0, 1)  # [n * Hk, bytes]
-                numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])
+                rows = slice(first + part.start, first + part.stop)
+                if len(kv) == self.format.parts:
+                    self.format.dequantise(blocks, kv[:, rows].movedim(0, 2).view(len(blocks), -1, 1, like.shape[2]))
+                    continue
+                numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])  # keys that are values, too
                 self.format.dequantise(blocks, numbers)
-                for target, found in zip(kv, numbers.unbind(1), strict=True):
-                    target[first + part.start : first + part.stop] = found.view(-1, *self.token_shape)
+                kv[0, rows] = numbers[:, 0].view(-1, *self.token_shape)
 
-    def restore_recent(self, kv: Sequence[Tensor] | Tensor) -> None:
+    def restore_recent(self, kv: Tensor) -> None:
         """Have the recent tokens in kv [t, rows, Hk, d], to which all were read, be as they were made."""
         if self.recent is not None:
             self.recent.restore(kv, self.held)

@@ -6,12 +6,13 @@ import os
 import pytest
 import torch
 
-from kvcli.kernels import _numba, few_rows, four_bit_rows, one_bit_rows, select_best, turn_rows
+from kvcli.kernels import _numba, dequantise_rows, few_rows, four_bit_rows, one_bit_rows, select_best, turn_rows
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.rebuild_keys import Rotation, rotated
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.softmax import Softmax
@@ -134,6 +135,26 @@ def test_keys_are_turned_into_their_slots_and_nothing_else_is_touched(turn, d):
     positions = misses.pages[:, None] * 3 + torch.arange(3)
     torch.testing.assert_close(k[misses.heads, misses.slots], rotated(x, positions, rotation), atol=1e-6, rtol=1e-5)
     assert (k != 0).any((2, 3)).sum() == 3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("parts", "size", "d"), [(2, 64, 40), (1, 8, 64), (2, 1, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, dtype, monkeypatch):
+    form, count = BlockFormat(bits, parts, size, d), 5
+    blocks = torch.empty(count, form.bytes, dtype=torch.uint8)
+    pages = [3 * noise(count, size, d, seed=part) + 7 for part in range(parts)]
+    pages[0][1, 0, 0] = math.nan
+    form.quantise(pages, blocks)
+    around = torch.full((parts, count, size + 2, d), -1.0, dtype=dtype)  # parts one behind the other
+    assert dequantise_rows.suits(blocks, torch.empty(count, parts, size, d))
+    out = around[:, :, 1:-1].transpose(0, 1)
+    form.dequantise(blocks, out)
+    monkeypatch.setattr(_numba, "numba", None)
+    by_torch = torch.empty(count, parts, size, d, dtype=dtype)
+    form.dequantise(blocks, by_torch)
+    torch.testing.assert_close(out, by_torch, atol=0, rtol=0, equal_nan=True)
+    assert (around[:, :, [0, -1]] == -1).all()
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):
