@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcli.kernels import collision_rows
+
 BLOCK = 8
 LEVELS = 8
 TIERS = ((0.05, 6), (0.15, 5), (0.3, 4), (0.5, 3), (0.75, 2), (1.0, 1))
@@ -82,12 +84,18 @@ def collisions(q: Tensor, signs: Tensor, part: float) -> Tensor:
     patterns = torch.arange(1 << BLOCK, device=q.device)
     centroids = (patterns[:, None] >> torch.arange(BLOCK, device=q.device) & 1) * 2.0 - 1  # [2^m, m]
     order = (blocks @ centroids.T).argsort(dim=-1, descending=True, stable=True)  # [Hk, B, 2^m]
-    own = signs.mT.long()  # [Hk, B, n]
-    population = torch.zeros_like(order).scatter_add_(2, own, torch.ones_like(own))
+    own = None if collision_rows.suits(signs) else signs.mT.long()  # [Hk, B, n]
+    if own is None:
+        population = collision_rows.population(signs)
+    else:
+        population = torch.zeros_like(order).scatter_add_(2, own, torch.ones_like(own))
     ranked = population.gather(2, order)
     before = ranked.cumsum(2) - ranked
-    worth = sum((before < math.ceil(n * part * reach)).int() for reach, _ in TIERS)  # 6 in the first tier
-    return torch.zeros_like(order, dtype=torch.int32).scatter(2, order, worth).gather(2, own).sum(1, dtype=torch.int32)
+    tiers = sum((before < math.ceil(n * part * reach)).int() for reach, _ in TIERS)  # 6 in the first tier
+    worth = torch.zeros_like(order, dtype=torch.int32).scatter(2, order, tiers)
+    if own is None:
+        return collision_rows.votes(signs, worth)
+    return worth.gather(2, own).sum(1, dtype=torch.int32)
 
 
 def estimated_products(q: Tensor, codes: Tensor, weights: Tensor) -> Tensor:

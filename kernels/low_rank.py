@@ -42,6 +42,6 @@ def rebuild_keys(a: Tensor, b: Tensor, heads: Tensor, chunks: Tensor) -> Tensor:
     keys = torch.empty(len(chunks), size, b.shape[2], device=a.device)
     sizes = torch.bincount(heads, minlength=b.shape[0]).tolist()
     for factor, its, out in zip(b.float(), torch.split(chunks, sizes), torch.split(keys, sizes), strict=True):
-        for part, target in zip(its.split(at_once), out.split(at_once), strict=True):
+        for part, target in zip(torch.split(its, at_once), torch.split(out, at_once), strict=True):
             torch.mm(a.index_select(0, part).flatten(0, 1).float(), factor, out=target.flatten(0, 1))
     return keys

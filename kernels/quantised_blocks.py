@@ -150,7 +150,7 @@ class BlockFormat(NamedTuple):
             dequantise_rows.dequantise_rows(blocks, self.bits, self._layouts, out)
             return
         at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
-        for some, target in zip(blocks.split(at_once), out.split(at_once), strict=True):
+        for some, target in zip(torch.split(blocks, at_once), torch.split(out, at_once), strict=True):
             numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
             if dequantise_rows.suits(some, numbers):
                 dequantise_rows.dequantise_rows(some, self.bits, self._layouts, numbers)

@@ -6,8 +6,18 @@ import os
 import pytest
 import torch
 
-from kvcli.kernels import _numba, dequantise_rows, few_rows, four_bit_rows, one_bit_rows, select_best, turn_rows
+from kvcli.kernels import (
+    _numba,
+    collision_rows,
+    dequantise_rows,
+    few_rows,
+    four_bit_rows,
+    one_bit_rows,
+    select_best,
+    turn_rows,
+)
 from kvcli.kernels.block_attention import block_attention_ref
+from kvcli.kernels.collisions import collisions
 from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
@@ -155,6 +165,20 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
     form.dequantise(blocks, by_torch)
     torch.testing.assert_close(out, by_torch, atol=0, rtol=0, equal_nan=True)
     assert (around[:, :, [0, -1]] == -1).all()
+
+
+def test_votes_are_those_of_torch(monkeypatch):
+    turned = noise(2, 19, 24)
+    held = torch.full((2, 23, 3), 255, dtype=torch.uint8)
+    signs = held[:, 2:-2].copy_((turned.unflatten(-1, (3, 8)) > 0).to(torch.uint8).mul(2 ** torch.arange(8)).sum(-1))
+    assert collision_rows.suits(signs)
+    found = [collisions(noise(2, 24, seed=1), signs, part) for part in (0.1, 0.6)]
+    monkeypatch.setattr(_numba, "numba", None)
+    assert all(
+        torch.equal(by_loops, collisions(noise(2, 24, seed=1), signs, part))
+        for by_loops, part in zip(found, (0.1, 0.6), strict=True)
+    )
+    assert all(len(each.unique()) > 2 for each in found)
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):
