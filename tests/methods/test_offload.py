@@ -1,6 +1,7 @@
 """Offloading against full attention in float64, written out, sharing no code with it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from engine import new_method
 
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint
+from kvcli.store.token_major import TokenMajorCache
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 WIDE = 3  # KV heads of the middle layer, which has more of them
@@ -68,3 +70,12 @@ def test_the_device_holds_two_layers_and_the_host_all(count):
 def test_a_model_of_sliding_windows_has_nothing_to_bring():
     layers = [LayerGeometry(index, H, HK, D, 8, True) for index in range(2)]
     assert new_method("offload", {}, layers, 100).footprint().host == 0
+
+
+def test_no_tokens_of_rounded_kv_are_read_as_none():
+    tiers = replace(
+        new_method("offload", {}, [LayerGeometry(0, H, HK, D, None, True)], 9).context.tiers, kv_dtype="int8"
+    )
+    target = torch.zeros(2, 4, HK, D)
+    TokenMajorCache(HK, D, 4, tiers, offload=True).read(slice(0, 0), target)
+    assert not target.any()
