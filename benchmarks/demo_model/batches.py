@@ -1,12 +1,13 @@
-"""Batches of training sequences: repeats over the whole vocabulary, and documents with questions behind them."""
+"""Batches of training sequences: repeats of names and numbers, and documents with questions behind them."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from documents import KINDS
 from torch import Tensor
-from writer import FIRST_ORDINARY_ID, IGNORED, VALUE, Writer
+from writer import IGNORED, VALUE, Writer
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def skipping_positions(rng: random.Random, length: int, size: int, reach: int) -
     return positions
 
 
-def dense_batch(rng: random.Random, length: int, size: int, vocabulary: int, reach: int) -> Batch:
-    """Return sequences over the whole vocabulary of which every later token is a VALUE.
+def dense_batch(rng: random.Random, length: int, size: int, vocabulary: Sequence[int], reach: int) -> Batch:
+    """Return sequences of the tokens `vocabulary` of which every later token is a VALUE.
 
     Half of the batches repeat one random segment; the others repeat records of four tokens, each time in another order,
     with the first token of each left to chance. Nothing but a match with the earlier copy predicts the others. These
@@ -49,7 +50,8 @@ def dense_batch(rng: random.Random, length: int, size: int, vocabulary: int, rea
     """
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
     period = rng.randint(max(length // 8, 8), length // 2) // 4 * 4
-    segment = torch.randint(FIRST_ORDINARY_ID, vocabulary, (size, period), generator=generator)
+    drawn = torch.randint(len(vocabulary), (size, period), generator=generator)
+    segment = torch.tensor(vocabulary)[drawn]
     times = -(-length // period)
     if rng.random() < 0.5:
         ids, kinds = segment.repeat(1, times), torch.full((size, period * times), VALUE)

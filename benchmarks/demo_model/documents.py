@@ -1,7 +1,9 @@
 """The kinds of training documents, each with as many questions behind it as it has room for."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from writer import IGNORED, Writer
 
@@ -11,6 +13,8 @@ from kvcli.quality.tasks.rows import Draft, RowRequest
 from kvcli.quality.tasks.text import NAMES
 from kvcli.quality.tasks.vt import chain_statements
 from kvcli.quality.tasks.words import common_words, frequent_words
+
+T = TypeVar("T")
 
 Asked = tuple[str, str, Sequence[str], str]
 """Question, answer, the strings in it to find, and what it counts as in the log."""
@@ -25,8 +29,11 @@ _NEAR = 4  # pairs that share a name
 class Facts:
     """What a document says: single facts, names with several values, near-duplicate pairs, and chains of variables."""
 
-    def __init__(self, rng: random.Random, count: int, at_once: bool = False):
-        self._rng, self._at_once = rng, at_once
+    def __init__(
+        self, rng: random.Random, count: int, at_once: bool = False, any_order: bool = False, once: bool = False
+    ):
+        self._rng, self._at_once, self._any_order, self._once = rng, at_once, any_order, once
+        self._told_of: set[str | int] = set()  # names with several values, and chains
         self._names = rng.sample(NAMES, len(NAMES))
         self.statements: list[list[str]] = []  # groups whose order is kept
         self.codes: dict[str, str] = {}
@@ -79,10 +86,15 @@ class Facts:
         if self._at_once:
             return self._ask_code_at_once(rng.choice(list(self.codes)), lookups.DIRECT_QUESTION, "direct")
         kinds = [(self._ask_code, 1.5)]
-        kinds += [(self._ask_values, 5.0)] * bool(self.several) + [(self._ask_chain, 1.0)] * bool(self.chains)
+        kinds += [(self._ask_values, 5.0)] * bool(self._left(list(self.several)))
+        kinds += [(self._ask_chain, 1.0)] * bool(self._left(list(range(len(self.chains)))))
         kinds += [(self._ask_names, 2.0)] * (len(self._alone()) >= 2) + [(self._ask_late, 1.0)] * bool(self.links)
         chosen = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
         return chosen(min(most, len(self._alone())))
+
+    def _left(self, of: list[T]) -> list[T]:
+        """Return what may still be asked for of names with several values, or of chains."""
+        return [one for one in of if not (self._once and one in self._told_of)]
 
     def _alone(self) -> list[str]:
         return [name for name in self.codes if " " not in name]
@@ -113,14 +125,18 @@ class Facts:
 
     def _ask_values(self, most: int) -> Asked:
         del most
-        name = self._rng.choice(list(self.several))
+        name = self._rng.choice(self._left(list(self.several)))
+        self._told_of.add(name)
         values = self.several[name]
+        if self._any_order:
+            values = self._rng.sample(values, len(values))
         answer = " ".join(phrases.SEVERAL_ANSWER.format(name=name, value=value) for value in values)
         return phrases.VALUES_QUESTION.format(name=name), answer, values, "values"
 
     def _ask_chain(self, most: int) -> Asked:
         del most
-        chain = self._rng.randrange(len(self.chains))
+        chain = self._rng.choice(self._left(list(range(len(self.chains)))))
+        self._told_of.add(chain)
         names = self.chains[chain][: self._rng.randint(2, _HOPS + 1)]
         answer = " ".join(reversed(chain_statements(self.numbers[chain], names)))
         question = phrases.VARIABLE_QUESTION.format(name=names[-1])
@@ -137,21 +153,25 @@ class Facts:
         return question, f"{told} {link} {last}", wanted, "late"
 
 
-def _fitting(rng: random.Random, writer: Writer, room: int, *, at_once: bool) -> Facts:
+def _fitting(rng: random.Random, writer: Writer, room: int, *, at_once: bool, any_order: bool, once: bool) -> Facts:
     """Return facts that fill between a tenth and all of `room` tokens, some of them being said again."""
     count = max(int(room / (14 * 12 ** rng.random())), 1)
     while True:
-        said = Facts(rng, count, at_once)
+        said = Facts(rng, count, at_once, any_order, once)
         if count == 1 or 1.2 * sum(writer.count(" " + text) for group in said.statements for text in group) < room:
             return said
         count = max(count * 3 // 4, 1)
 
 
-def facts(rng: random.Random, writer: Writer, length: int) -> None:
-    """Facts of all kinds in filler, with questions of all kinds."""
+def facts(rng: random.Random, writer: Writer, length: int, *, any_order: bool = False, once: bool = False) -> None:
+    """Facts of all kinds in filler, with questions of all kinds.
+
+    Several values of a name are answered in the order of the document, or in any: which one comes next is then left to
+    chance, and what can be learnt is to say each of them once. With `once`, no earlier answer tells them either.
+    """
     share = rng.uniform(0.3, 0.6) if length <= 1024 else rng.uniform(0.1, 0.35)
     room = int(length * (1 - share))
-    said = _fitting(rng, writer, room, at_once=rng.random() < _ALL_AT_ONCE)
+    said = _fitting(rng, writer, room, at_once=rng.random() < _ALL_AT_ONCE, any_order=any_order, once=once)
     placed: list[tuple[float, str, bool]] = []
     for group in said.statements:
         for place, text in zip(sorted(rng.random() for _ in group), group, strict=True):
@@ -178,17 +198,22 @@ def _ask_draft(writer: Writer, draft: Draft, wanted: Sequence[str], tag: str, ki
 
 def lists(rng: random.Random, writer: Writer, length: int) -> None:
     """Lists of words: frequent ones, common ones, and how often one of them occurs."""
-    request = RowRequest(rng, length - 24, writer.count, depth=None)
     task = rng.choices((frequent_words, common_words, counting.occurrences), (0.6, 0.15 * (length > 700), 0.25))[0]
     if task is frequent_words:
-        draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
-        writer.start([draft.document], kind=1)
-        writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs], "frequent")
+        _frequent(rng, writer, length)
     elif task is common_words:
         draft = common_words(RowRequest(rng, length - 40, writer.count, depth=None))
         _ask_draft(writer, draft, [" " + word for word in draft.outputs], "common", IGNORED)
     else:
         _count(rng, writer, length)
+
+
+def _frequent(rng: random.Random, writer: Writer, length: int) -> None:
+    """A list whose three most frequent words are asked for."""
+    request = RowRequest(rng, length - 24, writer.count, depth=None)
+    draft = frequent_words(request, distinct=min(max(length // 12, 5), 40))
+    writer.start([draft.document])
+    writer.ask(draft.question, draft.answer, [" " + name for name in draft.outputs], "frequent")
 
 
 def _count(rng: random.Random, writer: Writer, length: int) -> None:
@@ -220,6 +245,9 @@ def json_records(rng: random.Random, writer: Writer, length: int) -> None:
 
 KINDS: dict[str, Callable[[random.Random, Writer, int], None]] = {
     "facts": facts,
+    "facts in any order": functools.partial(facts, any_order=True),
+    "facts asked once": functools.partial(facts, any_order=True, once=True),
+    "frequent words": _frequent,
     "lists": lists,
     "records": json_records,
 }

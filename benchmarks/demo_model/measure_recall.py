@@ -6,6 +6,7 @@ Every row is one question right after its document, in the chat format, answered
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +26,13 @@ _NEW_TOKENS = 80
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean recall in per cent of one task at one length."""
+    """Mean recall in per cent of one task at one length, with its standard error."""
 
     task: str
     length: int
     rows: int
     recall: float
+    standard_error: float
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -80,15 +82,16 @@ def measure(
     def row_at(index: int) -> TaskRow:
         return make_row(task, length=length - _FRAME, seed=seed, index=index, count_tokens=count_tokens)
 
-    total = 0.0
+    found: list[float] = []
     for index in range(rows):
         row = row_at(index)
         if hidden:
             row = hide(row, row_at(rows + index))
         room = max(_NEW_TOKENS, count_tokens(row.answer) * 5 // 4)
         _, turns = conversation(row.turns, row.question)
-        total += recall(answer(model, tokenizer, row.input, room, turns), row.outputs)
-    return Measured(task, length, rows, round(100.0 * total / rows, 1))
+        found.append(100.0 * recall(answer(model, tokenizer, row.input, room, turns), row.outputs))
+    error = statistics.stdev(found) / rows**0.5 if rows > 1 else 0.0
+    return Measured(task, length, rows, round(statistics.fmean(found), 1), round(error, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

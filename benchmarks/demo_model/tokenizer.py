@@ -82,3 +82,10 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         single=f"{BOS} $A", special_tokens=[(BOS, fast.convert_tokens_to_ids(BOS))]
     )
     return fast
+
+
+def token_classes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the ids of names, and those of numbers and of the pieces that announce them."""
+    ids = tokenizer.convert_tokens_to_ids
+    telling = [*(f"{group:03d}" for group in range(1000)), *_BEFORE_NUMBER, *_JSON]
+    return ids([f" {name}" for name in NAMES]), ids(telling)

@@ -13,7 +13,6 @@ from kvcli.quality.tasks.text import sentence
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
 
-from architecture import demo_config, initialise
 from batches import dense_batch, question_batch, skipping_positions
 from documents import KINDS, Facts
 from tokenizer import build_tokenizer
@@ -21,7 +20,7 @@ from train import Stage, Trainer, loss_and_hits
 from writer import IGNORED, VALUE, Writer, passage
 
 MICRO = (Stage(72, 2, 2), Stage(320, 1, 3, rate=(2e-3, 1e-4), short=0.5, kinds={"facts": 1.0}))
-SIZE = {"width": 128, "layers": 2, "length": 1024}
+SIZE = {"layers": 2, "length": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def weights(trainer):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_value_of_a_dense_batch_can_be_known(seed):
     """It follows on the same token as before: of a repeated segment, or within a record of four tokens."""
-    batch = dense_batch(random.Random(seed), 64, 3, 100_000, 64)
+    batch = dense_batch(random.Random(seed), 64, 3, range(3, 100_000), 64)
     assert batch.ids.shape == batch.kinds.shape == batch.positions.shape == (3, 64)
     for ids, kinds in zip(batch.ids.tolist(), batch.kinds.tolist(), strict=True):
         assert VALUE in kinds
@@ -98,6 +97,17 @@ def test_what_is_asked_stands_in_the_document(seed):
         assert tag in ("code", "pair", "direct", "mixed", "names", "values", "chain", "late")
 
 
+def test_asked_once_and_in_any_order():
+    said = Facts(random.Random(5), 40, any_order=True, once=True)
+    asked = [said.ask(4) for _ in range(100)]
+    for tag, of in (("values", said.several), ("chain", said.chains)):
+        questions = [question for question, _, _, found in asked if found == tag]
+        assert len(questions) == len(set(questions)) == len(of) > 0
+    told = [tuple(wanted) for _, _, wanted, tag in asked if tag == "values"]
+    assert {frozenset(values) for values in told} == {frozenset(values) for values in said.several.values()}
+    assert set(told) != {tuple(values) for values in said.several.values()}
+
+
 def test_a_passage_says_the_same_words_again():
     def share_of_new(sentences):
         words = [word.strip(".,") for text in sentences for word in text.split()]
@@ -119,26 +129,6 @@ def test_training_sequences_have_the_format_of_the_chat_template(tokenizer, writ
     values = [i for i, kind in zip(writer.ids, writer.kinds, strict=True) if kind == VALUE]
     assert tokenizer.decode(values) == "123456789"
     assert writer.tags == ["code"] * 3
-
-
-def test_a_start_that_attends_one_two_and_five_tokens_back(tokenizer):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(demo_config(len(tokenizer), 512, layers=2), attn_implementation="eager")
-    initialise(model)
-    ids = torch.randint(3, len(tokenizer), (1, 301))
-    probabilities = model(ids, output_attentions=True).attentions[0][0]  # [H, s, s]
-    for head, shift in enumerate((1, 2, 5)):
-        assert probabilities[head].diagonal(-shift).mean() > 0.7
-
-
-def test_a_start_that_repeats_what_followed_before(tokenizer):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(demo_config(len(tokenizer), 512))
-    initialise(model)
-    segment = torch.randint(3, len(tokenizer), (4, 60))
-    with torch.no_grad():
-        predicted = model(segment.repeat(1, 2)).logits[:, 60:-1].argmax(-1)
-    assert (predicted == segment[:, 1:]).float().mean() > 0.6
 
 
 def test_two_trainings_with_one_seed_are_equal_and_another_seed_differs():
@@ -166,11 +156,11 @@ def test_plain_products_attend_as_the_fused_kernel_does(monkeypatch):
 
 
 def test_training_lowers_the_loss(monkeypatch):
-    stage = Stage(72, 2, 60, dense=0.0, kinds={"facts": 1.0})
+    stage = Stage(72, 2, 25, dense=0.0, kinds={"facts": 1.0})
     trainer = Trainer([stage], seed=1, **SIZE)
     batch = trainer.batch(stage)
     monkeypatch.setattr(trainer, "batch", lambda stage: batch)
-    losses = [trainer.step(stage)[0] for _ in range(60)]
+    losses = [trainer.step(stage)[0] for _ in range(25)]
     assert losses[-1] < 0.7 * losses[0]
 
 
