@@ -6,7 +6,7 @@
     python benchmarks/paper_claims.py orders --second-turn second.json --eval predictions.jsonl -o orders.json
 
 Documents are the evaluation split of kvcli.quality.tasks, seeded. The module of a study in `claims/` says what it
-measures. The demo model is tiny (4 layers, heads of 32 channels): figures of the papers' models cannot be expected,
+measures. The demo model is tiny (4 layers, heads of 64 channels): figures of the papers' models cannot be expected,
 orders can.
 """
 

@@ -104,10 +104,10 @@ def test_wrong_usage_is_one_line_with_a_way_out(warm, arguments, words):
 
 
 def test_every_row_says_what_its_times_stand_on_and_positions_are_heeded(warm):
-    result = warm("plan", "--method", "full,freekv", "--context", "2K,9K,2K")
-    assert "more than the 8,192 positions the demo model was made for" in result.stderr
+    result = warm("plan", "--method", "full,freekv", "--context", "2K,17K,2K")
+    assert "more than the 16,384 positions the demo model was made for" in result.stderr
     notes = " ".join(result.stdout.split())
-    for row in ("full at 2,048", "full at 9,216", "freekv 2048 at 2,048", "freekv 2048 at 9,216"):
+    for row in ("full at 2,048", "full at 17,408", "freekv 2048 at 2,048", "freekv 2048 at 17,408"):
         assert notes.count(f"{row}, batch 1: step measured on 4 of 4 layers") == 1
     assert notes.count("prefill measured on 256 tokens, estimated beyond") == 4
     assert "of host memory free" in notes
