@@ -13,10 +13,10 @@ one, belongs neither to what is estimated nor to what is cut, and several questi
 Decided as in the reference code: the sinks stay and are left out of moments and norm, the mean over the query heads of
 a KV head weighs its tokens, and |v| stands for the norm that the output projection would leave of it. `epsilon` is that
 of its authors' evaluation (NVIDIA/kvpress, evaluation/evaluate_registry.py): where expectations differ by orders of
-magnitude it leaves tokens that nobody expects to ask for in the order of their values, and without it (`--ablate`) the
-demo model, whose queries look past a needle until it is asked for, drops just that. That code keeps no last tokens; the
-`window` is SnapKV's, for prompts that are to be gone on with. The model's own scale is used for 1/sqrt(d); a softcap is
-left out, for which nothing closed is known, and attention sinks of the model join the norm.
+magnitude it leaves tokens that are hardly expected to be asked for in the order of their values (`--ablate` shows what
+it does). That code keeps no last tokens; the `window` is SnapKV's, for prompts that are to be gone on with. The model's
+own scale is used for 1/sqrt(d); a softcap is left out, for which nothing closed is known, and attention sinks of the
+model join the norm.
 """
 
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import interpreted  # noqa: F401 - makes kernels faster
@@ -16,6 +17,7 @@ import triton_cases
 from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
 import kvcli.kernels
+from kvcli.conformance.crossed import some
 from kvcli.kernels import _triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,11 +52,17 @@ def test_kernel_does_what_its_reference_does(kernels_take_all, case, dtype):
     assert compare(case, dtype, DEVICE, ODD).problem == ""
 
 
-@pytest.mark.parametrize("name", ["slot_attention", "token_scores_device", "correct_heads", "decode_attention"])
-def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, name):
-    for case in CASES:
-        if case.kernel.__name__ == name or case.name.startswith(f"{name}-"):
-            assert compare(case, torch.float32, DEVICE, LATENT).problem == "", case.name
+BY_PARTS = {
+    name: [case for case in CASES if case.kernel.__name__ == name or case.name.startswith(f"{name}-")]
+    for name in ("slot_attention", "token_scores_device", "correct_heads", "decode_attention")
+}
+
+
+@pytest.mark.parametrize(
+    "case", some(chain(*BY_PARTS.values()), [cases[0] for cases in BY_PARTS.values()]), ids=lambda case: case.name
+)
+def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, case):
+    assert compare(case, torch.float32, DEVICE, LATENT).problem == ""
 
 
 def kernel_modules():

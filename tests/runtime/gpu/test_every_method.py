@@ -128,7 +128,7 @@ BY_KERNELS = [
     pytest.param(name, "llama", {}, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in STATED
 ]
 BY_KERNELS += [("freekv", "llama", {"kv_dtype": "int4"})]
-BY_KERNELS += [(name, "deepseek_v3", {}) for name in ("freekv", "raas")]
+BY_KERNELS += [("freekv", "deepseek_v3", {}), pytest.param("raas", "deepseek_v3", {}, marks=pytest.mark.exhaustive)]
 BY_KERNELS += [("streaming", "llama", {"positions": "cache"})]
 
 
