@@ -40,7 +40,7 @@ class RecentTokens:
         self.end = min(self.end, length)
         self.first = min(self.first, self.end)
 
-    def restore(self, kv: Tensor | Sequence[Tensor], held: int) -> None:
+    def restore(self, kv: Tensor, held: int) -> None:
         """Put them in the place of the same rows of kv [t, rows, Hk, d], of which `held` are tokens."""
         tokens = range(self.first, min(self.end, held))
         rows = self._rows(tokens)
