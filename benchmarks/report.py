@@ -1,17 +1,22 @@
 """Quality against budget for every method, with its costs, from one command that goes on where it was cut off.
 
-    python benchmarks/report.py                         the bundled model: all tasks at 4K and 8K, three budgets
-    python benchmarks/report.py -m DIR --lengths 16384 --folder DIR2
+    python benchmarks/report.py                         the bundled model: short tasks at 4K, 8K and 16K, three budgets
+    python benchmarks/report.py --tasks records_json,long_lookup --budgets 512 --rows 1 --folder DIR
+    python benchmarks/report.py -m MODEL --lengths 16384 --rows 20 --folder DIR
 
-FOLDER keeps every answer (answers.jsonl), and gets the table (answers.json) and the page with the curves
-(answers.html); `--document FILE` puts the table between the marks called "answers" of a page. Scores are means over the
-tasks with their standard errors; bytes and time are those of a decode step.
+FOLDER keeps every answer (answers-LENGTH.jsonl), and gets the figures (answers.json) and the page with the curves
+(answers.html). `--document FILE`, as often as wanted, puts tables between the marks of a page: "overview", the mean
+of every method at each length and budget, and "answers", each length by itself with all tasks and costs. Scores are
+means over the tasks with their standard errors, where a task has several documents; bytes and time are those of a
+decode step.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from kvcli.inputs.variants import variants
 from kvcli.methods import method_names
@@ -20,37 +25,57 @@ from kvcli.quality.eval import layout
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.html import page
 from kvcli.quality.eval.suite import EvaluationPlan
-from kvcli.quality.eval.table import EvaluationTable, VariantCost
+from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
 from kvcli.quality.tasks import TASKS
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"sink": "32", "window": "32", "page_size": "16", "dense_layers": "1"}  # for budgets of a few hundred tokens
-MARKS = "<!-- answers -->\n", "<!-- end of answers -->\n"
+LONG = ("records_json", "long_lookup")  # answers of hundreds or thousands of tokens, which take most of the time
 
 
-def markdown(table: EvaluationTable) -> str:
+def overview(table: EvaluationTable) -> str:
+    """Return one table: a method a row, its mean score over the tasks at each length and budget a column."""
+    by_place: dict[tuple[str, int | None, int | None], list[Estimate]] = {}
+    for result in table.results:
+        by_place.setdefault((*_parted(result.variant), result.length), []).append(result.score)
+    budgets = sorted({budget for _, budget, _ in by_place if budget is not None}) or [None]
+    columns = [(length, budget) for length in _lengths(table) for budget in budgets]
+    heads = ["" if budget is None else f", {budget}" for _, budget in columns]
+    lines = [_row(("", *(f"{length:,}{head}" for (length, _), head in zip(columns, heads, strict=True))))]
+    lines.append(_row(["---"] * (len(columns) + 1)))
+    for method in dict.fromkeys(method for method, *_ in by_place):
+        # A method without a budget has one figure a length, which stands under each of them.
+        found = [
+            by_place.get((method, budget, length), by_place.get((method, None, length))) for length, budget in columns
+        ]
+        lines.append(
+            _row((f"`{method}`", *("-" if each is None else layout.number(layout.mean(each)) for each in found)))
+        )
+    return "\n".join(lines) + "\n"
+
+
+def answers(table: EvaluationTable) -> str:
     """Return one table a length: a variant a row, its mean score and costs; then the scores of each task."""
     parts = []
-    for length in dict.fromkeys(result.length for result in table.results):
-        found = [result for result in table.results if result.length == length]
-        tasks = list(dict.fromkeys(result.task for result in found))
-        parts.append(f"{length:,} tokens, {min(result.score.examples for result in found)} documents a task:\n")
+    for length, rows in _by_length(table):
+        tasks = list(dict.fromkeys(result.task for each in rows.values() for result in each))
+        documents = min(result.score.examples for each in rows.values() for result in each)
+        parts.append(f"{length:,} tokens, {documents} {'document' if documents == 1 else 'documents'} a task:\n")
         heads = ("", "mean", "KV on the device", "moved a step", "step, ms", *tasks)
         parts += [_row(heads), _row(["---"] * len(heads))]
-        for variant in dict.fromkeys(result.variant for result in found):
-            own = {result.task: result for result in found if result.variant == variant}
-            cost = VariantCost.sum([result.cost for result in own.values()])
+        for variant, results in rows.items():
+            scores, cost = {result.task: result.score for result in results}, _cost(results)
             parts.append(
                 _row(
                     (
                         f"`{variant}`",
-                        layout.number(layout.mean([result.score for result in own.values()])),
+                        layout.number(layout.mean(list(scores.values()))),
                         format_bytes(cost.device_kv_bytes),
                         format_bytes(cost.bytes_to_device_step or 0),
                         "-" if cost.step_ms is None else f"{cost.step_ms:.1f}",
-                        *(f"{own[task].score.value:.0f}" if task in own else "-" for task in tasks),
+                        *(f"{scores[task].value:.0f}" if task in scores else "-" for task in tasks),
                     )
                 )
             )
@@ -58,54 +83,134 @@ def markdown(table: EvaluationTable) -> str:
     return "\n".join(parts) + "\n"
 
 
-def put_between_marks(text: str, part: str) -> str:
-    """Return `text` with `part` between the marks.
+PARTS = {"overview": overview, "answers": answers}
+
+
+def figures(table: EvaluationTable) -> dict[str, Any]:
+    """Return what is worth keeping: where it comes from, and scores [value, error] and costs of every variant."""
+    return {
+        "complete": table.complete,
+        "environment": table.environment,
+        "configuration": table.configuration,
+        "lengths": {
+            str(length): {
+                variant: {
+                    "scores": {result.task: [round(result.score.value, 2), result.score.stderr] for result in results},
+                    "documents": results[0].score.examples,
+                    "cost": asdict(_cost(results)),
+                }
+                for variant, results in rows.items()
+            }
+            for length, rows in _by_length(table)
+        },
+    }
+
+
+def put_between_marks(text: str, part: str, name: str) -> str:
+    """Return `text` with `part` between the marks of this name.
 
     Raises:
         ValueError: the marks are missing.
     """
-    begin, end = MARKS
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     if begin not in text or end not in text:
         raise ValueError(f"the marks {begin.strip()} and {end.strip()} are missing")
     return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
+
+
+def _marked(document: Path) -> list[str]:
+    """Name the parts that a page has marks for.
+
+    Raises:
+        ValueError: it has none.
+    """
+    text = document.read_text()
+    found = [name for name in PARTS if f"<!-- {name} -->" in text]
+    for name in found:
+        put_between_marks(text, "", name)
+    if not found:
+        raise ValueError(f"{document} has the marks of none of {', '.join(PARTS)}")
+    return found
+
+
+def _lengths(table: EvaluationTable) -> list[int | None]:
+    return list(dict.fromkeys(result.length for result in table.results))
+
+
+def _by_length(table: EvaluationTable) -> Iterator[tuple[int | None, dict[str, list[CellScore]]]]:
+    """Give the results of each length by their variants."""
+    for length in _lengths(table):
+        rows: dict[str, list[CellScore]] = {}
+        for result in table.results:
+            if result.length == length:
+                rows.setdefault(result.variant, []).append(result)
+        yield length, rows
+
+
+def _parted(variant: str) -> tuple[str, int | None]:
+    """Part a variant's label into its method and its budget, if it has one."""
+    method, _, budget = variant.partition(" ")
+    return method, int(budget) if budget else None
+
+
+def _cost(results: Sequence[CellScore]) -> VariantCost:
+    return VariantCost.sum([result.cost for result in results])
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _asked(options: argparse.Namespace) -> EvaluationTable:
+    """Ask what is not yet answered, length by length; returns one table of all of them."""
+    compared = variants(options.methods.split(","), [], _numbers(options.budgets), SMALL)
+    rows = _numbers(options.rows)
+    if len(rows) not in (1, len(_numbers(options.lengths))):
+        raise SystemExit(f"--rows {options.rows}: one number, or one for each of --lengths {options.lengths}")
+    tables = []
+    for number, length in enumerate(_numbers(options.lengths)):
+        plan = EvaluationPlan(
+            ModelSpec(options.model),
+            compared,
+            options.tasks.split(","),
+            lengths=[length],
+            limit=rows[min(number, len(rows) - 1)],
+            predictions=options.folder / f"answers-{length}.jsonl",
+        )
+        tables.append(evaluate(plan, Observer()))
+        if not tables[-1].complete:
+            raise SystemExit("interrupted; the same command goes on")
+    return replace(tables[0], results=[result for table in tables for result in table.results])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask what is not yet answered, and write table, page and document."""
+    """Ask, and write figures, page and documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="the bundled model by default")
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--tasks", default=",".join(task for task in TASKS if task not in LONG))
     parser.add_argument("--methods", default=",".join(method_names()))
-    parser.add_argument("--lengths", default="4096,8192")
+    parser.add_argument("--lengths", default="4096,8192,16384")
     parser.add_argument("--budgets", default="256,512,1024")
-    parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--rows", default="3,2,1", help="documents a task, of each length or of all")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results" / "answers")
-    parser.add_argument("--document", type=Path, help="a page with the marks, docs/results.md for instance")
+    parser.add_argument("--document", type=Path, action="append", default=[], help="a page with marks")
     options = parser.parse_args(arguments)
 
-    text = options.document.read_text() if options.document else "".join(MARKS)
-    put_between_marks(text, "")  # missing marks are found before the work
+    parts = {document: _marked(document) for document in options.document}  # missing marks are found before the work
     options.folder.mkdir(parents=True, exist_ok=True)
-    plan = EvaluationPlan(
-        ModelSpec(options.model),
-        variants(options.methods.split(","), [], [int(budget) for budget in options.budgets.split(",")], SMALL),
-        options.tasks.split(","),
-        lengths=[int(length) for length in options.lengths.split(",")],
-        limit=options.rows,
-        predictions=options.folder / "answers.jsonl",
-    )
-    table = evaluate(plan, Observer())
-    (options.folder / "answers.json").write_text(json.dumps(json.loads(table.to_json()), indent=1) + "\n")
+    table = _asked(options)
+    (options.folder / "answers.json").write_text(json.dumps(figures(table), indent=1) + "\n")
     (options.folder / "answers.html").write_text(page(table))
-    if not table.complete:
-        raise SystemExit("interrupted; the same command goes on")
-    if options.document:
-        options.document.write_text(put_between_marks(text, markdown(table)))
-    print(markdown(table))
+    for document, names in parts.items():
+        text = document.read_text()
+        for name in names:
+            text = put_between_marks(text, PARTS[name](table), name)
+        document.write_text(text)
+    print(overview(table), answers(table), sep="\n")
 
 
 if __name__ == "__main__":

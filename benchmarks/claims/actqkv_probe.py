@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 
 from claims.subject import Subject, percent, table
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels.softmax import Softmax
 from kvcli.methods._activation import EPS, Moments, activation_probe, moments_of
 from kvcli.methods.actqkv import ActQKV
 from kvcli.methods.base import SequenceContext
@@ -51,9 +52,9 @@ class WatchedActQKV(ActQKV):
         self.asked: dict[int, Tensor] = {}  # layer -> un-rotated queries of the question [H, n, d]
         self.seen: list[tuple[str, int, Seen]] = []
 
-    def take_preview(self, layer: int, q: Tensor) -> None:
+    def take_preview(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> None:
         """Keep the question's queries, too."""
-        super().take_preview(layer, q)
+        super().take_preview(layer, q, k, v, softmax)
         self.asked[layer] = self.retrieval[layer].unrotate(q, 1)
 
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
