@@ -4,7 +4,9 @@
     mixtures      o_hg = sum_j w_hgj v_hj          every value, weighted
     row_products  y_mi = x_m . W_i                 a linear layer
 
-torch's own read at a half to a third of that rate for so few rows (`benchmarks/cpu_linear.py`).
+torch's own read at a half to a third of that rate for so few rows (`benchmarks/cpu_linear.py`). Where the heads of a
+token lie side by side, they are read together: a head alone would take every few lines of memory, and streams so far
+apart fall on the same places of a cache.
 
 Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n], x [m, in], W [out, in]; all fp32.
 """
@@ -24,6 +26,7 @@ MOST_ROWS = 8
 """For more rows a matrix product is faster, which keeps numbers in registers."""
 
 PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
+TOKENS = 256  # with the keys or values of all heads
 ROWS = 32  # of a weight
 
 
@@ -64,6 +67,21 @@ def _products(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
 
 
 @compiled
+def _products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
+    heads, group, n = out.shape
+    d = q.shape[2]
+    for piece in prange((n + TOKENS - 1) // TOKENS):
+        for j in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n)):
+            for h in range(heads):
+                key = k[j * token + h * head :][:d]
+                for g in range(group):
+                    query, total = q[h, g], np.float32(0)
+                    for c in range(d):
+                        total += query[c] * key[c]
+                    out[h, g, j] = total
+
+
+@compiled
 def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
     heads, group, n = w.shape
     pieces = parts.shape[1]
@@ -90,6 +108,31 @@ def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
             for g in range(group):
                 for c in range(d):
                     parts[h, piece % pieces, g, c] += w[h, g, j] * value[c]
+
+
+@compiled
+def _mixtures_by_token(w: Any, v: Any, head: int, token: int, d: int, parts: Any) -> None:
+    heads, group, n = w.shape
+    for piece in prange(parts.shape[1]):
+        first = piece * TOKENS
+        last = min(first + TOKENS, n)
+        whole = last - (last - first) % 4
+        parts[:, piece] = 0
+        for j in range(first, whole, 4):
+            for h in range(heads):
+                at = j * token + h * head
+                v0, v1, v2, v3 = v[at:][:d], v[at + token :][:d], v[at + 2 * token :][:d], v[at + 3 * token :][:d]
+                for g in range(group):
+                    out, row = parts[h, piece, g], w[h, g]
+                    w0, w1, w2, w3 = row[j], row[j + 1], row[j + 2], row[j + 3]
+                    for c in range(d):
+                        out[c] += w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]
+        for j in range(whole, last):
+            for h in range(heads):
+                value = v[j * token + h * head :][:d]
+                for g in range(group):
+                    for c in range(d):
+                        parts[h, piece, g, c] += w[h, g, j] * value[c]
 
 
 @compiled
@@ -125,6 +168,10 @@ def suits(rows: Tensor, *matrices: Tensor) -> bool:
 
 def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
     """Score every key, or those in `rows` [Hk, m]: [Hk, G, n or m]."""
+    if rows is None and _by_token(k):
+        out = q.new_empty(*q.shape[:2], k.shape[1])
+        run(_products_by_token, k.numel(), q.contiguous(), flat(k), *k.stride()[:2], out)
+        return out
     at = _begins(k, rows)
     out = q.new_empty(*q.shape[:2], at.shape[1])
     run(_products, out[:, 0].numel() * k.shape[2], q.contiguous(), flat(k), k.stride(0), at, out)
@@ -134,6 +181,10 @@ def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
 def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
     """Add values up, all or those in `rows` [Hk, m], by weights [Hk, G, n or m]: [Hk, G, d]."""
     (heads, group, n), d = w.shape, v.shape[2]
+    if rows is None and _by_token(v):
+        parts = w.new_empty(heads, -(-n // TOKENS), group, d)
+        run(_mixtures_by_token, v.numel(), w.contiguous(), flat(v), *v.stride()[:2], d, parts)
+        return parts.sum(1)
     parts = w.new_empty(heads, -(-n // PIECE), group, d)
     run(_mixtures, w[:, 0].numel() * d, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
     return parts.sum(1)
@@ -167,3 +218,8 @@ def attend(
 def _begins(x: Tensor, rows: Tensor | None) -> Tensor:
     """Where rows of a KV head begin, in its memory: [1, n], the same for all heads, or [Hk, m]."""
     return (torch.arange(x.shape[1])[None] if rows is None else rows) * x.stride(1)
+
+
+def _by_token(x: Tensor) -> bool:
+    """Tell whether the heads of a token lie side by side: keys or values [Hk, n, d] of memory [n, Hk, d]."""
+    return len(x) > 1 and x.stride(0) < x.stride(1)

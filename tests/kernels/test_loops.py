@@ -71,6 +71,15 @@ def test_attention_with_few_rows(heads, group, d, n):
                 torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
+    q, w = noise(heads, group, d), noise(heads, group, n, seed=2)
+    k = among_poison(noise(n, heads, d, seed=1)).transpose(0, 1)
+    exact = q.double() @ k.double().transpose(1, 2)
+    torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(few_rows.mixtures(w, k).double(), w.double() @ k.double(), atol=2e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
 def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
