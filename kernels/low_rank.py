@@ -16,6 +16,8 @@ Shapes: keys [s, w], w = Hk*d, heads side by side -> gram [w, w] in fp32, B [r, 
 import torch
 from torch import Tensor
 
+from kvcli.kernels.eigenvectors import eigenvectors
+
 AT_ONCE = 1 << 16
 """Numbers of A that a CPU gathers and multiplies at once."""
 
@@ -28,8 +30,7 @@ def gram_matrix(keys: Tensor) -> Tensor:
 
 def right_factor(gram: Tensor, rank: int) -> Tensor:
     """B [r, w] in fp32, orthonormal rows, the most important first."""
-    vectors: Tensor = torch.linalg.eigh(gram)[1]  # ascending eigenvalues
-    return vectors[:, gram.shape[0] - rank :].T.flip(0)
+    return eigenvectors(gram)[:, gram.shape[0] - rank :].T.flip(0)
 
 
 def rebuild_keys(a: Tensor, b: Tensor, heads: Tensor, chunks: Tensor) -> Tensor:

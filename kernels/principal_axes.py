@@ -11,6 +11,8 @@ Shapes: x [h, n, d] -> moments [h, d, d] in at least fp32, axes [h, d, d] in the
 import torch
 from torch import Tensor
 
+from kvcli.kernels.eigenvectors import eigenvectors
+
 # Vectors of a head that are converted at once.
 PIECE = 4096
 
@@ -27,8 +29,7 @@ def centred_moments(x: Tensor) -> Tensor:
 
 def principal_axes(moments: Tensor) -> Tensor:
     """Axes of every head; of directions that nothing lies in, some orthonormal choice."""
-    vectors: Tensor = torch.linalg.eigh(moments)[1]  # ascending eigenvalues
-    return vectors.flip(-1)
+    return eigenvectors(moments).flip(-1)
 
 
 def _summed(x: Tensor, centre: Tensor | None) -> Tensor:
