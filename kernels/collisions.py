@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcli.kernels import collision_rows
+from kvcli.kernels._numba import serves
+from kvcli.kernels.topk import topk_pages
 
 BLOCK = 8
 LEVELS = 8
@@ -74,34 +76,48 @@ def encode_keys(keys: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return signs, codes[..., ::2] | codes[..., 1::2] << 4, radius / alpha
 
 
-def collisions(q: Tensor, signs: Tensor, part: float) -> Tensor:
+def population(signs: Tensor) -> Tensor:
+    """Count how many keys have each sign pattern in a block: signs [Hk, n, B] -> int64 [Hk, B, 256]."""
+    if collision_rows.suits(signs):
+        return collision_rows.population(signs)
+    own = signs.mT.long()  # [Hk, B, n]
+    return own.new_zeros(*own.shape[:2], 1 << BLOCK).scatter_add_(2, own, torch.ones_like(own))
+
+
+def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = None) -> Tensor:
     """Count how well every key collides with a rotated query q [Hk, w]: signs [Hk, n, B] -> int32 [Hk, n].
 
     In each block centroids are ranked by their product with the query, and keys by their centroids. The first ones, the
     `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up.
+    `counts` are the population of the signs, where it is known.
     """
     blocks, n = q.unflatten(-1, (-1, BLOCK)), signs.shape[1]  # type: ignore[no-untyped-call]
     patterns = torch.arange(1 << BLOCK, device=q.device)
     centroids = (patterns[:, None] >> torch.arange(BLOCK, device=q.device) & 1) * 2.0 - 1  # [2^m, m]
     order = (blocks @ centroids.T).argsort(dim=-1, descending=True, stable=True)  # [Hk, B, 2^m]
-    own = None if collision_rows.suits(signs) else signs.mT.long()  # [Hk, B, n]
-    if own is None:
-        population = collision_rows.population(signs)
-    else:
-        population = torch.zeros_like(order).scatter_add_(2, own, torch.ones_like(own))
-    ranked = population.gather(2, order)
+    ranked = (population(signs) if counts is None else counts).gather(2, order)
     before = ranked.cumsum(2) - ranked
     tiers = sum((before < math.ceil(n * part * reach)).int() for reach, _ in TIERS)  # 6 in the first tier
     worth = torch.zeros_like(order, dtype=torch.int32).scatter(2, order, tiers)
-    if own is None:
+    if collision_rows.suits(signs):
         return collision_rows.votes(signs, worth)
-    return worth.gather(2, own).sum(1, dtype=torch.int32)
+    return worth.gather(2, signs.mT.long()).sum(1, dtype=torch.int32)
 
 
-def estimated_products(q: Tensor, codes: Tensor, weights: Tensor) -> Tensor:
-    """Estimate q . k from codes [Hk, c, w / 2] and weights [Hk, c, B], for rotated q [Hk, w]: [Hk, c] in fp32."""
+def most_votes(votes: Tensor, count: int) -> Tensor:
+    """Choose the `count` keys with the most votes, int32 [Hk, n], ties to the lower key: [Hk, count]."""
+    return collision_rows.most(votes, count) if serves(votes, dtype=torch.int32) else topk_pages(votes.float(), count)
+
+
+def estimated_products(q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+    """Estimate q . k of `tokens` [Hk, c] for rotated q [Hk, w]: codes [Hk, n, w / 2], weights [Hk, n, B] -> [Hk, c]."""
     levels = magnitude_levels()[0].to(q.device)
     table = torch.cat((-levels, levels))  # by the four bits
+    if collision_rows.suits(codes, weights):
+        low, high = (table * q.unflatten(1, (-1, 2))[..., None]).unbind(2)  # type: ignore[no-untyped-call]
+        pairs = (high[..., None] + low[..., None, :]).flatten(2)  # [Hk, w / 2, 256]
+        return collision_rows.products(pairs, codes, weights, tokens)
+    codes, weights = (each.gather(1, tokens[..., None].expand(-1, -1, each.shape[2])) for each in (codes, weights))
     both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # [Hk, c, w]
     blocks = (table[both.long()] * q[:, None]).unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
     return (blocks * weights).sum(-1)  # type: ignore[no-any-return]

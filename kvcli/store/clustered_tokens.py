@@ -110,8 +110,7 @@ class ClusteredTokenCache(TokensOnHost):
         heads, _, place = numbered(missing)
         slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], chosen[missing]
         self.resident[heads, slots], self.used[heads, slots], self.slots[missing] = tokens, self.step, slots
-        blocks = self.pool.fetch(tokens, heads)  # [m, t, 1, d]
-        self.k[heads, slots], self.v[heads, slots] = blocks[:, 0, 0], blocks[:, -1, 0]
+        self.pool.bring(tokens, heads, self.kv[:, :, :, None], slots)
         return counts.tolist(), missing.sum(1).tolist(), len(tokens) * self.pool.block_bytes
 
     def attend_zones(self, q: Tensor, zones: Zones, softmax: Softmax) -> Tensor:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.collisions import BLOCK, collisions, encode_keys, estimated_products, rotation
+from kvcli.kernels.collisions import (
+    BLOCK,
+    collisions,
+    encode_keys,
+    estimated_products,
+    most_votes,
+    population,
+    rotation,
+)
 from kvcli.kernels.topk import topk_pages
 from kvcli.store.cache import Tiers, Traffic, nbytes
-from kvcli.store.pages import slices, take
+from kvcli.store.pages import slices
 from kvcli.store.state import Settled
 from kvcli.store.tokens import TokenBudget, TokenIndex
 
@@ -24,7 +33,12 @@ PARTS = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (math.inf,
 
 
 class CollisionIndex(TokenIndex):
-    """On the device: `signs` [Hk, capacity, B], `codes` [Hk, capacity, w / 2] uint8, `weights` [Hk, capacity, B]."""
+    """On the device: `signs` [Hk, capacity, B], `codes` [Hk, capacity, w / 2] uint8, `weights` [Hk, capacity, B].
+
+    `counts` [Hk, B, 256] are the sign patterns of the tokens `counted`, from the first to before the second.
+    """
+
+    not_state: ClassVar[tuple[str, ...]] = ("counts", "counted")
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, seed: int, parts: tuple[float, float], tiers: Tiers
@@ -35,10 +49,13 @@ class CollisionIndex(TokenIndex):
         self.signs = tiers.on_device(num_kv_heads, capacity, width // BLOCK, dtype=torch.uint8)
         self.codes = tiers.on_device(num_kv_heads, capacity, width // 2, dtype=torch.uint8)
         self.weights = tiers.on_device(num_kv_heads, capacity, width // BLOCK)
+        self.counts = tiers.on_device(num_kv_heads, width // BLOCK, 1 << BLOCK, dtype=torch.int64)
+        self.counted = 0, 0
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
         turn = rotation(keys.shape[-1], self.seed, keys.device)
+        self.counted = self.counted if self.counted[1] <= first else (0, 0)
         for part in slices(keys.shape[1], PIECE):
             self.filled = first + part.stop
             new = slice(first + part.start, self.filled)
@@ -51,6 +68,7 @@ class CollisionIndex(TokenIndex):
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold these in their place."""
         self.signs, self.codes, self.weights = (tensors[name] for name in ("signs", "codes", "weights"))
+        self.counted = 0, 0
 
     def best(self, q: Tensor, tokens: range, count: int) -> Tensor:
         """Find `count` of consecutive tokens for q [H, d], which stands for its group by its mean: [Hk, count]."""
@@ -58,16 +76,26 @@ class CollisionIndex(TokenIndex):
         query = query @ rotation(q.shape[-1], self.seed, q.device)  # [Hk, w]
         reranked, colliding = self.parts_of(len(tokens))
         part = slice(tokens.start, tokens.stop)
-        votes = collisions(query, self.signs[:, part], colliding).float()
-        found = topk_pages(votes, max(count, math.ceil(len(tokens) * reranked)))  # [Hk, c]
-        codes, weights = (take(each[:, part], found) for each in (self.codes, self.weights))
-        products = estimated_products(query, codes, weights)
+        votes = collisions(query, self.signs[:, part], colliding, self._population(tokens))
+        found = most_votes(votes, max(count, math.ceil(len(tokens) * reranked)))  # [Hk, c]
+        products = estimated_products(query, self.codes[:, part], self.weights[:, part], found)
         return found.gather(1, topk_pages(products, count)) + tokens.start
 
     def parts_of(self, tokens: int) -> tuple[float, float]:
         """The part of so many tokens that is reranked, and the one that collides in a block."""
         reranked, colliding = next(parts for below, *parts in PARTS if tokens < below)
         return self.parts[0] or reranked, self.parts[1] or colliding
+
+    def _population(self, tokens: range) -> Tensor:
+        """Count the sign patterns of the tokens; of those that were there at the last step that is known."""
+        first, stop = self.counted
+        if first != tokens.start or not first <= stop <= tokens.stop:
+            first, stop = tokens.start, tokens.start
+        if stop == first:
+            self.counts.zero_()
+        self.counts += population(self.signs[:, stop : tokens.stop])
+        self.counted = first, tokens.stop
+        return self.counts
 
     @override
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
@@ -85,4 +113,4 @@ class CollisionIndex(TokenIndex):
 
     @override
     def nbytes(self) -> int:
-        return nbytes(*self.tensors().values())
+        return nbytes(*self.tensors().values(), self.counts)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.kernels import scatter_rows
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.store.disk_blocks import DiskBlocks
@@ -152,6 +153,20 @@ class HostPagePool:
             numbers = self.tiers.on_device(len(some), *self.block_shape)
             form.dequantise(some, numbers)
             yield part, numbers
+
+    def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
+        """Bring block (pages[i], heads[i]) for every i to slot slots[i] of its head: kv [t, Hk, slots, p, d]."""
+        rows, parts = heads * kv.shape[2] + slots, kv.flatten(1, 2).flatten(2)  # [t, Hk * slots, p * d]
+        plain = kv.device.type == "cpu" and self.format is None and self.on_disk is None and self.layout == "hnd"
+        if plain and len(pieces := self.pieces) == 1:
+            blocks = pieces[0].flatten(0, 1).flatten(1)  # [n * Hk, t * p * d]
+            if scatter_rows.suits(blocks, parts):
+                numbers = pages * pieces[0].shape[1] + heads
+                return scatter_rows.scatter_rows(blocks, numbers, parts[0], parts[-1], rows)
+        for some, blocks in self.fetch_parts(pages, heads):
+            for part, held in enumerate(parts):
+                held.index_copy_(0, rows[some], blocks[:, part].flatten(1))
+        return None
 
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages apart."""

@@ -192,10 +192,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     def _bring(self, misses: Misses) -> None:
         """Fetch pages into their slots."""
-        slots = misses.heads * self.budget.total + self.budget.sink + misses.slots  # of all heads in a row
-        for some, blocks in self.pool.fetch_parts(misses.pages, misses.heads):  # [m, 2, p, d]
-            for part, kv in enumerate(self.kv):
-                kv.flatten(0, 1).index_copy_(0, slots[some], blocks[:, part])
+        self.pool.bring(misses.pages, misses.heads, self.kv, misses.slots + self.budget.sink)
 
     def _arrive(self) -> None:
         """Bring what was recalled for later."""

@@ -146,10 +146,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     def _bring(self, misses: Misses) -> None:
         """Fetch tokens into their slots."""
-        tokens = self.pool.fetch(misses.pages, misses.heads)  # [m, t, 1, d]
-        rows = misses.slots + self.budget.sink
-        self.k[misses.heads, rows] = tokens[:, 0, 0]
-        self.v[misses.heads, rows] = tokens[:, -1, 0]
+        self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots + self.budget.sink)
 
     def _arrive(self) -> None:
         """Bring what was recalled for later."""

@@ -13,11 +13,12 @@ from kvcli.kernels import (
     few_rows,
     four_bit_rows,
     one_bit_rows,
+    scatter_rows,
     select_best,
     turn_rows,
 )
 from kvcli.kernels.block_attention import block_attention_ref
-from kvcli.kernels.collisions import collisions
+from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
 from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
@@ -188,6 +189,43 @@ def test_votes_are_those_of_torch(monkeypatch):
         for by_loops, part in zip(found, (0.1, 0.6), strict=True)
     )
     assert all(len(each.unique()) > 2 for each in found)
+
+
+@pytest.mark.parametrize(("n", "k", "least"), [(1, 1, 0), (70, 70, 3), (2100, 13, 0), (2100, 900, 7)])
+def test_most_votes_with_ties(n, k, least):
+    votes = torch.randint(least, least + 9, (3, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+    votes[1] = 5
+    expected = topk_pages_ref(votes.float(), k).sort(-1).values
+    assert torch.equal(most_votes(votes, k), expected)
+
+
+@pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 1100), (2, 64, 300)])
+def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
+    turn = rotation(d, 0, torch.device("cpu"))
+    _, *held = encode_keys(noise(heads, n, d), turn)
+    codes, weights = (
+        torch.full((heads, n + 4, own.shape[2]), poison, dtype=own.dtype)
+        for own, poison in zip(held, (255, math.nan), strict=True)
+    )
+    codes, weights = (x[:, 2:-2].copy_(own) for x, own in zip((codes, weights), held, strict=True))
+    q, tokens = noise(heads, d, seed=1) @ turn, noise(heads, n, seed=2).argsort(-1)[:, : -(-n // 2)]
+    assert collision_rows.suits(codes, weights)
+    found = estimated_products(q, codes, weights, tokens)
+    monkeypatch.setattr(_numba, "numba", None)
+    exact = estimated_products(q.double(), codes, weights.double(), tokens)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("n", "d", "m"), [(1, 1, 1), (90, 7, 67), (300, 64, 200)])
+def test_rows_are_put_where_they_belong_and_nowhere_else(parts, n, d, m):
+    blocks, rows = noise(n, parts * d), noise(n, seed=1).argsort()[:m]
+    places, kv = noise(n, seed=2).argsort()[:m], torch.full((parts, n, d), math.nan)
+    expected = kv.clone()
+    expected[:, places] = blocks[rows].view(m, parts, d).transpose(0, 1)
+    assert scatter_rows.suits(blocks, kv)
+    scatter_rows.scatter_rows(blocks, rows, kv[0], kv[-1], places)
+    torch.testing.assert_close(kv, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):

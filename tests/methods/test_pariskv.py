@@ -112,7 +112,8 @@ def test_the_rotation_keeps_products_and_four_bits_come_near_them(d):
     turn = rotation(d, 0, q.device)
     assert torch.allclose(turn @ turn.T, torch.eye(d), atol=1e-6)
     _, codes, weights = encode_keys(k[None], turn)
-    found = torch.cat([estimated_products((q[i : i + 1] @ turn), codes, weights) for i in range(20)])
+    tokens = torch.arange(300)[None]
+    found = torch.cat([estimated_products((q[i : i + 1] @ turn), codes, weights, tokens) for i in range(20)])
     exact = q[:20] @ k.T
     assert (found - exact).std() < 0.12 * exact.std()
     assert abs(float((found * exact).sum() / (exact * exact).sum()) - 1) < 0.02
