@@ -5,10 +5,9 @@ from torch import Tensor
 
 
 def eigenvectors(gram: Tensor) -> Tensor:
-    """Orthonormal eigenvectors of symmetric matrices [.., w, w], as columns by ascending eigenvalue, in their dtype."""
-    try:
-        vectors: Tensor = torch.linalg.eigh(gram)[1]
-    except torch.linalg.LinAlgError:
-        # In fp32 LAPACK's divide and conquer does not always end where whole channels are zero; in fp64 it does.
-        vectors = torch.linalg.eigh(gram.double())[1].to(gram.dtype)
-    return vectors
+    """Orthonormal eigenvectors of symmetric matrices [.., w, w], as columns by ascending eigenvalue, in their dtype.
+
+    Found in fp64: where channels are always zero, LAPACK's divide and conquer in fp32 may not converge, or give NaN.
+    """
+    vectors: Tensor = torch.linalg.eigh(gram.double())[1]
+    return vectors.to(gram.dtype)

@@ -1,4 +1,4 @@
-"""Gram matrices of vectors with channels that are always zero, of which some fail in fp32."""
+"""Gram matrices of vectors with channels that are always zero, of which fp32 gives NaN or nothing at all for some."""
 
 import torch
 
