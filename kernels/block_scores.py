@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvcli.kernels import few_rows
+
 
 def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
     """Inner products."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
     by_kv_head = probe.to(dtype).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
-    scores: Tensor = keys.to(dtype).flatten(1) @ by_kv_head.flatten()
+    rows, query = keys.to(dtype).flatten(1), by_kv_head.flatten()
+    if few_rows.suits(query[None], rows):
+        return few_rows.products(query[None, None], rows[None])[0, 0]
+    scores: Tensor = rows @ query
     return scores
 
 

@@ -1,20 +1,26 @@
 """Causal attention to near tokens, and to far ones that stand elsewhere than positions tell (arXiv 2402.04617)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels import few_rows
 from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
 
 
 class FarTokens(NamedTuple):
-    """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d]."""
+    """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d].
+
+    For `one_query` they may be those in `rows` [1, f], of l and w [Hk, n, d].
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    rows: Tensor | None = None
 
 
 def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -34,6 +40,25 @@ def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax:
     weights = torch.exp(attention_scores(queries, k, softmax) - norm[..., None])
     later = _band(q.shape[1], k.shape[1], q, above=1).repeat(q.shape[0] // k.shape[0], 1)
     return out, weights.masked_fill(~later, 0.0).sum((0, 1))
+
+
+def one_query_suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tell whether `one_query` serves: on a CPU, a single query of each head."""
+    return q.shape[1] == 1 and few_rows.suits(_fold(q, k), k, v)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Do as `far_near_attention` for m = 1, several sets of far keys, each where it lies: out [H, 1, d], mass [n]."""
+    parts = [FarTokens(q, k, v), *far]
+    scores = [softmax.scores(few_rows.products(_fold(each.q, k), each.k, each.rows)) for each in parts]
+    norm = torch.cat(scores, -1).logsumexp(-1, keepdim=True)  # [Hk, G, 1]
+    if softmax.sinks is not None:
+        norm = torch.logaddexp(norm, softmax.sinks.view_as(norm))
+    weights = [each.sub_(norm).exp_() for each in scores]
+    mixed = [few_rows.mixtures(own, each.v, each.rows) for own, each in zip(weights, parts, strict=True)]
+    mass = weights[0].sum((0, 1))
+    mass[-1] = 0  # its own
+    return torch.stack(mixed).sum(0).view_as(q), mass
 
 
 def windowed_attention(

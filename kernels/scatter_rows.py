@@ -1,6 +1,6 @@
 """Rows of host memory put into rows of the device's on a CPU, without a copy in between.
 
-    k_i = the first numbers of block r_i, v_i = the last ones          i = 0 .. m - 1
+    k_i = the first numbers of block r_i, v_i = the last ones where there are more        i = 0 .. m - 1
 
 Shapes: blocks [n, w] without gaps, rows [m] of them; targets [.., p] (k, and v where it is kept apart), of which the
 leading dimensions are one behind the other, into rows `places` [m].
@@ -32,8 +32,9 @@ def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, touched: Any) 
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
             for c in range(width):
                 key[c] = source[c]
-            for c in range(width):
-                value[c] = source[size - width + c]
+            if size > width:
+                for c in range(width):
+                    value[c] = source[size - width + c]
 
 
 def suits(blocks: Tensor, *targets: Tensor) -> bool:

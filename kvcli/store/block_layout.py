@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from kvcli.store.pages import PageBudget
 
 Positions = Literal["capped", "original"]
@@ -29,3 +32,15 @@ class BlockLayout:
     representatives: int
     positions: Positions
     beside: int = 0
+
+
+def rows_in_slots(held: Tensor, slots: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View the keys and values [Hk, n, d] of all slots, held [slots, Hk, 2, p, d], where they lie.
+
+    Returns also which rows of them the first `tokens` in `slots` [k] are: [1, tokens].
+    """
+    count, heads, _, size, d = held.shape
+    step = 2 * heads * size  # rows from one slot to the next
+    rows = (slots[:, None] * step + torch.arange(size, device=slots.device)).flatten()[:tokens]
+    views = held.as_strided((2, heads, (count - 1) * step + size, d), (size * d, 2 * size * d, d, 1))
+    return views[0], views[1], rows[None]

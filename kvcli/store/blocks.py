@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from kvcli.kernels.far_near_attention import FarTokens, far_near_attention
+from kvcli.kernels.far_near_attention import FarTokens, far_near_attention, one_query, one_query_suits
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.block_layout import BlockLayout
+from kvcli.store.block_layout import BlockLayout, rows_in_slots
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
 from kvcli.store.disk_pool import page_pool
 from kvcli.store.host_pool import HostPagePool
@@ -129,16 +129,23 @@ class BlockCache(LayerCache):
 
         Returns the misses of each KV head, the same for all, and the bytes moved.
         """
+        chosen = self.places(blocks)
+        absent, leaving = chosen == EMPTY, self.resident.new_ones(self._open, dtype=torch.bool)
+        leaving[chosen[~absent]] = False
+        missing = blocks[absent]
+        slots = chosen[absent] = leaving.nonzero()[: len(missing), 0]
+        self.pool.bring_pages(missing, self.slots, slots)
+        self._fill_slots(slots, missing)
+        self.chosen = chosen
+        return [len(missing)] * self.slots.shape[1], len(missing) * self.pool.page_bytes
+
+    def places(self, blocks: Tensor) -> Tensor:
+        """Say in which slots blocks [k] are, EMPTY where they are in none."""
         resident = self.resident[: self._open]
-        missing = blocks[~torch.isin(blocks, resident)]
-        slots = (~torch.isin(resident, blocks)).nonzero()[: len(missing), 0]
-        heads = torch.arange(self.slots.shape[1], device=missing.device)
-        fetched = self.pool.fetch(missing.repeat_interleave(len(heads)), heads.repeat(len(missing)))
-        fetched = fetched.view(len(missing), len(heads), *fetched.shape[1:])  # [m, Hk, 2, p, d]
-        self._fill_slots(slots, missing, fetched)
-        held = resident.sort()
-        self.chosen = held.indices[torch.searchsorted(held.values, blocks)]
-        return [len(missing)] * len(heads), len(missing) * self.pool.page_bytes
+        slot_of = resident.new_full((self.pool.num_pages + 1,), EMPTY)  # of block n in row n + 1
+        slot_of[resident + 1] = torch.arange(len(resident), device=resident.device)
+        slot_of[0] = EMPTY
+        return slot_of[blocks + 1]
 
     def keep(self, k: Tensor, v: Tensor, first: int) -> None:
         """Attend to other tokens from now on, too: k and v [Hk, n, d] at positions from `first` on.
@@ -170,11 +177,16 @@ class BlockCache(LayerCache):
         slots, tokens = self.chosen, len(self.chosen) * self.budget.size + self.kept
         if self.kept:
             slots = torch.cat((slots, torch.arange(self._open, len(self.slots), device=slots.device)))
-        chosen = self.slots[slots].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :tokens]  # [2, Hk, k * p + kept, d]
-        far_k = torch.cat((self.sink_k[:, :sinks], chosen[0]), 1)
-        far_v = torch.cat((self.sink_v[:, :sinks], chosen[1]), 1)
-        far = FarTokens(self._far_queries(q) if far_k.shape[1] else q, far_k, far_v)
-        out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
+        far_q = self._far_queries(q) if sinks or tokens else q
+        sink_k, sink_v = self.sink_k[:, :sinks], self.sink_v[:, :sinks]
+        if one_query_suits(q, self.k[:, :near], self.v[:, :near]):
+            parts = [FarTokens(far_q, sink_k, sink_v)] if sinks else []
+            parts += [FarTokens(far_q, *rows_in_slots(self.slots, slots, tokens))] if tokens else []
+            out, mass = one_query(q, self.k[:, :near], self.v[:, :near], parts, softmax)
+        else:
+            chosen = self.slots[slots].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :tokens]  # [2, Hk, k * p + kept, d]
+            far = FarTokens(far_q, torch.cat((sink_k, chosen[0]), 1), torch.cat((sink_v, chosen[1]), 1))
+            out, mass = far_near_attention(q, self.k[:, :near], self.v[:, :near], far, softmax)
         self.mass[:near] += mass
         return out
 
@@ -253,18 +265,21 @@ class BlockCache(LayerCache):
         parts, form = [x[:, : len(fitting)] for x in (paged_k, paged_v)], self.pool.format
         if form is not None:  # as they would be recalled
             parts = [form.rounded(x, part) for part, x in enumerate(parts)]
-        self._fill_slots(fitting, fitting, torch.stack(parts, 2).transpose(0, 1))  # [n, Hk, 2, p, d]
+        self.slots[fitting] = torch.stack(parts, 2).transpose(0, 1)  # [n, Hk, 2, p, d]
+        self._fill_slots(fitting, fitting)
         return written
 
-    def _fill_slots(self, slots: Tensor, blocks: Tensor, kv: Tensor) -> None:
-        """Put blocks [m] into slots [m]: kv [m, Hk, 2, p, d], keys un-rotated."""
+    def _fill_slots(self, slots: Tensor, blocks: Tensor) -> None:
+        """Have it that blocks [m], keys un-rotated, lie in slots [m]."""
         size = self.budget.size
         self.resident[slots] = blocks
-        self.slots[slots] = kv
         if self.layout.positions == "original" and len(slots):
-            positions = ((blocks + self.budget.sink) * size)[:, None] + torch.arange(size, device=kv.device)  # [m, p]
-            flat = self._rotate_to(kv[:, :, 0].transpose(0, 1).flatten(1, 2), positions.flatten())  # [Hk, m * p, d]
-            self.slots[slots, :, 0] = paged(flat, size).transpose(0, 1).to(kv.dtype)
+            positions = ((blocks + self.budget.sink) * size)[:, None] + torch.arange(
+                size, device=slots.device
+            )  # [m, p]
+            keys = self.slots[slots, :, 0].transpose(0, 1).flatten(1, 2)  # [Hk, m * p, d]
+            flat = self._rotate_to(keys, positions.flatten())
+            self.slots[slots, :, 0] = paged(flat, size).transpose(0, 1).to(self.slots.dtype)
 
     def _rotate_to(self, k: Tensor, positions: Tensor) -> Tensor:
         """Rotate un-rotated keys [Hk, n, d] to their positions [n], unless the positions are capped."""
