@@ -21,10 +21,12 @@ def counted_attention(
     q: Tensor, k: Tensor, v: Tensor, log_counts: Tensor | float, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys by their counts; a query head that none counts for gets zeros and lse -inf."""
-    scores = attention_scores(q, k, softmax) + log_counts  # [Hk, G, n]
+    by_loops = few_rows.suits(q, k, v)
+    products = softmax.scores(few_rows.products(q, k)) if by_loops else attention_scores(q, k, softmax)
+    scores = products + log_counts  # [Hk, G, n]
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
-    return weights @ v.to(weights.dtype), lse
+    return few_rows.mixtures(weights, v) if by_loops else weights @ v.to(weights.dtype), lse
 
 
 def attend_beside(

@@ -122,7 +122,9 @@ def distinct(index: Tensor, num_kv_heads: int) -> list[int]:
 def numbered(marked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """List what is marked, bool [Hk, n], head by head: heads, entries, and their places among those of the head."""
     heads, entries = marked.nonzero(as_tuple=True)
-    return heads, entries, (marked.cumsum(1) - 1)[heads, entries]
+    counts = marked.sum(1)
+    first = counts.cumsum(0) - counts  # where a head begins in the list
+    return heads, entries, torch.arange(len(heads), device=heads.device) - first[heads]
 
 
 def paged(kv: Tensor, size: int) -> Tensor:

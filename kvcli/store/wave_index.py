@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.spherical_kmeans import cluster_sums, spherical_kmeans
+from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.state import Settled
 
@@ -72,8 +73,8 @@ class WaveIndex:
         Ties go to the lower cluster. Of the best, as many are retrieved as have `room` tokens together; of those that
         follow, the part `estimated` of all clusters is estimated.
         """
-        sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters].float()
-        scores = softmax.scores(q.float() @ centroids.mT)  # [Hk, G, C]
+        sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters]
+        scores = softmax.scores(token_scores(q.flatten(0, 1), centroids, 1.0))  # [Hk, G, C]
         weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
         order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
         fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones

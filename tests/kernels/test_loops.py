@@ -19,6 +19,7 @@ from kvcli.kernels import (
 )
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
+from kvcli.kernels.counted_attention import counted_attention
 from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
@@ -79,6 +80,19 @@ def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
     exact = q.double() @ k.double().transpose(1, 2)
     torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(few_rows.mixtures(w, k).double(), w.double() @ k.double(), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
+    q, k, v = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), among_poison(noise(heads, n, d, seed=2))
+    counts = noise(heads, group, n, seed=3).masked_fill(noise(heads, group, n, seed=4) > 0, -math.inf)
+    counts[0, 0] = -math.inf  # none for this query
+    assert few_rows.suits(q, k, v)
+    found = counted_attention(q, k, v, counts, Softmax(0.3))
+    exact = counted_attention(q.double(), k.double(), v.double(), counts.double(), Softmax(0.3))
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+    assert found[0][0, 0].eq(0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
