@@ -25,7 +25,7 @@ from kvcli.quality.eval import layout
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.html import page
 from kvcli.quality.eval.suite import EvaluationPlan
-from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
+from kvcli.quality.eval.table import CellScore, EvaluationTable, VariantCost
 from kvcli.quality.tasks import TASKS
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer
@@ -37,22 +37,11 @@ LONG = ("records_json", "long_lookup")  # answers of hundreds or thousands of to
 
 def overview(table: EvaluationTable) -> str:
     """Return one table: a method a row, its mean score over the tasks at each length and budget a column."""
-    by_place: dict[tuple[str, int | None, int | None], list[Estimate]] = {}
-    for result in table.results:
-        by_place.setdefault((*_parted(result.variant), result.length), []).append(result.score)
-    budgets = sorted({budget for _, budget, _ in by_place if budget is not None}) or [None]
-    columns = [(length, budget) for length in _lengths(table) for budget in budgets]
-    heads = ["" if budget is None else f", {budget}" for _, budget in columns]
-    lines = [_row(("", *(f"{length:,}{head}" for (length, _), head in zip(columns, heads, strict=True))))]
-    lines.append(_row(["---"] * (len(columns) + 1)))
-    for method in dict.fromkeys(method for method, *_ in by_place):
-        # A method without a budget has one figure a length, which stands under each of them.
-        found = [
-            by_place.get((method, budget, length), by_place.get((method, None, length))) for length, budget in columns
-        ]
-        lines.append(
-            _row((f"`{method}`", *("-" if each is None else layout.number(layout.mean(each)) for each in found)))
-        )
+    found = layout.overview(table)
+    heads = [", ".join(f"{number:,}" for number in place if number is not None) for place in found.places]
+    lines = [_row(("", *heads)), _row(["---"] * (len(heads) + 1))]
+    for method, means in found.means.items():
+        lines.append(_row((f"`{method}`", *("-" if mean is None else layout.number(mean) for mean in means))))
     return "\n".join(lines) + "\n"
 
 
@@ -145,12 +134,6 @@ def _by_length(table: EvaluationTable) -> Iterator[tuple[int | None, dict[str, l
             if result.length == length:
                 rows.setdefault(result.variant, []).append(result)
         yield length, rows
-
-
-def _parted(variant: str) -> tuple[str, int | None]:
-    """Part a variant's label into its method and its budget, if it has one."""
-    method, _, budget = variant.partition(" ")
-    return method, int(budget) if budget else None
 
 
 def _cost(results: Sequence[CellScore]) -> VariantCost:

@@ -190,7 +190,7 @@ def _text(table: EvaluationTable, to_file: bool) -> str:
     from kvcli.ui import console
 
     maps = [
-        console.HeatMap(f"{found.variant}: score in %", "depth", found.rows, found.columns, found.values)
+        console.HeatMap(f"{found.title}: score in %", "depth", found.rows, found.columns, found.values)
         for found in layout.heat_maps(table)
     ]
     text = console.render_tables(layout.tables(table), to_file)

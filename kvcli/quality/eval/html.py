@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from kvcli.quality.eval import layout
-from kvcli.quality.eval.layout import DepthHeatMap
+from kvcli.quality.eval.layout import HeatMap
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import EvaluationTable, VariantCost
 from kvcli.ui.html import PALETTE, Page, chart_of
@@ -20,6 +20,7 @@ _AXES = (
     ("moved", "KiB moved to the device a step"),
     ("step", "time of a step, ms"),
 )
+_FEW = 6  # methods whose table a reader takes in at once; of more it stands below a map and the charts
 _LOW = 60  # per cent, below which the axis of scores starts at 0
 
 
@@ -27,27 +28,32 @@ def page(table: EvaluationTable) -> str:
     """Make the page's HTML. Needs the extra `html`, see `kvcli.ui.html.check_installed`."""
     made = Page("kvcli eval", f"{table.configuration['model']}: {', '.join(table.configuration['tasks'])}")
     tables = layout.tables(table)
-    made.section("Scores")
-    for title, content in tables:
-        if not title.startswith(layout.COST):
-            made.table(content, title)
+    glance = layout.overview(table)
+    many = len(glance.means) > _FEW
+    if many:
+        made.section("At a glance", "Mean of all tasks in per cent, the best method first.")
+        caption = "One without a budget has the same figure under every budget." if glance.repeated else ""
+        made.chart(_heat(glance.heat_map()), f"Columns are tokens of the prompt and of the budget. {caption}".strip())
+    else:
+        _add_scores(made, tables)
     rows = _trade_rows(table)
+    curves = [row for row in rows if row["budget"] is not None]
+    if len({row["budget"] for row in curves}) > 1:
+        what = "A line a method, its budgets from small to large; bars are a standard error."
+        made.section("Score against cost", f"{what} A click on a method's name shows it before the others.")
+        made.charts((_curve(curves, *axis), f"Mean score against {axis[1]}.") for axis in _AXES)
     if rows:
         made.section("Score against what is read", "Each point is one variant: the mean of its tasks at one length.")
         made.chart(
             _trade(rows),
             "Mean score against tokens attended per KV head and step; marks in one place stand side by side.",
         )
-    curves = [row for row in rows if row["budget"] is not None]
-    if len({row["budget"] for row in curves}) > 1:
-        made.section(
-            "Score against cost", "A line a method, its budgets from small to large; bars are a standard error."
-        )
-        made.charts((_curve(curves, *axis), f"Mean score against {axis[1]}.") for axis in _AXES)
     maps = layout.heat_maps(table)
     if maps:
         made.section("Needle grid", "Score in per cent by the depth of the needle and the tokens of the document.")
-        made.charts((_heat(each), each.variant) for each in maps)
+        made.charts((_heat(each), each.title) for each in maps)
+    if many:
+        _add_scores(made, tables)
     made.section("Costs")
     for title, content in tables:
         if title.startswith(layout.COST):
@@ -55,6 +61,13 @@ def page(table: EvaluationTable) -> str:
     made.section("Where this comes from")
     made.facts([(key.replace("_", " "), value) for key, value in (table.configuration | table.environment).items()])
     return made.render()
+
+
+def _add_scores(made: Page, tables: Sequence[layout.Titled]) -> None:
+    made.section("Scores")
+    for title, content in tables:
+        if not title.startswith(layout.COST):
+            made.table(content, title)
 
 
 def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
@@ -115,10 +128,12 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
 
 
 def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str) -> alt.LayerChart:
+    chosen = alt.selection_point(fields=["method"], bind="legend")
     base = chart_of([row for row in rows if row[figure] is not None]).encode(
         x=alt.X(f"{figure}:Q", title=title, scale=alt.Scale(zero=False, padding=12), axis=alt.Axis(tickCount=5)),
         color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
         detail="length:N",
+        opacity=alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.06)),
         tooltip=[
             "variant:N",
             "length:N",
@@ -128,11 +143,9 @@ def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str) -> alt.Layer
     )
     scores = alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     lines = base.mark_line(strokeOpacity=0.5).encode(y=scores, order="attended:Q")
-    points = base.mark_point(filled=True, opacity=1).encode(
-        y=scores, shape=alt.Shape("length:N", title="prompt tokens")
-    )
+    points = base.mark_point(filled=True).encode(y=scores, shape=alt.Shape("length:N", title="prompt tokens"))
     errors = base.mark_rule().encode(y="low:Q", y2="high:Q")
-    layered: alt.LayerChart = (lines + errors + points).properties(height=260)
+    layered: alt.LayerChart = (lines + errors + points.add_params(chosen)).properties(height=260)
     return layered
 
 
@@ -154,17 +167,17 @@ def _powers_of_two(largest: float) -> list[int]:
     return [2**power for power in range(math.ceil(math.log2(largest)) + 1)]
 
 
-def _heat(heat_map: DepthHeatMap) -> alt.LayerChart:
+def _heat(heat_map: HeatMap) -> alt.LayerChart:
     rows = [
-        {"depth": depth, "length": length, "score": score}
-        for depth, scores in zip(heat_map.rows, heat_map.values, strict=True)
-        for length, score in zip(heat_map.columns, scores, strict=True)
+        {heat_map.down: row, heat_map.across: column, "score": score}
+        for row, scores in zip(heat_map.rows, heat_map.values, strict=True)
+        for column, score in zip(heat_map.columns, scores, strict=True)
         if score is not None
     ]
     base = chart_of(rows).encode(
-        x=alt.X("length:O", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("depth:O", title=None, sort=None),
-        tooltip=["depth:O", "length:O", alt.Tooltip("score:Q", format=".1f")],
+        x=alt.X(f"{heat_map.across}:O", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y(f"{heat_map.down}:O", title=None, sort=None, axis=alt.Axis(labelOverlap=False)),
+        tooltip=[f"{heat_map.down}:O", f"{heat_map.across}:O", alt.Tooltip("score:Q", format=".1f")],
     )
     # Seen through to the page, one colour suits light and dark, and the numbers stay readable on it.
     shade = alt.FillOpacity("score:Q", legend=None, scale=alt.Scale(domain=[0, 100], range=[0.05, 0.5]))

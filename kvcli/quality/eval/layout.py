@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
@@ -30,24 +31,69 @@ def tables(table: EvaluationTable) -> list[Titled]:
 
 
 @dataclass(frozen=True)
-class DepthHeatMap:
-    """Scores of one variant in per cent, by depth of the needle (rows) and tokens of the prompt (columns)."""
+class HeatMap:
+    """Scores in per cent; `down` and `across` say what rows and columns are."""
 
-    variant: str
+    title: str
+    down: str
+    across: str
     rows: Sequence[str]
     columns: Sequence[str]
     values: Sequence[Sequence[float | None]]
 
 
-def heat_maps(table: EvaluationTable) -> list[DepthHeatMap]:
+@dataclass(frozen=True)
+class Overview:
+    """The mean over the tasks of every method at each of the `places`: tokens of the prompt, and budget."""
+
+    places: Sequence[tuple[int | None, int | None]]
+    means: dict[str, list[Estimate | None]]
+    """By method, the best first. A method without a budget has the same mean at all places of a length."""
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a mean stands at several places."""
+        return any(len(set(map(id, row))) < len(row) for row in self.means.values())
+
+    def heat_map(self) -> HeatMap:
+        """Draw the means, a method a row."""
+        columns = [
+            ", ".join(f"{number:,}" for number in place if number is not None) or "files" for place in self.places
+        ]
+        values = [[None if mean is None else mean.value for mean in row] for row in self.means.values()]
+        return HeatMap("overview", "method", "length, budget", list(self.means), columns, values)
+
+
+def overview(table: EvaluationTable) -> Overview:
+    """Average the tasks, but for perplexity."""
+    found: dict[tuple[str, int | None, int | None], Estimate] = {}
+    lengths = list(dict.fromkeys(result.length for result in table.results))
+    for length, variant in product(lengths, table.variants):
+        own = [result for result in table.results if (result.variant, result.length) == (variant.label, length)]
+        scores = [result.score for result in own if result.metric != PERPLEXITY]
+        if scores:
+            found[variant.name, length, variant.budget] = mean(scores)
+    budgets: list[int | None] = [*sorted({budget for *_, budget in found if budget is not None})] or [None]
+    places = list(product(lengths, budgets))
+    rows = {
+        method: [found.get((method, *place), found.get((method, place[0], None))) for place in places]
+        for method in dict.fromkeys(method for method, *_ in found)
+    }
+    best = sorted(rows, key=lambda method: -sum(each.value for each in rows[method] if each is not None))
+    return Overview(places, {method: rows[method] for method in best})
+
+
+def heat_maps(table: EvaluationTable) -> list[HeatMap]:
     """Return one map a variant; none where the run has no needle grid."""
     grid = [result for result in table.results if result.depth is not None]
     depths = sorted({result.depth for result in grid if result.depth is not None})
     lengths = sorted({result.length for result in grid if result.length is not None})
     scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
     return [
-        DepthHeatMap(
-            variant=variant,
+        HeatMap(
+            title=variant,
+            down="depth",
+            across="length",
             rows=[f"{100 * depth:.0f} %" for depth in depths],
             columns=[f"{length:,}" for length in lengths],
             values=[[scores.get((variant, depth, length)) for length in lengths] for depth in depths],

@@ -76,3 +76,28 @@ def test_several_budgets_are_curves_with_their_standard_errors():
     rows = curves[0]["data"]["values"]
     assert {row["method"] for row in rows} == {"quest", "freekv"}
     assert {(row["low"], row["score"], row["high"]) for row in rows} == {(0.0, 50.0, 100.0)}
+
+
+def test_many_methods_begin_with_a_map_of_their_means():
+    budgets = {"full": (None,), **dict.fromkeys(("quest", "freekv", "arkvale", "snapkv", "fier", "h2o"), (2048, 4096))}
+    variants = [
+        Variant(name, budget, resolve_profile(method=name, overrides={"budget": budget} if budget else {}))
+        for name, own in budgets.items()
+        for budget in own
+    ]
+    cell = Cell("vt", 8192, None, "recall", 1, lambda _: None)
+    right = {"full", "quest 4096", "quest 2048", "freekv 4096"}
+    answers = [
+        replace(ONE, length=8192, depth=None, variant=each.label, score=float(each.label in right)) for each in variants
+    ]
+    text = page(
+        EvaluationTable({}, {"model": "demo", "tasks": ["vt"]}, "", variants, results([cell], variants, answers), True)
+    )
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert headings[0] == "At a glance"
+    assert headings.index("Scores") == headings.index("Costs") - 1
+    rows = charts(text)[0]["data"]["values"]
+    assert [row["method"] for row in rows][:6] == ["full", "full", "quest", "quest", "freekv", "freekv"]
+    assert [row["score"] for row in rows][:6] == [100, 100, 100, 100, 0, 100]
+    assert {row["length, budget"] for row in rows} == {"8,192, 2,048", "8,192, 4,096"}
+    assert "same figure under every budget" in text
