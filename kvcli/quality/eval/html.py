@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from kvcli.quality.eval import layout
-from kvcli.quality.eval.layout import HeatMap
+from kvcli.quality.eval.layout import ScoreMap
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import EvaluationTable, VariantCost
 from kvcli.ui.html import PALETTE, Page, chart_of
@@ -167,7 +167,7 @@ def _powers_of_two(largest: float) -> list[int]:
     return [2**power for power in range(math.ceil(math.log2(largest)) + 1)]
 
 
-def _heat(heat_map: HeatMap) -> alt.LayerChart:
+def _heat(heat_map: ScoreMap) -> alt.LayerChart:
     rows = [
         {heat_map.down: row, heat_map.across: column, "score": score}
         for row, scores in zip(heat_map.rows, heat_map.values, strict=True)

@@ -31,7 +31,7 @@ def tables(table: EvaluationTable) -> list[Titled]:
 
 
 @dataclass(frozen=True)
-class HeatMap:
+class ScoreMap:
     """Scores in per cent; `down` and `across` say what rows and columns are."""
 
     title: str
@@ -55,13 +55,13 @@ class Overview:
         """Whether a mean stands at several places."""
         return any(len(set(map(id, row))) < len(row) for row in self.means.values())
 
-    def heat_map(self) -> HeatMap:
+    def heat_map(self) -> ScoreMap:
         """Draw the means, a method a row."""
         columns = [
             ", ".join(f"{number:,}" for number in place if number is not None) or "files" for place in self.places
         ]
         values = [[None if mean is None else mean.value for mean in row] for row in self.means.values()]
-        return HeatMap("overview", "method", "length, budget", list(self.means), columns, values)
+        return ScoreMap("overview", "method", "length, budget", list(self.means), columns, values)
 
 
 def overview(table: EvaluationTable) -> Overview:
@@ -83,14 +83,14 @@ def overview(table: EvaluationTable) -> Overview:
     return Overview(places, {method: rows[method] for method in best})
 
 
-def heat_maps(table: EvaluationTable) -> list[HeatMap]:
+def heat_maps(table: EvaluationTable) -> list[ScoreMap]:
     """Return one map a variant; none where the run has no needle grid."""
     grid = [result for result in table.results if result.depth is not None]
     depths = sorted({result.depth for result in grid if result.depth is not None})
     lengths = sorted({result.length for result in grid if result.length is not None})
     scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
     return [
-        HeatMap(
+        ScoreMap(
             title=variant,
             down="depth",
             across="length",
