@@ -15,18 +15,22 @@ import runpy
 import selectors
 import socket
 import sys
+from functools import cache
 from pathlib import Path
 
 import transformers
+import typer.main
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import kvcli.batch.run
 import kvcli.cli.app
 import kvcli.generate
 import kvcli.quality.eval.evaluate
-import kvcli.ui.console  # noqa: F401
+import kvcli.ui.console
 from kvcli.cli import main
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.methods import own_method_names
+from kvcli.methods.card import read_card, setting_names
 
 
 def child(request, streams):
@@ -77,6 +81,10 @@ def serve(connection):
 
 
 if __name__ == "__main__":
+    typer.main.get_params_from_function = cache(typer.main.get_params_from_function)  # half of a short command's time
+    typer.main.get_command(kvcli.cli.app.app)
+    for name in own_method_names():
+        read_card(name), setting_names(name)
     resolve_profile()
     _ = transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # loaded when first named
     get_checkpoint_conversion_mapping("llama")  # a thousand patterns, compiled once a process

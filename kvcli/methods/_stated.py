@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -17,6 +18,7 @@ class ClassSource:
     names: dict[str, Any]
 
 
+@cache
 def classes(module: str) -> dict[str, ClassSource]:
     """The classes that a file of this package knows, by their names."""
     known: dict[str, ClassSource] = {}
@@ -78,5 +80,6 @@ def _lies_here(module: str) -> bool:
     return module.rpartition(".")[0] == "kvcli.methods"
 
 
+@cache  # many methods derive from the same few files
 def _statements(module: str) -> list[ast.stmt]:
     return ast.parse((resources.files("kvcli.methods") / f"{module}.py").read_bytes()).body
