@@ -57,6 +57,7 @@ class Races(TorchDispatchMode):
         self.constants = {x.untyped_storage().data_ptr() for x in constants}  # which nobody writes
         self.touched = None  # [loads, stores] of the kernel that runs
         interpreted.few_programs(monkeypatch)
+        interpreted.overflow_is_not_looked_for(monkeypatch)
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current[-1])
         monkeypatch.setattr(torch.cuda, "stream", self._in_stream)
