@@ -12,9 +12,10 @@ from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
 from kvcli.kernels import _numba, few_rows
+from kvcli.kernels.far_near_attention import FarTokens
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
-from kvcli.store import recent_tokens, sampled_tokens
+from kvcli.store import blocks, recent_tokens, sampled_tokens
 
 STEPS = 16
 RECENT = 8
@@ -66,12 +67,21 @@ class Watch:
             self.reads.append((*taken, seen(taken[0], mask)))
             return few_attend(q, k, v, softmax, mask, rows)
 
+        def watched_query(q, k, v, far, softmax):
+            for each in [FarTokens(q, k, v), *far]:
+                rows = torch.arange(each.k.shape[1])[None] if each.rows is None else each.rows
+                heads = torch.arange(len(each.k))[:, None]
+                self.reads.append((each.k[heads, rows], each.v[heads, rows], torch.ones(len(k), rows.shape[1]) > 0))
+            return one_query(q, k, v, far, softmax)
+
         def watched_counts(q, k, v, *rest):
             self.counted.append((k, v, seen(k, None)))
             return counted_attention(q, k, v, *rest)
 
         few_attend, counted_attention = few_rows.attend, sampled_tokens.counted_attention
         monkeypatch.setattr(sampled_tokens, "counted_attention", watched_counts)
+        one_query = blocks.one_query
+        monkeypatch.setattr(blocks, "one_query", watched_query)
         monkeypatch.setattr(few_rows, "attend", watched_rows)
         for module in list(sys.modules.values()):
             if getattr(module, "block_attention", None) is block_attention:

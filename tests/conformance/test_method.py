@@ -13,12 +13,14 @@ from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, V
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.kernels import _numba, few_rows
+from kvcli.kernels.far_near_attention import FarTokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names, own_method_names
 from kvcli.methods.base import Method
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
+from kvcli.store import blocks
 from kvcli.store.restoring import Restoring
 from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
@@ -100,6 +102,13 @@ def on_block_attention(monkeypatch, note):
         note(read if rows is None else torch.zeros(k.shape[:2], dtype=torch.bool).scatter_(1, rows, read))
         return attend(q, k, v, softmax, mask, rows)
 
+    def watched_query(q, k, v, far, softmax):
+        for each in [FarTokens(q, k, v), *far]:
+            note(torch.ones(len(k), (each.k if each.rows is None else each.rows).shape[1], dtype=torch.bool))
+        return one_query(q, k, v, far, softmax)
+
+    one_query = blocks.one_query
+    monkeypatch.setattr(blocks, "one_query", watched_query)
     monkeypatch.setattr(few_rows, "attend", watched_rows)
     for module in list(sys.modules.values()):
         if getattr(module, "block_attention", None) is block_attention:
