@@ -1,7 +1,7 @@
 """Quality against budget for every method, with its costs, from one command that goes on where it was cut off.
 
     python benchmarks/report.py                         the bundled model: short tasks at 4K, 8K and 16K, three budgets
-    python benchmarks/report.py --tasks records_json,long_lookup --budgets 512 --rows 1 --folder DIR
+    python benchmarks/report.py --tasks records_json,long_lookup --budgets 512 --rows 1 --folder DIR --prefix long-
     python benchmarks/report.py -m MODEL --lengths 16384 --rows 20 --folder DIR
 
 FOLDER keeps every answer (answers-LENGTH.jsonl), and gets the figures (answers.json) and the page with the curves
@@ -107,18 +107,18 @@ def put_between_marks(text: str, part: str, name: str) -> str:
     return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
 
 
-def _marked(document: Path) -> list[str]:
-    """Name the parts that a page has marks for.
+def _marked(document: Path, prefix: str) -> list[str]:
+    """Name the parts that a page has marks for, which begin with `prefix`.
 
     Raises:
         ValueError: it has none.
     """
     text = document.read_text()
-    found = [name for name in PARTS if f"<!-- {name} -->" in text]
+    found = [name for name in PARTS if f"<!-- {prefix}{name} -->" in text]
     for name in found:
-        put_between_marks(text, "", name)
+        put_between_marks(text, "", prefix + name)
     if not found:
-        raise ValueError(f"{document} has the marks of none of {', '.join(PARTS)}")
+        raise ValueError(f"{document} has the marks of none of {', '.join(prefix + name for name in PARTS)}")
     return found
 
 
@@ -181,9 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="3,2,1", help="documents a task, of each length or of all")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results" / "answers")
     parser.add_argument("--document", type=Path, action="append", default=[], help="a page with marks")
+    parser.add_argument("--prefix", default="", help="what the names of the marks begin with: there may be several runs")
     options = parser.parse_args(arguments)
 
-    parts = {document: _marked(document) for document in options.document}  # missing marks are found before the work
+    parts = {document: _marked(document, options.prefix) for document in options.document}  # missing marks are found before the work
     options.folder.mkdir(parents=True, exist_ok=True)
     table = _asked(options)
     (options.folder / "answers.json").write_text(json.dumps(figures(table), indent=1) + "\n")
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for document, names in parts.items():
         text = document.read_text()
         for name in names:
-            text = put_between_marks(text, PARTS[name](table), name)
+            text = put_between_marks(text, PARTS[name](table), options.prefix + name)
         document.write_text(text)
     print(overview(table), answers(table), sep="\n")
 

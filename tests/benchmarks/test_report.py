@@ -19,8 +19,7 @@ def test_a_report_has_figures_page_and_documents_and_goes_on(tmp_path, capsys):
     answers.write_text("<!-- answers -->\n<!-- end of answers -->\n")
     options = ["-m", str(model), "--tasks", "niah_direct,counting", "--methods", "full,quest", "--lengths", "300,400"]
     options += ["--budgets", "96,128", "--rows", "2,1", "--folder", str(tmp_path / "out")]
-    options += ["--document", str(results), "--document", str(answers)]
-    report.main(options)
+    report.main([*options, "--document", str(results), "--document", str(answers)])
     written = results.read_text()
     assert written.startswith("# Results\n\n<!-- overview -->\n|  | 300, 96 | 300, 128 | 400, 96 | 400, 128 |\n")
     assert written.endswith("<!-- end of overview -->\nmore\n")
@@ -41,7 +40,9 @@ def test_a_report_has_figures_page_and_documents_and_goes_on(tmp_path, capsys):
 
     kept = {path: path.read_text() for path in (tmp_path / "out").glob("*.jsonl")}
     assert len(kept) == 2
-    report.main(options)
+    answers.write_text("<!-- long-answers -->\n<!-- end of long-answers -->\n")
+    report.main([*options, "--document", str(answers), "--prefix", "long-"])
+    assert "300 tokens, 2 documents a task:" in answers.read_text()
     assert all(path.read_text() == text for path, text in kept.items())  # nothing was asked again
     assert "quest 96" in capsys.readouterr().out
 
