@@ -181,10 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="3,2,1", help="documents a task, of each length or of all")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results" / "answers")
     parser.add_argument("--document", type=Path, action="append", default=[], help="a page with marks")
-    parser.add_argument("--prefix", default="", help="what the names of the marks begin with: there may be several runs")
+    parser.add_argument("--prefix", default="", help="what the names of the marks begin with")
     options = parser.parse_args(arguments)
 
-    parts = {document: _marked(document, options.prefix) for document in options.document}  # missing marks are found before the work
+    # Missing marks are found before the work.
+    parts = {document: _marked(document, options.prefix) for document in options.document}
     options.folder.mkdir(parents=True, exist_ok=True)
     table = _asked(options)
     (options.folder / "answers.json").write_text(json.dumps(figures(table), indent=1) + "\n")
