@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -14,11 +14,11 @@ from kvcli.ui.html import PALETTE, Page, chart_of
 
 _ROW = 26  # pixels of a row of a heat map
 _MARK = 0.014  # width of a mark as a part of the axis
-_AXES = (
-    ("attended", "tokens attended per KV head and step"),
-    ("device", "KV on the device, MiB"),
-    ("moved", "KiB moved to the device a step"),
-    ("step", "time of a step, ms"),
+_AXES: tuple[tuple[str, str, Literal["log", "symlog"]], ...] = (  # costs differ by a hundred times, and may be nothing
+    ("attended", "tokens attended per KV head and step", "log"),
+    ("device", "KV on the device, MiB", "log"),
+    ("moved", "KiB moved to the device a step", "symlog"),
+    ("step", "time of a step, ms", "log"),
 )
 _FEW = 6  # methods whose table a reader takes in at once; of more it stands below a map and the charts
 _LOW = 60  # per cent, below which the axis of scores starts at 0
@@ -127,10 +127,12 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
     return points
 
 
-def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str) -> alt.LayerChart:
+def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str, scale: Literal["log", "symlog"]) -> alt.LayerChart:
     chosen = alt.selection_point(fields=["method"], bind="legend")
     base = chart_of([row for row in rows if row[figure] is not None]).encode(
-        x=alt.X(f"{figure}:Q", title=title, scale=alt.Scale(zero=False, padding=12), axis=alt.Axis(tickCount=5)),
+        x=alt.X(
+            f"{figure}:Q", title=title, scale=alt.Scale(type=scale, nice=False, padding=12), axis=alt.Axis(tickCount=5)
+        ),
         color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
         detail="length:N",
         opacity=alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.06)),
@@ -143,7 +145,8 @@ def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str) -> alt.Layer
     )
     scores = alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     lines = base.mark_line(strokeOpacity=0.5).encode(y=scores, order="attended:Q")
-    points = base.mark_point(filled=True).encode(y=scores, shape=alt.Shape("length:N", title="prompt tokens"))
+    shape = alt.Shape("length:N", sort=None, title="prompt tokens", legend=alt.Legend(orient="bottom"))
+    points = base.mark_point(filled=True).encode(y=scores, shape=shape)
     errors = base.mark_rule().encode(y="low:Q", y2="high:Q")
     layered: alt.LayerChart = (lines + errors + points.add_params(chosen)).properties(height=260)
     return layered
