@@ -1,7 +1,7 @@
 """Quality against budget for every method, with its costs, from one command that goes on where it was cut off.
 
     python benchmarks/report.py                         the bundled model: short tasks at 4K, 8K and 16K, three budgets
-    python benchmarks/report.py --tasks records_json,long_lookup --budgets 512 --rows 1 --folder DIR --prefix long-
+    python benchmarks/report.py --tasks records_json,long_lookup --rows 1 --folder DIR --prefix long-
     python benchmarks/report.py -m MODEL --lengths 16384 --rows 20 --folder DIR
 
 FOLDER keeps every answer (answers-LENGTH.jsonl), and gets the figures (answers.json) and the page with the curves
