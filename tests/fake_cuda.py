@@ -118,6 +118,61 @@ class Watch(TorchDispatchMode):
         return out
 
 
+class Graphs(Watch):
+    """CUDA graphs of fake devices, watched while they are captured; `kernels` are of all, `faults` what none may hold.
+
+    A graph holds work of the one device on which its capture began, and ends where that is the current one again.
+    """
+
+    def __init__(self, monkeypatch, current):
+        super().__init__()
+        self.open = None
+        watch = self
+
+        class Graph:
+            kernels = 0
+
+            def capture_begin(self, pool, capture_error_mode):
+                assert watch.open is None
+                assert pool == ("pool", current.device)
+                watch.open, self.device = self, current.device
+
+            def capture_end(self):
+                assert watch.open is self
+                assert self.device == current.device
+                watch.open = None
+
+        class Stream:
+            def __init__(self, device, priority):
+                self.device = device
+
+            def wait_stream(self, other): ...
+
+        handles = iter(PAIR)
+        made = {
+            "CUDAGraph": Graph,
+            "Stream": Stream,
+            "stream": lambda stream: current.within(stream.device),
+            "current_stream": lambda device: Stream(device, 0),
+            "graph_pool_handle": lambda: ("pool", next(handles)),
+            "synchronize": lambda _: None,
+        }
+        for name, fake in made.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.open is None:
+            return func(*args, **(kwargs or {}))
+        before, name = self.kernels.total(), func.overloadpacket.__name__
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.kernels.total() > before:
+            self.open.kernels += 1
+            devices = {x.device for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.is_cuda}
+            if devices != {self.open.device}:
+                self.faults.append(f"{name} on {devices} in a graph of {self.open.device}")
+        return out
+
+
 class CurrentDevice:
     """Stands in for the device that kernels are launched on, where there is more than one."""
 

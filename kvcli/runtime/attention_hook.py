@@ -22,7 +22,7 @@ from kvcli.models.latent import Latent, compressed
 from kvcli.models.layers import decoder_of
 from kvcli.models.placement import Placement
 from kvcli.models.temperature import Temperature, taken_out
-from kvcli.runtime.crossing import Crossing, crossing, current
+from kvcli.runtime.crossing import Carrier, Crossing, crossing
 from kvcli.runtime.recurrent import States, stateful
 
 NAME = "kvcli"
@@ -69,7 +69,7 @@ class Hook:
         finally:
             self._handler, self.states = before  # a run may come between the chunks of another one
         logits: Tensor = out.logits
-        return logits if self.crossing is None else logits.to(self.crossing.first)
+        return logits if self.crossing is None else self.crossing.there(logits, self.crossing.first)
 
     @contextmanager
     def at(self, positions: Tensor) -> Iterator[None]:
@@ -92,8 +92,25 @@ class Hook:
             yield hidden
             return
         device = next(self.modules[layer].parameters()).device
-        with current(device):
-            yield hidden.to(device)
+        with self.on(device):
+            yield self.crossing.there(hidden, device)
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Within, a run works on this device, where layers lie on several."""
+        with nullcontext() if self.crossing is None else self.crossing.on(device):
+            yield
+
+    @contextmanager
+    def carried(self, carrier: Carrier) -> Iterator[None]:
+        """Within, what crosses from device to device goes by it."""
+        with nullcontext() if self.crossing is None else self.crossing.carried(carrier):
+            yield
+
+    @property
+    def places(self) -> Sequence[torch.device]:
+        """All devices that a run works on, first the one where tokens go in."""
+        return [self.model.device] if self.crossing is None else self.crossing.devices
 
     @property
     def devices(self) -> list[torch.device]:

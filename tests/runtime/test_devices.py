@@ -2,16 +2,20 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
-from fake_cuda import CUDA, PAIR, CurrentDevice, Watch, fake_cuda, method_on_fake_cuda, parts_on_fake_cuda
+from fake_cuda import CUDA, PAIR, CurrentDevice, Graphs, fake_cuda, method_on_fake_cuda, parts_on_fake_cuda
 from fake_prefill import Prefilled
+from replayed import Replayed
 
 from kvcli.conformance.models import LAYERS, tiny_model
 from kvcli.conformance.runs import in_memory
 from kvcli.conformance.test_method import SMALL, prompt, settings
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels import _numba
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.methods import get_method
 from kvcli.models.geometry import build_on_meta, geometry_of_model
@@ -19,10 +23,12 @@ from kvcli.models.loading import ModelSpec, read_config
 from kvcli.models.placement import place
 from kvcli.models.rope import RopeTable
 from kvcli.runtime import hidden_states
-from kvcli.runtime.crossing import crossing
+from kvcli.runtime.crossing import Crossing, crossing
+from kvcli.runtime.crossing import current as current_device
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.gpu import stepper
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.gpu.streams import SerialStreams
 from kvcli.runtime.sampling import Sampling
@@ -43,7 +49,8 @@ def made(ready, name, length=LENGTH):
     )
 
 
-def text(name, kind, placement, streams=None):
+def text(name, kind, placement, steps_by=None):
+    """What a method writes, by blocking steps or by what `steps_by` makes of a hook, sequences and a rope."""
     model = tiny_model(kind)
     where = None if placement is None else placement_of(model, placement)
     with engine(replace(in_memory(model), placement=where), [LENGTH + STEPS]) as ready:
@@ -52,8 +59,8 @@ def text(name, kind, placement, streams=None):
         sequence = ready.sequence(method, Sampling(max_tokens=STEPS, ignore_eos=True))
         sequence.accept(logits)
         steps = BlockingStepper(ready.hook, ready.rope)
-        if streams is not None:
-            steps = SlotStepper(ready.hook, [sequence], ready.rope, streams=streams)
+        if steps_by is not None:
+            steps = steps_by(ready.hook, [sequence], ready.rope)
         for _ in decode(steps, [sequence], Timeline()):
             pass
         assert (ready.hook.crossing is None) == (placement is None)
@@ -68,8 +75,23 @@ def test_pieces_of_one_cpu_write_the_text_of_one_device(name, kind):
     assert text(name, kind, (CPU, CPU)) == text(name, kind, None)
 
 
-def test_so_do_steps_over_slots():
-    assert text("freekv", "llama", (CPU, CPU), SerialStreams()) == text("freekv", "llama", None)
+@pytest.mark.parametrize(
+    ("name", "stepper"),
+    [
+        ("freekv", partial(SlotStepper, streams=SerialStreams())),
+        ("infllm", PiecewiseStepper),
+        ("infllm", partial(PiecewiseStepper, recorder=Replayed())),
+    ],
+)
+def test_so_do_steps_over_slots_and_in_pieces_and_these_replayed(name, stepper, monkeypatch):
+    monkeypatch.setattr(_numba, "numba", None)  # only what torch does is replayed here
+    assert text(name, "llama", (CPU, CPU), stepper) == text(name, "llama", None)
+
+
+def test_work_for_a_device_that_a_step_does_not_go_to_is_found(monkeypatch):
+    monkeypatch.setattr(Crossing, "on", lambda _, device: current_device(device))
+    _, graphs, _ = captured("infinigen", monkeypatch)
+    assert any("in a graph of" in fault for fault in graphs.faults)
 
 
 def long(monkeypatch):
@@ -113,10 +135,10 @@ class FakeRotary:
         return Rotation(*tables, *(torch.empty(d, dtype=kind, device=self.device) for kind in kinds))
 
 
-@pytest.mark.parametrize("name", ["freekv", "infinigen", "tova"])
-def test_a_step_on_two_gpus_launches_nothing_beside_its_tensors(name, monkeypatch):
+def captured(name, monkeypatch):
+    """Capture a step of two sequences on two made-up GPUs -> the stepper, its graphs, the notices."""
     model = tiny_model("llama")
-    placement, sequences = placement_of(model, PAIR), []
+    placement, sequences, notices = placement_of(model, PAIR), [], []
     with engine(in_memory(model), [LENGTH + STEPS]) as ready:
         for index, length in enumerate((LENGTH, 40)):
             method = made(ready, name, length)
@@ -124,7 +146,7 @@ def test_a_step_on_two_gpus_launches_nothing_beside_its_tensors(name, monkeypatc
             sequences.append(ready.sequence(method, Sampling(max_tokens=STEPS), index=index))
             sequences[-1].accept(logits)
         current = CurrentDevice(monkeypatch)
-        with fake_cuda(monkeypatch, current) as (launched, mode), crossing(model, placement) as crossed:
+        with fake_cuda(monkeypatch, current) as (launched, _), crossing(model, placement) as crossed:
             ready.hook.crossing = crossed
             parts_on_fake_cuda([*model.modules(), *(row for row in ready.rope._rows if isinstance(row, RopeTable))])
             for part, device in placement.modules.items():
@@ -133,17 +155,29 @@ def test_a_step_on_two_gpus_launches_nothing_beside_its_tensors(name, monkeypatc
             for sequence in sequences:
                 method_on_fake_cuda(sequence.method, placement).context.rotary = rotary
             monkeypatch.setattr(stepper, "fused_layers", lambda _: nullcontext())  # tries modules out on numbers
-            step = SlotStepper(ready.hook, sequences, ready.rope, streams=SerialStreams())
-            assert step.recorder is None
-            launched.clear()
-            mode.from_host.clear()
-            with Watch() as watch:
-                step._run()
+            with Graphs(monkeypatch, current) as graphs:
+                step = SlotStepper(ready.hook, sequences, ready.rope, notices.append, streams=SerialStreams())
             step.pipeline.end(0)
             assert current.device == CUDA
-    assert watch.faults == []
-    assert mode.from_host == []
-    assert len(launched) >= LAYERS
+            assert len(launched) >= LAYERS
+    return step, graphs, notices
+
+
+@pytest.mark.parametrize(("name", "order"), [("freekv", "0101010"), ("infinigen", "010101010"), ("tova", "01010")])
+def test_a_step_on_two_gpus_is_captured_in_graphs_of_one_each(name, order, monkeypatch):
+    """Of both their lengths, layers, then the choice of a token, and of both the log, where there is one.
+
+    No kernel is launched beside its tensors: an error of the fake devices.
+    """
+    step, graphs, notices = captured(name, monkeypatch)
+    assert notices == []
+    assert graphs.faults == []
+    (piece,) = step.recorder.pieces
+    assert [stretch.device for stretch in piece] == [PAIR[int(index)] for index in order]
+    assert all(stretch.graph.kernels for stretch in piece)
+    for before, after in pairwise(piece):
+        crossed = {(given.device, there.device) for given, there in after.arriving}
+        assert crossed <= {(before.device, after.device)}
     assert step.tokens.device == step.logits.device == CUDA
     assert {each.rows.k.device for each in step.pipeline.layers[:2]} == {PAIR[0]}
     assert {each.rows.k.device for each in step.pipeline.layers[2:]} == {PAIR[1]}

@@ -64,13 +64,18 @@ class Log:
         self.steps = torch.zeros(STEPS, len(self.present), dtype=torch.int32, device=device)
         self.next = torch.zeros(1, dtype=torch.int64, device=device)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a step finds anything that is kept."""
+        return len(self.present) > 0
+
     def start(self) -> None:
         """Begin with step 0; what was tried out before is forgotten."""
         self.next.zero_()
 
     def take(self) -> None:
         """Keep what this step found; the same work at every step, so that it may be captured in a graph."""
-        if len(self.present):
+        if self.keeps:
             self.steps.index_copy_(0, self.next, self.present[None])
             self.next.add_(1).remainder_(STEPS)
 

@@ -61,8 +61,8 @@ class PiecewiseStepper(Stepper):
         self.calls: list[Call] = []  # of the layers, in order
         self.logits: Tensor | None = None  # [b, vocab] of the last step
         rope.use([sequence.method.context.capacity for sequence in sequences])
-        if recorder is None and device.type == "cuda" and hook.crossing is None:  # no CUDA graph spans devices
-            recorder = CudaRecorder(device)
+        if recorder is None and device.type == "cuda":
+            recorder = CudaRecorder(*hook.places)
         self.recorder = recorder
         if recorder is not None:
             with self.states.untouched():
@@ -81,7 +81,8 @@ class PiecewiseStepper(Stepper):
         else:
             for piece, call in enumerate(self.calls):
                 self.recorder.replay(piece)
-                self._attend(call)
+                with self.hook.on(call.q.device):
+                    self._attend(call)
             self.recorder.replay(len(self.calls))
         assert self.logits is not None
         return [(self.logits[row], None) for row in self.taking_part]
@@ -114,7 +115,8 @@ class PiecewiseStepper(Stepper):
             return self.calls[-1].out
 
         def work() -> None:
-            self.logits = self.hook.run(cut, self.tokens, self.positions, 1, self.states)[:, 0]
+            with self.hook.carried(recorder):
+                self.logits = self.hook.run(cut, self.tokens, self.positions, 1, self.states)[:, 0]
 
         try:
             recorder.record(self._run, work)
@@ -122,3 +124,6 @@ class PiecewiseStepper(Stepper):
             self.recorder = self.logits = None
             self.calls.clear()
             notice(f"a decode step cannot be captured in pieces, its kernels are launched one by one: {error}")
+        except BaseException:
+            self.left.close()
+            raise

@@ -6,8 +6,8 @@ addresses are the same at every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,8 @@ class SlotPipeline:
     """Serves a batch by prefilled method objects, one a sequence, that state their step; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `streams` are those of each device on which layers lie, or of all. `rates`
-    are for measurements on one device, see `kvcli.runtime.gpu.synthetic`.
+    are for measurements on one device, see `kvcli.runtime.gpu.synthetic`. Where there are several devices, what is done
+    for one is done `on` it.
 
     Raises:
         ValueError: the method cannot be served over slots.
@@ -57,11 +58,12 @@ class SlotPipeline:
         lengths: Sequence[int],
         streams: Streams | Mapping[torch.device, Streams],
         rates: DecisionRates | None = None,
+        on: Callable[[torch.device], AbstractContextManager[None]] = lambda _: nullcontext(),
     ):
         plan = methods[0].step_plan
         if plan is None or not methods[0].config.stays_in_place:
             raise ValueError("this method cannot be served over slots")
-        self.methods, self.rates = methods, rates
+        self.methods, self.rates, self.on = methods, rates, on
         self.devices = [methods[0].context.device(layer) for layer in range(len(methods[0].caches))]
         assert rates is None or len(set(self.devices)) == 1
         of_device = {device: StepLengths(lengths, len(self.devices), device) for device in dict.fromkeys(self.devices)}
@@ -103,8 +105,9 @@ class SlotPipeline:
 
     def advance(self) -> None:
         """Begin a step: the newest token of every sequence counts."""
-        for side in self.sides.values():
-            side.lengths.advance()
+        for device, side in self.sides.items():
+            with self.on(device):
+                side.lengths.advance()
         if self.forced is not None:
             self.forced.advance(self.lengths.seen)
 
@@ -130,9 +133,14 @@ class SlotPipeline:
 
     def settle(self) -> None:
         """End a step: everything in every stream is done, and what was found is kept."""
-        for side in self.sides.values():
-            side.streams.join()
-            side.log.take()
+        for device, side in reversed(self.sides.items()):  # a step ends on the device on which it began
+            with self.on(device) if side.log.keeps else nullcontext():  # an empty graph is none
+                side.streams.join()
+                side.log.take()
+
+    def leave(self, device: torch.device) -> None:
+        """Have all streams of a device done before a step goes on elsewhere."""
+        self.sides[device].streams.join()
 
     def count(self) -> None:
         """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""

@@ -1,7 +1,8 @@
 """A decode step over slots: the newest tokens through the model, captured in a CUDA graph where that can be.
 
 The graph holds the whole step: positions, every layer with its streams, the choice of the next token where it is
-greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end.
+greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end. Where
+layers lie on several devices each has a graph of what lies there, and hidden states are copied between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +54,9 @@ class SlotStepper(Stepper):
         methods = [sequence.method for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
         devices = {model.device, *map(methods[0].context.device, range(len(methods[0].caches)))}
-        self.pipeline = SlotPipeline(methods, lengths, streams or {each: streams_for(each) for each in devices}, rates)
+        self.pipeline = SlotPipeline(
+            methods, lengths, streams or {each: streams_for(each) for each in devices}, rates, hook.on
+        )
         self.left = ExitStack()  # what is to be undone at the end
         if compiled:
             self.left.enter_context(compiled_layers(model))
@@ -67,10 +70,8 @@ class SlotStepper(Stepper):
         self.taking_part = list(range(len(sequences)))
         rope.use([method.context.capacity for method in methods])
         self.recorder = recorder
-        if recorder is None and hook.crossing is not None:
-            notice("layers lie on several devices, which no CUDA graph spans: a step's kernels are launched one by one")
-        elif model.device.type == "cuda" and not self.pipeline.waits_for_device:  # asked for, so nothing to tell
-            self.recorder = recorder or CudaRecorder(model.device)
+        if recorder is None and model.device.type == "cuda" and not self.pipeline.waits_for_device:
+            self.recorder = CudaRecorder(*hook.places)
         if self.recorder is not None:
             with self.states.untouched():
                 self._capture(self.recorder, notice)
@@ -125,8 +126,16 @@ class SlotStepper(Stepper):
 
     def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
         """Capture a step while no sequence takes part."""
+
+        def carried() -> None:
+            with self.hook.carried(recorder):
+                self._run()
+
         try:
-            recorder.record(self._run, self._run)
+            recorder.record(self._run, carried, self.pipeline.leave)
         except CaptureError as error:
             self.recorder = self.logits = None
             notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {error}")
+        except BaseException:
+            self.left.close()
+            raise

@@ -37,7 +37,10 @@ class Streams(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Let the main stream wait for everything: called at the end of a step."""
+        """Let the main stream wait for everything: called at the end of a step, and where it goes to another device.
+
+        Points from before are reached then: to wait for one is to wait for nothing.
+        """
 
 
 class SerialStreams(Streams):
@@ -58,19 +61,21 @@ class SerialStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """A CUDA stream for each stream, forked from the current one; may be captured in a graph.
+    """A CUDA stream for each stream, forked from the current one; may be captured in graphs, one after another.
 
-    `delay` is called in a stream before its work, for tests that make streams late at random.
+    A graph must not wait for an event of another one, so a point is an event and the number of joins before it. `delay`
+    is called in a stream before its work, for tests that make streams late at random.
     """
 
     def __init__(self, device: torch.device, delay: Work = lambda: None):
         self.device, self.delay = device, delay
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.forked: set[str] = set()  # since the last join; a graph must not wait for a stream that is not in it
+        self.joins = 0
 
     @override
     def mark(self) -> Point:
-        return torch.cuda.current_stream(self.device).record_event()
+        return torch.cuda.current_stream(self.device).record_event(), self.joins
 
     @override
     def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:
@@ -78,23 +83,28 @@ class CudaStreams(Streams):
         if name not in self.streams:
             self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITIES.get(name, 0))  # type: ignore[no-untyped-call]
         stream = self.streams[name]
-        for point in after or [self.mark()]:
-            stream.wait_event(point)
+        for event, _ in [point for point in after if self._counts(point)] or [self.mark()]:
+            stream.wait_event(event)
         self.forked.add(name)
         with torch.cuda.stream(stream):
             self.delay()
             work()
-            return stream.record_event()
+            return stream.record_event(), self.joins
 
     @override
     def wait(self, point: Point) -> None:
-        torch.cuda.current_stream(self.device).wait_event(point)
+        if self._counts(point):
+            torch.cuda.current_stream(self.device).wait_event(point[0])
 
     @override
     def join(self) -> None:
         for name in sorted(self.forked):
             torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
         self.forked.clear()
+        self.joins += 1
+
+    def _counts(self, point: Point) -> bool:
+        return bool(point[1] == self.joins)
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -66,7 +66,7 @@ class EarlyRecall(CudaStreams):
     def submit(self, name, work, after):
         if name.startswith("recall"):
             after = [point for index, point in enumerate(after) if index != self.forgotten]
-            after = after or [0 * self.mark()]
+            after = after or [(0 * self.mark()[0], self.joins)]
         return super().submit(name, work, after)
 
 

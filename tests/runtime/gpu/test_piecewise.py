@@ -1,12 +1,11 @@
-"""Steps in pieces against the blocking pipeline, with a recorder that does on a CPU what CUDA graphs do."""
+"""Steps in pieces against the blocking pipeline."""
 
 import pytest
 import torch
 from engine import run
 from families import VOCAB, tiny_model
+from replayed import Replayed
 from stated import settings, variants
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels import _numba
 from kvcli.methods.card import PIECEWISE
@@ -15,39 +14,6 @@ from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
 CASES = list(variants(PIECEWISE))
 STEPS = 9
-
-
-class Replayed(TorchDispatchMode):
-    """Notes operations with the tensors they read and made; does them again into the same tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.pieces = []
-
-    def record(self, rehearse, work):
-        rehearse()
-        self.pieces.append([])
-        with self:
-            work()
-
-    def cut(self):
-        self.pieces.append([])
-
-    def replay(self, piece):
-        for func, args, kwargs, made in self.pieces[piece]:
-            for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.pieces[-1].append((func, args, kwargs or {}, _tensors(out)))
-        return out
-
-
-def _tensors(out):
-    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
 
 
 def prompts():

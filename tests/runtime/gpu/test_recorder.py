@@ -13,6 +13,7 @@ from families import VOCAB, tiny_model
 from stated import settings
 
 from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -150,7 +151,7 @@ def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatc
         def planted(self, handler, *args):
             def broken(at, *parts):
                 if device.allocating and at == layer:
-                    graphs.append(weakref.ref(recorder.graphs[-1]))
+                    graphs.append(weakref.ref(recorder.pieces[-1][-1].graph))
                     device.break_off()
                 return handler(at, *parts)
 
@@ -170,3 +171,27 @@ def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatc
         assert one.token_ids == other.token_ids
         assert one.counters.counts == other.counters.counts
         assert one.method.statistics() == other.method.statistics()
+
+
+def test_an_interrupt_in_a_capture_leaves_the_model_as_it_was(device, monkeypatch):
+    prompts, counts = [list(range(3, 40))], []
+
+    def step(hook, rope, sequences):
+        def replaced():
+            return sum("forward" in vars(module) for module in hook.model.modules())
+
+        def interrupted(*_):
+            counts.append(replaced())
+            raise KeyboardInterrupt
+
+        counts.append(replaced())
+        with monkeypatch.context() as patch:
+            patch.setattr(Hook, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                PiecewiseStepper(hook, sequences, rope, recorder=CudaRecorder(DEVICE))
+        counts.append(replaced())
+        return BlockingStepper(hook, rope)
+
+    run(tiny_model("llama"), "infllm", settings("infllm"), prompts, 2, step=step)
+    before, during, after = counts
+    assert during > before == after
