@@ -10,6 +10,7 @@ A byte of codes is two channels, whose part of a product is looked up in a table
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvcli.kernels._numba import compiled, flat, prange, run, serves
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
 BYTES = 4  # of codes in a block
+WORD = 8  # blocks of signs in a word
 
 
 @compiled
@@ -44,6 +46,23 @@ def _votes(signs: Any, head: int, worth: Any, out: Any) -> None:
             own, total = signs[h * head + j * blocks :][:blocks], 0
             for b in range(blocks):
                 total += worth[h, b, own[b]]
+            out[h, j] = total
+
+
+@compiled
+def _word_votes(words: Any, head: int, worth: Any, out: Any) -> None:
+    # Of blocks that come by eights: a word has the patterns of eight, which are then read at once.
+    heads, n = out.shape
+    size = worth.shape[1] // WORD
+    pieces = (n + PIECE - 1) // PIECE
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * PIECE
+        for j in range(first, min(first + PIECE, n)):
+            total = np.int32(0)
+            for w in range(size):
+                x, of = words[h * head + j * size + w], worth[h, w * WORD :]
+                total += of[0, x & 255] + of[1, (x >> 8) & 255] + of[2, (x >> 16) & 255] + of[3, (x >> 24) & 255]
+                total += of[4, (x >> 32) & 255] + of[5, (x >> 40) & 255] + of[6, (x >> 48) & 255] + of[7, x >> 56]
             out[h, j] = total
 
 
@@ -106,8 +125,11 @@ def population(signs: Tensor) -> Tensor:
 
 def votes(signs: Tensor, worth: Tensor) -> Tensor:
     """Add up over the blocks of a key what its patterns are worth."""
-    out = torch.empty(signs.shape[:2], dtype=torch.int32)
-    run(_votes, signs.numel(), flat(signs), signs.stride(0), worth, out)
+    out, own = torch.empty(signs.shape[:2], dtype=torch.int32), flat(signs)
+    if signs.shape[2] % WORD == 0 and own.storage_offset() % WORD == 0 and sys.byteorder == "little":
+        run(_word_votes, signs.numel(), own.view(torch.uint64), signs.stride(0) // WORD, worth.to(torch.uint8), out)
+    else:
+        run(_votes, signs.numel(), own, signs.stride(0), worth, out)
     return out
 
 

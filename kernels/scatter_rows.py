@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcli.kernels._numba import compiled, prange, run, serves
 
 PIECE = 64  # rows that a thread takes at once
+LINE = 16  # numbers that come from memory together
 
 
 @compiled
@@ -24,9 +25,11 @@ def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, touched: Any) 
     for piece in prange(len(touched)):
         first = piece * PIECE
         last = min(first + PIECE, len(rows))
-        total = np.float32(0)  # has all of them on their way from memory at once
+        total = np.float32(0)  # has all lines of them on their way from memory at once
         for i in range(first, last):
-            total += blocks[rows[i], 0]
+            row = blocks[rows[i]]
+            for c in range(0, size, LINE):
+                total += row[c]
         touched[piece] = total
         for i in range(first, last):
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]

@@ -191,15 +191,18 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
     assert (around[:, :, [0, -1]] == -1).all()
 
 
-def test_votes_are_those_of_torch(monkeypatch):
-    turned = noise(2, 19, 24)
-    held = torch.full((2, 23, 3), 255, dtype=torch.uint8)
-    signs = held[:, 2:-2].copy_((turned.unflatten(-1, (3, 8)) > 0).to(torch.uint8).mul(2 ** torch.arange(8)).sum(-1))
+@pytest.mark.parametrize("blocks", [3, 8, 16])
+def test_votes_are_those_of_torch(blocks, monkeypatch):
+    width = 8 * blocks
+    turned = noise(2, 19, width)
+    held = torch.full((2, 23, blocks), 255, dtype=torch.uint8)
+    positive = (turned.unflatten(-1, (blocks, 8)) > 0).to(torch.uint8)
+    signs = held[:, 2:-2].copy_(positive.mul(2 ** torch.arange(8)).sum(-1))
     assert collision_rows.suits(signs)
-    found = [collisions(noise(2, 24, seed=1), signs, part) for part in (0.1, 0.6)]
+    found = [collisions(noise(2, width, seed=1), signs, part) for part in (0.1, 0.6)]
     monkeypatch.setattr(_numba, "numba", None)
     assert all(
-        torch.equal(by_loops, collisions(noise(2, 24, seed=1), signs, part))
+        torch.equal(by_loops, collisions(noise(2, width, seed=1), signs, part))
         for by_loops, part in zip(found, (0.1, 0.6), strict=True)
     )
     assert all(len(each.unique()) > 2 for each in found)
