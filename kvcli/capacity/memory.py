@@ -55,11 +55,11 @@ def kv_footprint(
     capacity: int,
     dtype: torch.dtype,
     prompt_tokens: int | None = None,
-    place: Place = CPU,
+    place: Place | None = None,
 ) -> Footprint:
     """Count the KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known.
 
-    `place` is where the layers lie.
+    `place` is where the layers lie; where it is not known, on one device with a memory of its own.
 
     Raises:
         KvcliError: the sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -74,7 +74,7 @@ def planned_method(
     dtype: torch.dtype,
     prompt_tokens: int | None = None,
     disk: DiskTier | None = None,
-    place: Place = CPU,
+    place: Place | None = None,
     pinned: HostAllocator | None = None,
 ) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
@@ -95,9 +95,10 @@ def planned_method(
         raise usage_error(what, f"give {layers} at most; method full attends to everything in all layers")
     meta = torch.device("meta")
     known: dict[str, Any] = {"prompt_tokens": prompt_tokens, "states": geometry.states}
-    known["placement"] = placement_of(place)
+    known["placement"] = None if place is None else placement_of(place)
     context = SequenceContext.of(len(geometry.layers), meta, dtype, capacity, **known)
-    context.tiers = replace(context.tiers, pinned=pinned).above(disk)
+    one_memory = place is not None and place.type == "cpu"
+    context.tiers = replace(context.tiers, pinned=pinned, one_memory=one_memory).above(disk)
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 

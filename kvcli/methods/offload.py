@@ -2,7 +2,8 @@
 
 Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
 during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
-retrieval saves. Blocking semantics on the CPU; on CUDA the prefetch runs on a stream of its own.
+retrieval saves. On CUDA the prefetch runs on a stream of its own. On a CPU, where host memory is the device's, layers
+are attended to in their place, which counts as if they had come; those that are quantised or on a disk do come.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         self.following: dict[int, int] = {}
         for device in dict.fromkeys(map(context.device, self.retrieval)):  # layers take turns on their own device
             order = [layer for layer in self.retrieval if context.device(layer) == device]
-            width = max(layers[layer].num_kv_heads * layers[layer].head_dim for layer in order)
+            brought = [layers[layer] for layer in order if not self.retrieval[layer].in_place]
+            width = max((layer.num_kv_heads * layer.head_dim for layer in brought), default=0)
             self.prefetcher_of |= dict.fromkeys(order, len(self.prefetchers))
             self.following |= dict(zip(order, [*order[1:], *order[:1]], strict=True))
             self.prefetchers.append(LayerPrefetcher(context.capacity, width, context.tiers.on(device)))

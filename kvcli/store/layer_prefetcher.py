@@ -19,7 +19,7 @@ class LayerPrefetcher:
     """Two buffers [t, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
 
     On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
-    overlap with, and it is copied at once, unless it comes from a disk.
+    overlap with: a layer is viewed where it lies, or made of its bytes at once, unless it comes from a disk.
     """
 
     not_state: ClassVar[tuple[str, ...]] = ("buffers", "stream", "done", "coming")
@@ -43,6 +43,8 @@ class LayerPrefetcher:
         self._arrive()
         self.buffers.reverse()
         self.prefetched, self.rows = cache, cache.held
+        if cache.in_place:
+            return
         if self.stream is None:
             if cache.on_disk is None:
                 cache.read(slice(0, cache.held), self._views(cache))
@@ -59,9 +61,14 @@ class LayerPrefetcher:
     def fetch(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] of a layer, and the bytes of them that only this call copies.
 
-        Those are the newest token; or all, where the last `prefetch` was not of this layer.
+        Those are the newest token; or all, where the last `prefetch` was not of this layer. Bytes that are viewed in
+        their place count as if they were copied.
         """
         early = self.rows if self.prefetched is cache else 0
+        late = nbytes(cache.kv[:, early : cache.held])
+        if cache.in_place:
+            self.prefetched = None
+            return *cache.views(), late
         if self.done is not None:
             torch.cuda.current_stream(self.tiers.device).wait_event(self.done)
         self._arrive()
@@ -69,8 +76,7 @@ class LayerPrefetcher:
         cache.read(slice(early, cache.held), views)
         cache.restore_recent(views)
         self.prefetched = self.done = None
-        kv = views[:, : cache.held].transpose(1, 2)
-        return *both(kv), nbytes(cache.kv[:, early : cache.held])
+        return *both(views[:, : cache.held].transpose(1, 2)), late
 
     def waiting(self) -> Sequence[Tensor]:
         """Give the buffers, which no prompt needs."""
@@ -78,7 +84,7 @@ class LayerPrefetcher:
 
     def restored(self) -> None:
         """Copy again what was in the buffer whose turn it is."""
-        if self.prefetched is not None:
+        if self.prefetched is not None and not self.prefetched.in_place:
             self.prefetched.read(slice(0, self.rows), self._views(self.prefetched))
 
     def footprint(self) -> Footprint:

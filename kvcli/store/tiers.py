@@ -20,11 +20,12 @@ from kvcli.store.staging import PinnedStaging, pinned_staging
 class Tiers:
     """The memory that KV lives in: `device` computes, `host` keeps what the device has no room for.
 
-    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
-    `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers from it
-    goes through `staging`. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is
-    in `dtype`, but in host memory as `kv_dtype` says. Where there is a `disk`, its files hold what host memory would,
-    which then is their cache.
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For
+    CUDA, `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers
+    from it goes through `staging`. Where both are `one_memory`, nothing has to be brought that can be read in its
+    place. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is in `dtype`,
+    but in host memory as `kv_dtype` says. Where there is a `disk`, its files hold what host memory would, which
+    then is their cache.
     """
 
     device: torch.device
@@ -35,20 +36,22 @@ class Tiers:
     parts: int = 2
     kv_dtype: KVDtype = "auto"
     disk: DiskShare | None = None
+    one_memory: bool = False
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Tiers:
         """Choose the host tier that belongs to a compute device."""
         if device.type == "cuda":
             return cls(device, torch.device("cpu"), dtype, pinned_allocator(device), pinned_staging(device))
-        return cls(device, torch.device("meta" if device.type == "meta" else "cpu"), dtype)
+        host = torch.device("meta" if device.type == "meta" else "cpu")
+        return cls(device, host, dtype, one_memory=device.type == "cpu")
 
     def on(self, device: torch.device) -> Tiers:
         """The same with another device, and the host's memory as that one reads it; meta stays meta."""
         if device == self.device or self.device.type == "meta":
             return self
         other = Tiers.for_device(device, self.dtype)
-        return replace(self, device=device, pinned=other.pinned, staging=other.staging)
+        return replace(self, device=device, pinned=other.pinned, staging=other.staging, one_memory=other.one_memory)
 
     def above(self, disk: DiskTier | None) -> Tiers:
         """The memory of one sequence, of which what host memory is not to hold lies on a disk, where there is one."""

@@ -9,7 +9,7 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, nbytes, token_mask
+from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
 from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.host_pool import OFFLOAD_BYTES
 from kvcli.store.pages import slices
@@ -72,6 +72,15 @@ class TokenMajorCache(LayerCache):
         self.length = self.held = length
         if self.recent is not None:
             self.recent.rewind(length)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether tokens can be attended to where they lie."""
+        return (self.tiers.one_memory or not self.offload) and self.format is None and self.on_disk is None
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """View keys and values [Hk, held, d] in their place."""
+        return both(self.kv[:, : self.held].transpose(1, 2))
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values [Hk, held, d] on the device, and the bytes moved there from the host."""
@@ -136,7 +145,7 @@ class TokenMajorCache(LayerCache):
     def traffic(self, length: int) -> Traffic:
         heads, d = self.token_shape
         attended = length * self.tiers.parts * heads * d * self.tiers.dtype.itemsize
-        return Traffic(attended, recalled=length * nbytes(self.kv[:, :1]) if self.offload else 0)
+        return Traffic(attended, recalled=0 if self.in_place else length * nbytes(self.kv[:, :1]))
 
     def _fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Put tokens [Hk, n, d] from the `first` on into their rows; from a GPU to pinned memory this queues copies."""

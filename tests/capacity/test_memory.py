@@ -45,7 +45,9 @@ def planned_and_held(profile, family):
     ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     (sequence,) = run(model, profile.method, profile.settings.model_dump(), [ids], 9)
     geometry = geometry_of(model.config, model.dtype)
-    planned = memory.kv_footprint(profile, geometry, sequence.method.context.capacity, model.dtype, len(ids))
+    planned = memory.kv_footprint(
+        profile, geometry, sequence.method.context.capacity, model.dtype, len(ids), memory.CPU
+    )
     return planned, sequence.method.footprint()
 
 

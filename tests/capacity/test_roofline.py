@@ -112,13 +112,14 @@ def test_traffic_is_that_of_a_run(name):
     ids = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     (sequence,) = run(model, name, chosen.settings.model_dump(), [ids], 9)
     geometry = geometry_of(model.config, model.dtype)
-    meta = memory.planned_method(chosen, geometry, sequence.method.context.capacity, model.dtype, len(ids))
+    capacity = sequence.method.context.capacity
+    meta = memory.planned_method(chosen, geometry, capacity, model.dtype, len(ids), place=torch.device("cpu"))
     for layer in geometry.layers:
         stated = [meta.traffic(layer.index, 60 + step) for step in range(1, 9)]
         if not sequence.method.planned_is_bound:
             assert stated == [sequence.method.traffic(layer.index, 60 + step) for step in range(1, 9)]
         moved = sequence.counters.cache().layers[layer.index]
-        if not sequence.method.reads_by_chance:
+        if not (sequence.method.reads_by_chance or name == "offload"):  # which is read in its place on a CPU
             assert moved.bytes_to_device <= sum(step.recalled for step in stated)
         if moved.pages_requested:
             assert all(step.scored and step.scores for step in stated)

@@ -33,6 +33,7 @@ def test_every_layer_and_step_is_full_attention_whatever_lay_in_the_buffers(prom
     layers = [LayerGeometry(i, H, count, D, 10 if i == 2 else None, True) for i, count in enumerate(heads)]
     method = new_method("offload", {}, layers, prompt + steps + 3, device=device)
     for buffer in method.prefetchers[0].buffers:
+        assert (device == "cpu") == (buffer.numel() == 0)
         buffer.fill_(float("nan"))
     generator = torch.Generator().manual_seed(prompt)
     kv = [torch.randn(2, count, prompt + steps, D, generator=generator) for count in heads]
@@ -64,7 +65,15 @@ def test_every_layer_and_step_is_full_attention_whatever_lay_in_the_buffers(prom
 def test_the_device_holds_two_layers_and_the_host_all(count):
     layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(count)]
     of_a_layer = 2 * HK * 100 * D * 4
-    assert new_method("offload", {}, layers, 100).footprint() == Footprint(2 * of_a_layer, count * of_a_layer)
+    planned = new_method("offload", {}, layers, 100, device="meta").footprint()
+    assert planned == Footprint(2 * of_a_layer, count * of_a_layer)
+
+
+def test_one_memory_holds_all_once_unless_it_is_rounded():
+    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(3)]
+    assert new_method("offload", {}, layers, 100).footprint() == Footprint(0, 3 * 2 * HK * 100 * D * 4)
+    rounded = new_method("offload", {"kv_dtype": "int8"}, layers, 100)
+    assert [buffer.numel() for buffer in rounded.prefetchers[0].buffers] == [2 * HK * 100 * D] * 2
 
 
 def test_a_model_of_sliding_windows_has_nothing_to_bring():

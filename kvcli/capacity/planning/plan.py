@@ -179,7 +179,8 @@ def plan_one(
         return found.on(machine.place) | ({} if tier is None else {"disk": found.kv.disk})
 
     longest = memory.longest_fitting(pools, free, LONGEST)
-    method = memory.planned_method(profile, subject.geometry, context + max_tokens, subject.dtype, context)
+    capacity, place = context + max_tokens, machine.place
+    method = memory.planned_method(profile, subject.geometry, capacity, subject.dtype, context, tier, place)
     return CapacityPlan(
         label=label,
         profile=resolved,
