@@ -15,12 +15,16 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels.slot_layout import EMPTY
 
 PIECE = 1024  # keys that a thread takes at once
+CHOSEN = 64  # keys of a sample that it takes at once
 AT_ONCE = 1 << 24  # codes that torch compares at once
 
 
@@ -38,30 +42,101 @@ def hash_codes(x: Tensor, drawn: Tensor, bits: int) -> Tensor:
 
 
 @compiled
-def _colliding(q: Any, k: Any, head: int, out: Any) -> None:
+def _colliding(q: Any, k: Any, head: int, tokens: Any, own: Any, counts: Any) -> None:
+    # Each piece lists what it finds from its own first place on.
     heads, group, tables = q.shape
-    n = out.shape[2]
+    n = tokens.shape[1]
     pieces = (n + PIECE - 1) // PIECE
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * PIECE
+        at = first
         for j in range(first, min(first + PIECE, n)):
-            codes = k[h * head + j * tables :][:tables]
+            codes, some = k[h * head + j * tables :][:tables], False
             for g in range(group):
                 query, shared = q[h, g], 0
                 for table in range(tables):
                     shared += query[table] == codes[table]
-                out[h, g, j] = shared >= 2
+                own[h, at, g] = shared >= 2
+                some |= shared >= 2
+            tokens[h, at] = j
+            at += some
+        counts[h, piece % pieces] = at - first
 
 
-def colliding(q: Tensor, k: Tensor) -> Tensor:
-    """Mark the keys that share a query's codes in two tables at least: bool [Hk, G, n]."""
+@compiled
+def _in_a_row(tokens: Any, own: Any, counts: Any, all_tokens: Any, all_own: Any) -> None:
+    heads, group, _ = all_own.shape
+    for h in prange(heads):
+        at = 0
+        for piece in range(counts.shape[1]):
+            for i in range(piece * PIECE, piece * PIECE + counts[h, piece]):
+                all_tokens[h, at] = tokens[h, i]
+                for g in range(group):
+                    all_own[h, g, at] = own[h, i, g]
+                at += 1
+
+
+@compiled
+def _log_counts(q: Any, k: Any, centre: Any, own: Any, bits: int, tables: int, least: float, out: Any) -> None:
+    heads, group, m = own.shape
+    d = q.shape[2]
+    pieces = (m + CHOSEN - 1) // CHOSEN
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * CHOSEN
+        for i in range(first, min(first + CHOSEN, m)):
+            square = np.float32(0)
+            for c in range(d):
+                square += (k[h, i, c] - centre[h, c]) * (k[h, i, c] - centre[h, c])
+            for g in range(group):
+                out[h, g, i] = -np.inf
+                if own[h, g, i]:
+                    product = np.float32(0)
+                    for c in range(d):
+                        product += q[h, g, c] * (k[h, i, c] - centre[h, c])
+                    cosine = float(product / max(np.sqrt(square), np.float32(1e-12)))
+                    cosine = 1.0 if cosine > 1 else -1.0 if cosine < -1 else cosine  # what is no number stays none
+                    same = (1 - math.acos(cosine) / math.pi) ** bits
+                    chance = -math.expm1((tables - 1) * math.log1p(-same) + math.log1p((tables - 1) * same))
+                    out[h, g, i] = -math.log(least if chance < least else chance)
+
+
+def colliding(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """List the keys that share a query's codes in two tables at least: of every KV head those of any of its queries.
+
+    Returns them, [Hk, m] int64 in order, EMPTY behind a head's, and of which queries each is, [Hk, G, m] bool.
+    """
     heads, group, tables = q.shape
+    n = k.shape[1]
     if serves(k, dtype=torch.int16):
-        out = torch.empty(heads, group, k.shape[1], dtype=torch.bool)
-        run(_colliding, k.numel(), q.contiguous(), flat(k), k.stride(0), out)
-        return out
+        found, own = torch.empty(heads, n, dtype=torch.int32), torch.empty(heads, n, group, dtype=torch.bool)
+        counts = torch.empty(heads, -(-n // PIECE), dtype=torch.int64)
+        run(_colliding, k.numel(), q.contiguous(), flat(k), k.stride(0), found, own, counts)
+        tokens = torch.full((heads, int(counts.sum(1).max())), EMPTY)
+        in_a_row = torch.zeros(heads, group, tokens.shape[1], dtype=torch.bool)
+        run(_in_a_row, tokens.numel(), found, own, counts, tokens, in_a_row)
+        return tokens, in_a_row
     parts = torch.split(k, max(1, AT_ONCE // (heads * group * tables)), 1)
-    return torch.cat([(q[:, :, None] == part[:, None]).sum(-1) >= 2 for part in parts], 2)
+    marks = torch.cat([(q[:, :, None] == part[:, None]).sum(-1) >= 2 for part in parts], 2)  # [Hk, G, n]
+    marked = marks.any(1)
+    most = int(marked.sum(1).max())
+    order = marked.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    there = marked.gather(1, order)
+    return order.where(there, EMPTY), marks.gather(2, order[:, None].expand(-1, group, -1)) & there[:, None]
+
+
+def log_counts(q: Tensor, k: Tensor, centre: Tensor, own: Tensor, bits: int, tables: int, least: float) -> Tensor:
+    """Say how many tokens each stands for, 1 / u by its angle: q [Hk, G, d], k [Hk, m, d] less its centre [Hk, d].
+
+    No u is taken to be less than `least`. Returns logarithms [Hk, G, m], -inf where `own` [Hk, G, m] says no.
+    """
+    units = F.normalize(q.float(), dim=-1)
+    if serves(k, units, centre):
+        out = torch.empty(own.shape)
+        run(_log_counts, k.numel(), units, k, centre, own, bits, tables, least, out)
+        return out
+    cosine = units @ F.normalize(k.float() - centre[:, None], dim=-1).mT
+    chance = sampling_chance(cosine, bits, tables).clamp_min(least)
+    return (-chance.log()).float().masked_fill(~own, float("-inf"))
 
 
 def sampling_chance(cosine: Tensor, bits: int, tables: int) -> Tensor:

@@ -82,13 +82,13 @@ class MagicPIG(Method[MagicPIGConfig, SampledTokenCache]):
         if not cache.hashed:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("score", layer):
-            sampled = cache.sample(q)  # [Hk, G, n]
+            tokens, own = cache.sample(q)  # [Hk, m], [Hk, G, m]
         with self.span("recall", layer):
-            sample, moved = cache.recall(sampled)
+            sample, moved = cache.recall(tokens, own)
         self.count_heads(layer, Count.PAGES_REQUESTED, sample.counts)
         self.count_recalled(layer, sample.counts, moved)
-        self.candidates += sampled.numel()
-        self.sampled += int(sampled.sum())
+        self.candidates += len(q) * cache.hashed
+        self.sampled += int(own.sum())
         self.selections += len(sample.counts)
         self.read += sum(sample.counts)
         with self.span("attention", layer):

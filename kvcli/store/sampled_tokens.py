@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
-from kvcli.kernels.lsh import colliding, directions, hash_codes, sampling_chance
+from kvcli.kernels.lsh import colliding, directions, hash_codes, log_counts, sampling_chance
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.pages import numbered, slices
+from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
+from kvcli.store.pages import slices
 from kvcli.store.state import Settled
 from kvcli.store.tokens_on_host import TokensOnHost
 
@@ -89,37 +89,35 @@ class SampledTokenCache(TokensOnHost):
         self.length += 1
         return written + self.near.append(k, v)
 
-    def sample(self, q: Tensor) -> Tensor:
-        """Mark what each query head of q [H, d] samples of the tokens between: bool [Hk, G, n], in host memory."""
+    def sample(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """List what the query heads of q [H, d] sample of the tokens between, numbered from 0, in host memory.
+
+        Returns what any query head of a KV head does, [Hk, m], EMPTY behind it, and whose own each is, bool [Hk, G, m].
+        """
         heads = q.view(len(self.codes), -1, q.shape[-1])
         codes = hash_codes(heads, self._directions(q), self.hashing.bits)
         return colliding(codes.to(self.codes.device), self.codes[:, : self.hashed])
 
-    def recall(self, sampled: Tensor) -> tuple[Sample, int]:
-        """Bring all that any query head of a KV head sampled to the device; returns also the bytes moved."""
-        device, num_kv_heads = self.centre.device, len(sampled)
-        wanted = sampled.any(1)
-        heads, tokens, row = numbered(wanted)
-        counts = wanted.sum(1)
-        most = int(counts.max())
-        own = torch.zeros(*sampled.shape[:2], most, dtype=torch.bool)
-        own[heads, :, row] = sampled[heads, :, tokens]
-        tokens += self.near.sink
-        blocks = self.pool.fetch(tokens, heads)  # [m, t, 1, d]
-        places = heads.to(device), row.to(device)
-        self.choose(places[0], tokens.to(device), places[1], most)
-        kv = blocks.new_zeros(2, num_kv_heads, most, blocks.shape[-1])
-        kv[:, *places] = torch.stack((blocks[:, 0, 0], blocks[:, -1, 0]))
-        return Sample(kv[0], kv[1], own.to(device), counts.tolist()), len(heads) * self.pool.block_bytes
+    def recall(self, tokens: Tensor, own: Tensor) -> tuple[Sample, int]:
+        """Bring a sample to the device; returns also the bytes moved."""
+        device = self.centre.device
+        heads, rows = (tokens != EMPTY).nonzero(as_tuple=True)
+        chosen = tokens[heads, rows] + self.near.sink
+        tokens[heads, rows] = chosen
+        self.chosen, counts = tokens.to(device), heads.bincount(minlength=len(tokens)).tolist()
+        near = self.near.kv  # [t, Hk, .., d]
+        kv = near.new_empty(*near.shape[:2], tokens.shape[1], near.shape[3])
+        for head, count in enumerate(counts):
+            kv[:, head, count:] = 0
+        self.pool.bring(chosen.to(device), heads.to(device), kv[:, :, :, None], rows.to(device))
+        return Sample(*both(kv), own.to(device), counts), len(heads) * self.pool.block_bytes
 
     def attend_sample(self, q: Tensor, sample: Sample, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sinks and window, and to each sampled token as often as 1 / its chance -> [H, d]."""
         heads = q.view(len(sample.k), -1, q.shape[-1])  # [Hk, G, d]
-        keys = sample.k.float() - self.centre[:, None]
-        cosine = F.normalize(heads.float(), dim=-1) @ F.normalize(keys, dim=-1).mT  # [Hk, G, m]
-        chance = sampling_chance(cosine, self.hashing.bits, self.hashing.tables).clamp_min(LEAST_CHANCE)
-        log_counts = (-chance.log()).float().masked_fill(~sample.own, float("-inf"))
-        sampled = counted_attention(heads, sample.k, sample.v, log_counts, softmax)
+        chances = self.hashing.bits, self.hashing.tables, LEAST_CHANCE
+        counts = log_counts(heads, sample.k, self.centre, sample.own, *chances)  # [Hk, G, m]
+        sampled = counted_attention(heads, sample.k, sample.v, counts, softmax)
         return attend_beside(q, *self.near.resident(), sampled, softmax)
 
     @override

@@ -7,7 +7,8 @@ import torch
 
 from kvcli.kernels import _numba
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
-from kvcli.kernels.lsh import colliding, directions, hash_codes, sampling_chance
+from kvcli.kernels.lsh import colliding, directions, hash_codes, log_counts, sampling_chance
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 
 CPU = torch.device("cpu")
@@ -39,9 +40,39 @@ def test_keys_collide_that_share_two_codes(least, monkeypatch):
     monkeypatch.setattr("kvcli.kernels.lsh.AT_ONCE", 100)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(0, 4, (2, n, 7), dtype=torch.int16, generator=generator) for n in (3, 50))
-    found = colliding(q, k[:, 3:40])
+    tokens, own = colliding(q, k[:, 3:40])
     expected = [[[int((a == b).sum()) >= 2 for b in k[h, 3:40]] for a in q[h]] for h in range(2)]
-    assert found.tolist() == expected
+    for h, of_head in enumerate(expected):
+        by_key = list(zip(*of_head, strict=True))
+        wanted = [j for j, marks in enumerate(by_key) if any(marks)]
+        assert tokens[h].tolist() == wanted + [EMPTY] * (tokens.shape[1] - len(wanted))
+        assert own[h, :, : len(wanted)].T.tolist() == [list(by_key[j]) for j in wanted]
+        assert not own[h, :, len(wanted) :].any()
+    assert (tokens[0] == EMPTY).sum() != (tokens[1] == EMPTY).sum()
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40])  # by the loop, and by torch
+@pytest.mark.parametrize(("heads", "group", "m", "d"), [(1, 1, 1, 1), (2, 3, 131, 7), (3, 2, 64, 64)])
+def test_counts_by_angle_in_fp64(heads, group, m, d, least, monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", least)
+    generator = torch.Generator().manual_seed(m)
+    q, k, centre = (torch.randn(heads, *shape, generator=generator) for shape in ((group, d), (m, d), (d,)))
+    k[0, 0] = centre[0] + 2 * q[0, 0]  # surely sampled
+    own = torch.rand(heads, group, m, generator=generator) < 0.6
+    own[0, 0, 0] = True
+    found = log_counts(q, k, centre, own, 4, 9, 1e-2)
+    cosine = torch.cosine_similarity(q.double()[:, :, None], (k.double() - centre[:, None].double())[:, None], dim=-1)
+    expected = -sampling_chance(cosine, 4, 9).clamp_min(1e-2).log()
+    torch.testing.assert_close(found[own].double(), expected[own], rtol=1e-4, atol=1e-4)
+    assert (found[~own] == -math.inf).all()
+    assert math.isnan(log_counts(q * math.nan, k, centre, own, 4, 9, 1e-2)[0, 0, 0])
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40])
+def test_nothing_collides(least, monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", least)
+    tokens, own = colliding(torch.zeros(2, 3, 7, dtype=torch.int16), torch.ones(2, 50, 7, dtype=torch.int16))
+    assert (tokens.shape, own.shape) == ((2, 0), (2, 3, 0))
 
 
 def test_a_key_that_counts_three_times_is_three_keys():
