@@ -31,14 +31,16 @@ LEAST = 1 << 15
 WORTH_A_THREAD = 1 << 16
 """Numbers that a thread reads at least: 10 us or so, where threads that wait for each other can take longer."""
 
-__all__ = ["compiled", "flat", "prange", "run", "serves"]
+ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+
+__all__ = ["compiled", "flat", "inlined", "prange", "run", "serves"]
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Make a loop whose `prange` goes over threads."""
     if numba is None:
         return function
-    kind: Any = {"parallel": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+    kind: Any = {"parallel": True, "nogil": True, **ARITHMETIC}
     try:
         return numba.njit(cache=True, **kind)(function)
     except RuntimeError:  # there is no place on the disk to keep it
@@ -57,6 +59,11 @@ def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
         and x.numel() > 0
         for x in tensors
     )
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Make a part of loops, which is compiled with each of them."""
+    return function if numba is None else numba.njit(**ARITHMETIC)(function)
 
 
 @cache

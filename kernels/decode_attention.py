@@ -8,9 +8,10 @@ Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one
 import torch
 from torch import Tensor
 
-from kvcli.kernels import few_rows
+from kvcli.kernels import few_rows, quantised_rows
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
+from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
@@ -46,6 +47,17 @@ def attend_chosen(
     heads = _by_group(q, k)
     mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
     return _finish(q, *few_rows.attend(heads, k, v, softmax, mask, rows), softmax)
+
+
+def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
+    """Tell whether `attend_blocks` serves: on a CPU, blocks [n, Hk, bytes] that are many enough."""
+    return quantised_rows.suits(q.view(blocks.shape[1], -1, q.shape[-1]), blocks)
+
+
+def attend_blocks(q: Tensor, blocks: Tensor, form: BlockFormat, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attend to tokens where they lie as blocks of bytes, and to k and v [Hk, m, d] behind them."""
+    heads = _by_group(q, k).float()
+    return _finish(q, *quantised_rows.attend(heads, blocks, form, k.float(), v.float(), softmax), softmax).to(q.dtype)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:

@@ -88,7 +88,7 @@ def dequantise_rows(blocks: Tensor, bits: int, parts: Sequence[PartLayout], out:
         out.numel(),
         blocks,
         blocks.view(torch.uint16),
-        _floats(),
+        numbers_of_halves(),
         bits,
         size,
         d,
@@ -100,6 +100,6 @@ def dequantise_rows(blocks: Tensor, bits: int, parts: Sequence[PartLayout], out:
 
 
 @cache
-def _floats() -> Tensor:
+def numbers_of_halves() -> Tensor:
     """What each number of fp16, by its bits, is in fp32: [65536]."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()

@@ -147,20 +147,20 @@ class BlockFormat(NamedTuple):
     def dequantise(self, blocks: Tensor, out: Tensor) -> None:
         """Write the numbers of blocks [n, bytes] into out [n, parts, p, d]."""
         if dequantise_rows.suits(blocks, out):
-            dequantise_rows.dequantise_rows(blocks, self.bits, self._layouts, out)
+            dequantise_rows.dequantise_rows(blocks, self.bits, self.layouts, out)
             return
         at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
         for some, target in zip(torch.split(blocks, at_once), torch.split(out, at_once), strict=True):
             numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
             if dequantise_rows.suits(some, numbers):
-                dequantise_rows.dequantise_rows(some, self.bits, self._layouts, numbers)
+                dequantise_rows.dequantise_rows(some, self.bits, self.layouts, numbers)
             else:
                 self._dequantise_by_parts(some, numbers)
             if numbers is not target:
                 target.copy_(numbers)
 
     @property
-    def _layouts(self) -> list[PartLayout]:
+    def layouts(self) -> list[PartLayout]:
         """Where the parts of a block lie."""
         codes = self.parts * self.size * self.width
         return [

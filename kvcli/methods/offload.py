@@ -3,7 +3,8 @@
 Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
 during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
 retrieval saves. On CUDA the prefetch runs on a stream of its own. On a CPU, where host memory is the device's, layers
-are attended to in their place, which counts as if they had come; those that are quantised or on a disk do come.
+are attended to in their place, which counts as if they had come; those on a disk do come, and quantised ones where a
+prompt is read by windows.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,15 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers, offload=True)
 
     def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Have the layer on the device, let the next one come, and attend."""
+        """Have the layer on the device, let the next one come, and attend; on a CPU to bytes where they lie."""
+        if cache.reads_in_place(q):
+            self.prefetchers[self.prefetcher_of[layer]].prefetched = None
+            self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
+            self.count(
+                layer, Count.BYTES_EXPOSED, nbytes(cache.kv[:, :1])
+            )  # the newest, as where all others come early
+            with self.span("attention", layer):
+                return cache.attend_in_place(q, softmax)
         k, v = self._recall(layer, cache, self.following[layer])
         with self.span("attention", layer):
             return decode_attention(q, k, v, softmax)

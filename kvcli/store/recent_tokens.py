@@ -40,6 +40,11 @@ class RecentTokens:
         self.end = min(self.end, length)
         self.first = min(self.first, self.end)
 
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Copy their keys and values, in order: [Hk, n, d] each."""
+        k, v = self.kv[:, self._rows(range(self.first, self.end))].transpose(1, 2)
+        return k, v
+
     def restore(self, kv: Tensor, held: int) -> None:
         """Put them in the place of the same rows of kv [t, rows, Hk, d], of which `held` are tokens."""
         tokens = range(self.first, min(self.end, held))

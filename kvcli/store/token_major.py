@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import attend_blocks, attend_blocks_suits, decode_attention
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
@@ -113,6 +113,19 @@ class TokenMajorCache(LayerCache):
                 numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])  # keys that are values, too
                 self.format.dequantise(blocks, numbers)
                 kv[0, rows] = numbers[:, 0].view(-1, *self.token_shape)
+
+    def reads_in_place(self, q: Tensor) -> bool:
+        """Tell whether `attend_in_place` serves q [H, d]: on a CPU, where bytes lie in host memory."""
+        if self.recent is None or self.on_disk is not None or self.tiers.parts != 2 or self.recent.end != self.held:
+            return False
+        return attend_blocks_suits(q, self.kv[0, : self.recent.first])
+
+    def attend_in_place(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to bytes as they are held, and to recent tokens as they were made -> [H, d]."""
+        assert self.recent is not None
+        assert self.format is not None
+        k, v = self.recent.tokens()
+        return attend_blocks(q, self.kv[0, : self.recent.first], self.format, k, v, softmax)
 
     def restore_recent(self, kv: Tensor) -> None:
         """Have the recent tokens in kv [t, rows, Hk, d], to which all were read, be as they were made."""

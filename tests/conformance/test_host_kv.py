@@ -11,7 +11,7 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
-from kvcli.kernels import _numba, few_rows
+from kvcli.kernels import _numba, few_rows, quantised_rows
 from kvcli.kernels.far_near_attention import FarTokens
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
@@ -54,7 +54,7 @@ class Watch:
     def __init__(self, monkeypatch, held, page, with_keys):
         monkeypatch.setattr(_numba, "LEAST", 1)
         self.bits, self.page, self.with_keys = BITS[held], page, with_keys
-        self.kv, self.reads, self.counted, self.held = {}, [], [], 0
+        self.kv, self.reads, self.counted, self.held, self.in_place = {}, [], [], 0, 0
         block_attention, attend = kernels.block_attention, Method.attend
 
         def watched(q, k, v, softmax, mask=None, **named):
@@ -78,6 +78,17 @@ class Watch:
             self.counted.append((k, v, seen(k, None)))
             return counted_attention(q, k, v, *rest)
 
+        def watched_bytes(q, bytes_, form, k, v, softmax):
+            numbers = torch.empty(len(bytes_) * len(k), 2, 1, form.d)
+            form.dequantise(bytes_.flatten(0, 1), numbers)
+            far = numbers.view(len(bytes_), len(k), 2, form.d).permute(2, 1, 0, 3)
+            keys, values = (torch.cat(both, 1) for both in zip(far, (k, v), strict=True))
+            self.reads.append((keys, values, seen(keys, None)))
+            self.in_place += 1
+            return attend_bytes(q, bytes_, form, k, v, softmax)
+
+        attend_bytes = quantised_rows.attend
+        monkeypatch.setattr(quantised_rows, "attend", watched_bytes)
         few_attend, counted_attention = few_rows.attend, sampled_tokens.counted_attention
         monkeypatch.setattr(sampled_tokens, "counted_attention", watched_counts)
         one_query = blocks.one_query
@@ -159,6 +170,7 @@ def test_attention_reads_what_the_host_holds(llama, name, held, monkeypatch):
     watch = Watch(monkeypatch, held, page, with_keys)
     (sequence,) = run(llama, name, wanted, [prompt(8)], STEPS)
     assert watch.held > 0
+    assert watch.in_place or name != "offload"
     (whole,) = run(llama, name, {**wanted, "kv_dtype": "auto"}, [prompt(8, PROMPT)], 1)
     less, all_of_it = (each.method.footprint().host - index_on_host(each.method) for each in (sequence, whole))
     assert less < (0.5 if held == "int8" else 0.4) * all_of_it

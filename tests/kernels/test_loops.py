@@ -13,6 +13,7 @@ from kvcli.kernels import (
     few_rows,
     four_bit_rows,
     one_bit_rows,
+    quantised_rows,
     scatter_rows,
     select_best,
     turn_rows,
@@ -277,3 +278,20 @@ def test_what_is_small_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(_numba, "LEAST", 13)
     assert not few_rows.suits(noise(2, 4), noise(3, 4))
     assert few_rows.suits(noise(2, 4), noise(4, 4))
+
+
+@pytest.mark.parametrize("held", ["int8", "int4"])
+@pytest.mark.parametrize(("heads", "group", "d", "n"), [(1, 1, 2, 1), (2, 3, 12, 5), (3, 8, 64, 1025), (2, 4, 96, 514)])
+def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d, n):
+    form = BlockFormat.of(held, 2, 1, d)
+    blocks = torch.full((n, heads, form.bytes), 255, dtype=torch.uint8)
+    form.quantise([noise(n, heads, 1, d, seed=i) for i in (1, 2)], blocks)
+    numbers = torch.empty(n * heads, 2, 1, d)
+    form._dequantise_by_parts(blocks.flatten(0, 1), numbers)
+    far = numbers.view(n, heads, 2, d).permute(2, 1, 0, 3)
+    near = noise(2, heads, 7, d, seed=3)
+    k, v = torch.cat((far, near), 2).double()
+    q, softmax = noise(heads, group, d), Softmax(0.3, softcap=2.0)
+    found = quantised_rows.attend(q, blocks, form, *near, softmax)
+    for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)

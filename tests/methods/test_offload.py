@@ -8,7 +8,9 @@ import torch
 from driver import HK, SOFTMAX, D, H
 from engine import new_method
 
+from kvcli.kernels import _numba
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store import recent_tokens
 from kvcli.store.cache import Footprint
 from kvcli.store.token_major import TokenMajorCache
 
@@ -88,3 +90,37 @@ def test_no_tokens_of_rounded_kv_are_read_as_none():
     target = torch.zeros(2, 4, HK, D)
     TokenMajorCache(HK, D, 4, tiers, offload=True).read(slice(0, 0), target)
     assert not target.any()
+
+
+@pytest.mark.parametrize("held", ["int8", "int4"])
+def test_bytes_read_where_they_lie_are_those_made_numbers_first(held, monkeypatch):
+    """Also behind tokens that were taken back; rows that no token has reached would make everything NaN."""
+    monkeypatch.setattr(_numba, "LEAST", 1)
+    monkeypatch.setattr(recent_tokens, "RECENT", 8)
+    layers = [LayerGeometry(index, H, HK, D, None, True) for index in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    prompt, steps = torch.randn(2, HK, 37, D, generator=generator), torch.randn(9, 2, HK, D, generator=generator)
+    found = []
+    for in_place in (True, False):
+        with monkeypatch.context() as patch:
+            if not in_place:
+                patch.setattr(TokenMajorCache, "reads_in_place", lambda *_: False)
+            method = new_method("offload", {"kv_dtype": held}, layers, 60)
+            for cache in method.caches:
+                cache.kv.fill_(255)
+            for buffer in method.prefetchers[0].buffers:
+                buffer.fill_(float("nan"))
+            for layer in range(2):
+                method.prefill(layer, *prompt, torch.empty(H, 0, D), SOFTMAX)
+            outs = []
+            for at, (k, v) in enumerate(steps):
+                if at == 6:
+                    for cache in method.caches:
+                        cache.rewind(33)
+                method.context.counters.next_step()
+                assert at == 6 or method.caches[0].reads_in_place(k.new_zeros(H, D)) == in_place
+                outs += [method.attend(layer, torch.ones(H, D) * at / D, k, v, SOFTMAX) for layer in range(2)]
+            found.append((torch.stack(outs), method.context.counters.cache().bytes_to_device))
+    (mine, moved), (other, counted) = found
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    assert moved == counted

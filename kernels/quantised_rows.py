@@ -1,0 +1,135 @@
+"""Products on a CPU with tokens held in bytes (`kvcli.kernels.quantised_blocks`), of which no buffer holds all in fp32.
+
+    products  s_hgj = q_hg . (z_hj + s_hj code_hj)        every key, for the query rows that share a KV head
+    mixtures  o_hg = sum_j w_hgj (z_hj + s_hj code_hj)    every value, weighted
+
+Bytes are read from memory, and a few tokens at a time are numbers, in the processor's nearest cache.
+
+Shapes: q [Hk, G, d] fp32, blocks [n, Hk, bytes] uint8 without gaps, one token each, w [Hk, G, n].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels import few_rows
+from kvcli.kernels._numba import compiled, inlined, prange, run, serves
+from kvcli.kernels.dequantise_rows import PartLayout, numbers_of_halves
+from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.softmax import Softmax
+
+PIECE = 512  # tokens that a thread takes at once; their number does not depend on the threads
+
+
+@inlined
+def _read(blocks: Any, halves: Any, row: int, floats: Any, part: Any, mask: Any, its: Any, out: Any, i: int) -> None:
+    """Write the numbers of a block's part into row i of `out`, through `its` [2, columns], scales and zeros."""
+    first, scales, channels, columns, width = part
+    for column in range(columns):
+        its[0, column] = floats[halves[row, scales + column]]
+        its[1, column] = floats[halves[row, scales + columns + column]]
+    r, o = np.uint64(row), np.uint64(i)  # what is below 0 would count from the end, and asking costs a loop its pace
+    for c in range(channels):
+        for column in range(columns):  # inside: alone it would be too short
+            begin = column * channels
+            code = np.int32(blocks[r, np.uint64(first + begin % width + c)]) >> np.int32(4 * (begin // width))
+            number = np.float32(code & np.int32(mask))
+            out[o, np.uint64(begin + c)] = its[1, np.uint64(column)] + its[0, np.uint64(column)] * number
+
+
+@cache
+def _loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
+    """Make the loops over rows of d numbers: with sizes that are known a processor takes sixteen numbers at a time."""
+    mask, columns = (1 << bits) - 1, d // part.channels
+    form = (part.codes, part.scales, part.channels, columns, d * bits // 8)
+
+    @compiled
+    def products(q: Any, blocks: Any, halves: Any, floats: Any, out: Any) -> None:
+        heads, group, n = out.shape
+        for piece in prange((n + PIECE - 1) // PIECE):
+            key, its = np.empty((1, d), np.float32), np.empty((2, columns), np.float32)
+            for j in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
+                for h in range(heads):
+                    _read(blocks, halves, j * heads + h, floats, form, mask, its, key, 0)
+                    for g in range(group):
+                        total = np.float32(0)
+                        for c in range(d):
+                            total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * key[0, np.uint64(c)]
+                        out[h, g, j] = total
+
+    @compiled
+    def mixtures(w: Any, blocks: Any, halves: Any, floats: Any, parts: Any) -> None:
+        heads, group, n = w.shape
+        for piece in prange(len(parts)):
+            begin, end = piece * PIECE, min(n, (piece + 1) * PIECE)
+            values, its = np.zeros((4, d), np.float32), np.empty((2, columns), np.float32)
+            parts[piece] = 0
+            for j in range(begin, end, 4):
+                some = min(4, end - j)
+                values[some:] = 0
+                for h in range(heads):
+                    for i in range(some):
+                        _read(blocks, halves, (j + i) * heads + h, floats, form, mask, its, values, i)
+                    for g in range(group):
+                        w0 = w[h, g, j]
+                        w1 = w[h, g, j + 1] if some > 1 else np.float32(0)
+                        w2 = w[h, g, j + 2] if some > 2 else np.float32(0)
+                        w3 = w[h, g, j + 3] if some > 3 else np.float32(0)
+                        for c in range(d):
+                            u = np.uint64(c)
+                            parts[np.uint64(piece), np.uint64(h), np.uint64(g), u] += (
+                                w0 * values[0, u] + w1 * values[1, u] + w2 * values[2, u] + w3 * values[3, u]
+                            )
+
+    return products, mixtures
+
+
+def suits(q: Tensor, blocks: Tensor) -> bool:
+    """Tell whether these loops can take the queries [Hk, G, d] with the blocks."""
+    return (
+        q.shape[1] <= few_rows.MOST_ROWS
+        and serves(blocks, dtype=torch.uint8)
+        and q.device.type == "cpu"
+        and blocks.is_contiguous()
+        and blocks.data_ptr() % 2 == 0
+    )
+
+
+def products(q: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
+    """Score every token: [Hk, G, n]."""
+    out = q.new_empty(*q.shape[:2], len(blocks))
+    loop, held = _loop(0, blocks, form)
+    run(loop, out[:, 0].numel() * form.d, q.contiguous(), *held, out)
+    return out
+
+
+def mixtures(w: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
+    """Add values up by weights: [Hk, G, d]."""
+    heads, group, n = w.shape
+    parts = w.new_empty(-(-n // PIECE), heads, group, form.d)
+    loop, held = _loop(1, blocks, form)
+    run(loop, w[:, 0].numel() * form.d, w.contiguous(), *held, parts)
+    return parts.sum(0)
+
+
+def attend(
+    q: Tensor, blocks: Tensor, form: BlockFormat, k: Tensor, v: Tensor, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Attend to tokens in blocks and to others k, v [Hk, m, d] in fp32 behind them: out [Hk, G, d] and lse [Hk, G]."""
+    scores = softmax.scores(torch.cat((products(q, blocks, form), q @ k.transpose(1, 2)), -1))
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    far, near = weights[..., : len(blocks)], weights[..., len(blocks) :]
+    total = weights.sum(-1)
+    return (mixtures(far, blocks, form) + near @ v) / total[..., None], top[..., 0] + torch.log(total)
+
+
+def _loop(part: int, blocks: Tensor, form: BlockFormat) -> tuple[Any, tuple[Any, ...]]:
+    """Choose the loop over keys, part 0, or values, and give it the blocks."""
+    layout, rows = form.layouts[part], blocks.flatten(0, 1)
+    return _loops(form.d, layout, form.bits)[part], (rows, rows.view(torch.uint16), numbers_of_halves())
