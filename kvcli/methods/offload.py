@@ -70,9 +70,8 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         if cache.reads_in_place(q):
             self.prefetchers[self.prefetcher_of[layer]].prefetched = None
             self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
-            self.count(
-                layer, Count.BYTES_EXPOSED, nbytes(cache.kv[:, :1])
-            )  # the newest, as where all others come early
+            newest = nbytes(cache.kv[:, :1])  # all others would have come early
+            self.count(layer, Count.BYTES_EXPOSED, newest)
             with self.span("attention", layer):
                 return cache.attend_in_place(q, softmax)
         k, v = self._recall(layer, cache, self.following[layer])
