@@ -2,6 +2,7 @@
 
 Every row is one question right after its document, in the chat format, answered greedily by transformers' own
 `generate`. With `--hidden` the asked values in the document are replaced by others: a model that retrieves then fails.
+`--card` measures all that the model's card says of its answers, in about forty minutes of one core.
 """
 
 import argparse
@@ -19,6 +20,18 @@ from kvcli.quality.eval.example import conversation
 from kvcli.quality.tasks import SEPARATOR, TASKS, TaskRow, make_row, recall
 
 MODEL = Path(__file__).parents[2] / "kvcli" / "models" / "demo"
+
+SINGLE, ALONE = ("niah_single",), ("niah_direct", "turns", "near_duplicates", "counting")
+MANY = ("niah_multikey", "niah_multiquery", "niah_multivalue", "vt", "fwe")
+LONG = ("niah_single", "niah_multikey", "vt")
+CARD = (  # tasks, prompt tokens, documents, whether what is asked for is hidden
+    (SINGLE, 4096, 200, False),
+    (MANY, 4096, 50, False),
+    (ALONE, 4096, 10, False),
+    (SINGLE + MANY, 8192, 50, False),
+    (LONG, 16_384, 50, False),
+    (("niah_single", "niah_multikey"), 4096, 10, True),
+)
 
 _FRAME = 8  # tokens the chat format puts around a row
 _NEW_TOKENS = 80
@@ -104,14 +117,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hidden", action="store_true", help="replace the asked values in the document")
+    parser.add_argument("--card", action="store_true", help="measure what the card says, instead of tasks and lengths")
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(options.threads)
     model, tokenizer = load(options.model)
-    for task in options.tasks.split(","):
-        for length in map(int, options.lengths.split(",")):
-            measured = measure(model, tokenizer, task, length, options.rows, seed=options.seed, hidden=options.hidden)
-            print(json.dumps(measured.__dict__), flush=True)
+    tasks, lengths = options.tasks.split(","), map(int, options.lengths.split(","))
+    wanted = CARD if options.card else tuple((tasks, length, options.rows, options.hidden) for length in lengths)
+    for names, length, rows, hidden in wanted:
+        for task in names:
+            measured = measure(model, tokenizer, task, length, rows, seed=options.seed, hidden=hidden)
+            print(json.dumps({**measured.__dict__, "hidden": hidden}), flush=True)
 
 
 if __name__ == "__main__":

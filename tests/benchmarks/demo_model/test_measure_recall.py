@@ -15,7 +15,7 @@ from kvcli.quality.tasks.__main__ import main as write_task
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
 
-from measure_recall import MODEL, answer, hide, load, measure
+from measure_recall import CARD, MODEL, answer, hide, load, main, measure
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PROMPTS = sorted(EXAMPLES.glob("*.txt"))
@@ -96,3 +96,22 @@ def test_tokenizer_loads_by_auto_class():
 
 def test_the_last_of_several_turns_is_what_is_measured(loaded):
     assert measure(*loaded, "turns", 700, 2).recall == 100
+
+
+def test_the_card_says_what_its_command_measures():
+    lengths, said = (4096, 8192, 16_384), set()
+    for line in (MODEL / "README.md").read_text().splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == len(lengths):
+            task = name.split("`")[1]
+            counts = [re.search(r"\((\d+)\)$", cell) for cell in cells]
+            said |= {(task, length, int(n[1])) for length, n in zip(lengths, counts, strict=True) if n}
+    assert said == {(task, length, rows) for tasks, length, rows, hidden in CARD if not hidden for task in tasks}
+
+
+def test_tasks_and_lengths_are_measured_in_turn(capsys):
+    main(["--tasks", "niah_single,niah_direct", "--lengths", "512", "--rows", "1", "--hidden", "--threads", "1"])
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["task"], second["task"]) == ("niah_single", "niah_direct")
+    assert first["hidden"]
+    assert first["recall"] == 0
