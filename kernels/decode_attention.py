@@ -54,10 +54,14 @@ def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
     return quantised_rows.suits(q.view(blocks.shape[1], -1, q.shape[-1]), blocks)
 
 
-def attend_blocks(q: Tensor, blocks: Tensor, form: BlockFormat, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Attend to tokens where they lie as blocks of bytes, and to k and v [Hk, m, d] behind them."""
+def attend_blocks(
+    q: Tensor, blocks: Tensor, form: BlockFormat, sizes: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+) -> Tensor:
+    """Attend to tokens where they lie as blocks of bytes, keys of `sizes`, and to k and v [Hk, m, d] behind them."""
     heads = _by_group(q, k).float()
-    return _finish(q, *quantised_rows.attend(heads, blocks, form, k.float(), v.float(), softmax), softmax).to(q.dtype)
+    return _finish(q, *quantised_rows.attend(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
+        q.dtype
+    )
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 torch goes over all numbers once for each of its operations, which takes several times as long as moving them.
 
-Shapes: blocks [n, bytes] uint8 -> out [n, parts, p, d] fp32, with any strides but the last.
+Shapes: blocks [n, bytes] uint8 -> out [n, parts, p, d] fp32, with any strides but the last; sizes [Hk, d] of keys,
+block i of KV head heads[i].
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def _dequantise_rows(
     d: int,
     parts: Any,
     at_once: int,
+    sizes: Any,
+    heads: Any,
     out: Any,
     strides: Any,
 ) -> None:
@@ -73,6 +76,10 @@ def _dequantise_rows(
                             for c in range(channels):
                                 code = np.int32(its[c]) >> np.int32(shift) & np.int32(mask)
                                 own[c] = z1 + s1 * np.float32(code)
+                    if part == 0 and len(sizes) > 0:
+                        its_sizes = sizes[heads[i]]
+                        for c in range(d):
+                            numbers[c] *= its_sizes[c]
 
 
 def suits(blocks: Tensor, out: Tensor) -> bool:
@@ -80,9 +87,18 @@ def suits(blocks: Tensor, out: Tensor) -> bool:
     return serves(out) and serves(blocks, dtype=torch.uint8) and blocks.data_ptr() % 2 == 0
 
 
-def dequantise_rows(blocks: Tensor, bits: int, parts: Sequence[PartLayout], out: Tensor) -> None:
-    """Write the numbers of blocks, of `bits` each, into out."""
+def dequantise_rows(
+    blocks: Tensor,
+    bits: int,
+    parts: Sequence[PartLayout],
+    out: Tensor,
+    sizes: Tensor | None = None,
+    heads: Tensor | None = None,
+) -> None:
+    """Write the numbers of blocks, of `bits` each, into out; keys times their `sizes` where there are any."""
     _, _, size, d = out.shape
+    if sizes is None or heads is None:
+        sizes, heads = torch.empty(0, d), torch.empty(0, dtype=torch.int64)
     run(
         _dequantise_rows,
         out.numel(),
@@ -94,6 +110,8 @@ def dequantise_rows(blocks: Tensor, bits: int, parts: Sequence[PartLayout], out:
         d,
         np.array(parts),
         max(1, PIECE // out[0].numel()),
+        sizes,
+        heads,
         flat(out),
         np.array(out.stride()[:3]),
     )

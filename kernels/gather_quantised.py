@@ -24,7 +24,8 @@ def gather_quantised_ref(host: HostPages, misses: MissList, rows: PagedKV) -> No
     for b, h in (misses.counts > 0).nonzero().tolist():
         for j in range(int(misses.counts[b, h])):
             start = (sink + int(misses.slots[b, h, j])) * size
-            form.dequantise(host.block(b, int(misses.pages[b, h, j]), h)[None], page)
+            block = host.block(b, int(misses.pages[b, h, j]), h)[None]
+            form.dequantise(block, page, None if host.sizes is None else host.sizes[b, h, None])
             for target, source in zip((rows.k, rows.v)[-form.parts :], page[0], strict=True):
                 target[b, h, start : start + size] = source
 
@@ -35,6 +36,7 @@ def _read_part(
     scales: tl.tensor,
     target: tl.tensor,
     row_stride: tl.tensor,
+    sizes: tl.tensor,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
@@ -43,7 +45,10 @@ def _read_part(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Read a part of a block, its codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`."""
+    """Read a part of a block, its codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`.
+
+    Numbers are multiplied by the `sizes` of their channels where there are any.
+    """
     halves: tl.constexpr = 8 // BITS
     columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
     r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
@@ -66,6 +71,8 @@ def _read_part(
             zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
             code = codes if BITS == 8 else (codes >> (4 * half)) & 15
             numbers = zero + scale * code.to(tl.float32)
+            if sizes is not None:
+                numbers *= tl.load(sizes + half * W + c, mask=c < W, other=0.0)[None, :]
             here = row.to(tl.int64)[:, None] * row_stride + (half * W + c)[None, :]
             tl.store(target + here, numbers.to(target.dtype.element_ty), mask=inside)
 
@@ -78,6 +85,7 @@ def _gather_quantised_kernel(
     count: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    sizes: tl.tensor,
     kv_batch: tl.tensor,
     kv_head: tl.tensor,
     kv_row: tl.tensor,
@@ -110,10 +118,15 @@ def _gather_quantised_kernel(
         scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
         target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
         if PARTS == 2:
-            _read_part(block, scales, k + target, kv_row, KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_K, BLOCK_W)
+            own = sizes
+            if sizes is not None:
+                own += (b * HK + h) * W * (8 // BITS)
+            _read_part(
+                block, scales, k + target, kv_row, own, KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_K, BLOCK_W
+            )
             block += SIZE * W
             scales += 2 * KEY_SCALES
-        _read_part(block, scales, v + target, kv_row, 1, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
+        _read_part(block, scales, v + target, kv_row, None, 1, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
 
 
 def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs: int) -> None:
@@ -126,7 +139,7 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
     launch(
         _gather_quantised_kernel,
         (programs,),
-        *(host.addresses, *misses, rows.k, rows.v, *rows.k.stride()[:3]),
+        *(host.addresses, *misses, rows.k, rows.v, host.sizes, *rows.k.stride()[:3]),
         *(host.per_piece, host.addresses.shape[1], rows.layout.sink, programs),
         HK=num_kv_heads,
         PAIRS=b * num_kv_heads,

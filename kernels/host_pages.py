@@ -36,7 +36,7 @@ class HostPages:
 
     `per_piece` is the number of pages in every piece but a sequence's last, which may have fewer. Where pages are
     quantised, by `format`, `held_keys` [b, Hk, p, d] takes the keys of the page that each sequence has written last, as
-    they will be read.
+    they will be read; `sizes` [b, Hk, d] fp32 are those of the channels of keys that are rounded one by one.
     """
 
     pieces: Sequence[Sequence[Tensor]]
@@ -45,6 +45,7 @@ class HostPages:
     layout: HostLayout
     format: BlockFormat | None = None
     held_keys: Tensor | None = None
+    sizes: Tensor | None = None
 
     @classmethod
     def of(
@@ -53,10 +54,12 @@ class HostPages:
         layout: HostLayout,
         device: torch.device,
         quantised: tuple[BlockFormat, torch.dtype] | None = None,
+        sizes: Tensor | None = None,
     ) -> HostPages:
         """Take one list of pieces for every sequence of the batch; `quantised`: their format, and the model's dtype.
 
-        Raises ValueError where pages differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once.
+        Raises ValueError where pages differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once, and
+        where there are no `sizes` of keys that are rounded one by one.
         """
         first = pieces[0][0]
         for piece in (piece for row in pieces for piece in row):
@@ -75,8 +78,10 @@ class HostPages:
         if quantised is None:
             return cls(pieces, addresses, per_piece, layout)
         form, dtype = quantised
+        if form.sized != (sizes is not None):
+            raise ValueError(f"pages of {form} {'have' if form.sized else 'take no'} sizes of channels")
         held = torch.empty(len(pieces), first.shape[1], form.size, form.d, dtype=dtype, device=device)
-        return cls(pieces, addresses, per_piece, layout, form, held)
+        return cls(pieces, addresses, per_piece, layout, form, held, sizes)
 
     @property
     def count(self) -> int:

@@ -9,7 +9,8 @@ are grouped by channel, up to `KEY_TOKENS` tokens of a page together, and one ch
 no such channels, and attention mixes whole tokens, so values are grouped by token, a head's together (in 4 bits each
 half of them), and an error stays with its token's weight. A page of a single token has no channel to group: there keys
 are grouped by token too, `KEY_CHANNELS` of them together, for scales of a group of tokens would have to be fetched with
-each of them.
+each of them. So that no channel's size harms the others all the same, keys are divided by sizes that all tokens of a
+head share (`kvcli.kernels.channel_sizes`); reading, writing and rounding take them where there are any.
 
 x~ is computed in fp32, where s * code is exact, so that every back end makes the same numbers of the same bytes. What
 lies beyond fp16 is cut to its largest number.
@@ -25,6 +26,7 @@ a block has values alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import torch
@@ -73,6 +75,11 @@ class BlockFormat(NamedTuple):
         if self.size > 1:
             return Groups(min(self.size, KEY_TOKENS), 1)
         return Groups(1, next(n for n in range(min(self.width, KEY_CHANNELS), 0, -1) if self.width % n == 0))
+
+    @property
+    def sized(self) -> bool:
+        """Whether there are keys whose channels share a scale."""
+        return self.parts == 2 and self.size == 1
 
     @property
     def groups(self) -> list[Groups]:
@@ -127,15 +134,17 @@ class BlockFormat(NamedTuple):
         step = torch.where(scale == 0, 1.0, scale.float())
         return ((grouped - zero.float()) / step + 0.5).floor_().clamp_(0, most), scale, zero
 
-    def rounded(self, x: Tensor, part: int = 0) -> Tensor:
-        """Give what pages of a part, x [.., p, d], are once they have been written and read."""
+    def rounded(self, x: Tensor, part: int = 0, sizes: Tensor | None = None) -> Tensor:
+        """Give what pages of a part, x [.., p, d], are once they have been written and read; keys with `sizes`."""
+        if sizes is not None and part == 0:
+            return (self.rounded(x.float() / sizes) * sizes).to(x.dtype)
         codes, scale, zero = self.codes(x, part)
         return torch.addcmul(zero.float(), codes, scale.float()).flatten(-2).flatten(-3, -2).to(x.dtype)
 
-    def quantise(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Write pages, one tensor [.., p, d] a part, as blocks into out [.., bytes] uint8."""
+    def quantise(self, parts: Sequence[Tensor], out: Tensor, sizes: Tensor | None = None) -> None:
+        """Write pages, one tensor [.., p, d] a part, as blocks into out [.., bytes] uint8; keys have `sizes`."""
         for part, x in enumerate(parts):
-            codes, *scales = self.codes(x, part)
+            codes, *scales = self.codes(x if sizes is None or part else x.float() / sizes, part)
             for target, found in zip(self.scales_of(out, part), scales, strict=True):
                 target.copy_(found)
             codes = codes.flatten(-2).flatten(-3, -2).to(torch.uint8)  # [.., p, d]
@@ -144,18 +153,27 @@ class BlockFormat(NamedTuple):
                 codes = low_half | high_half << 4
             self.codes_of(out, part).copy_(codes)
 
-    def dequantise(self, blocks: Tensor, out: Tensor) -> None:
-        """Write the numbers of blocks [n, bytes] into out [n, parts, p, d]."""
+    def dequantise(self, blocks: Tensor, out: Tensor, sizes: Tensor | None = None, heads: Tensor | None = None) -> None:
+        """Write the numbers of blocks [n, bytes] into out [n, parts, p, d].
+
+        Keys have `sizes` [Hk, d] of each head, and blocks are of `heads` [n], or of all of them in turn.
+        """
+        if sizes is not None and heads is None:
+            heads = torch.arange(len(blocks), device=blocks.device) % len(sizes)
         if dequantise_rows.suits(blocks, out):
-            dequantise_rows.dequantise_rows(blocks, self.bits, self.layouts, out)
+            dequantise_rows.dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads)
             return
         at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
-        for some, target in zip(torch.split(blocks, at_once), torch.split(out, at_once), strict=True):
+        of_heads = repeat(None) if heads is None else torch.split(heads, at_once)
+        parts = zip(torch.split(blocks, at_once), torch.split(out, at_once), of_heads, strict=False)
+        for some, target, own in parts:
             numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
             if dequantise_rows.suits(some, numbers):
-                dequantise_rows.dequantise_rows(some, self.bits, self.layouts, numbers)
+                dequantise_rows.dequantise_rows(some, self.bits, self.layouts, numbers, sizes, own)
             else:
                 self._dequantise_by_parts(some, numbers)
+                if sizes is not None:
+                    numbers[:, 0] *= sizes[own, None]
             if numbers is not target:
                 target.copy_(numbers)
 

@@ -118,10 +118,14 @@ def mixtures(w: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
 
 
 def attend(
-    q: Tensor, blocks: Tensor, form: BlockFormat, k: Tensor, v: Tensor, softmax: Softmax
+    q: Tensor, blocks: Tensor, form: BlockFormat, sizes: Tensor, k: Tensor, v: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Attend to tokens in blocks and to others k, v [Hk, m, d] in fp32 behind them: out [Hk, G, d] and lse [Hk, G]."""
-    scores = softmax.scores(torch.cat((products(q, blocks, form), q @ k.transpose(1, 2)), -1))
+    """Attend to tokens in blocks and to others k, v [Hk, m, d] in fp32 behind them: out [Hk, G, d] and lse [Hk, G].
+
+    The sizes [Hk, d] of keys in blocks multiply the queries instead.
+    """
+    far_scores = products(q * sizes[:, None], blocks, form)
+    scores = softmax.scores(torch.cat((far_scores, q @ k.transpose(1, 2)), -1))
     top = scores.amax(-1, keepdim=True)
     weights = scores.sub_(top).exp_()
     far, near = weights[..., : len(blocks)], weights[..., len(blocks) :]

@@ -20,8 +20,9 @@ def write_quantised_ref(rows: PagedKV, host: HostPages) -> None:
     for b, page, start in filled_pages(rows):
         for h in range(rows.k.shape[1]):
             parts = [x[b, h, start : start + form.size] for x in (rows.k, rows.v)]
-            form.quantise(parts, host.block(b, page, h))
-            held[b, h] = form.rounded(parts[0])
+            sizes = None if host.sizes is None else host.sizes[b, h, None]
+            form.quantise(parts, host.block(b, page, h), sizes)
+            held[b, h] = form.rounded(parts[0], sizes=sizes)
 
 
 @jit
@@ -82,6 +83,7 @@ def _write_by_token(
     stride: tl.tensor,
     block: tl.tensor,
     scales: tl.tensor,
+    sizes: tl.tensor,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -89,7 +91,7 @@ def _write_by_token(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write rows x of SIZE tokens by groups of one token and CHANNELS."""
+    """Write rows x of SIZE tokens by groups of one token and CHANNELS, divided by `sizes` where there are any."""
     halves: tl.constexpr = 8 // BITS
     most: tl.constexpr = (1 << BITS) - 1
     columns: tl.constexpr = halves * W // CHANNELS
@@ -102,6 +104,8 @@ def _write_by_token(
             for half in tl.static_range(halves):
                 at = row.to(tl.int64)[:, None] * stride + (half * W + first + c)[None, :]
                 some = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+                if sizes is not None:  # powers of two
+                    some /= tl.load(sizes + half * W + first + c, mask=c < CHANNELS, other=1.0)[None, :]
                 low = tl.min(tl.where(inside, some, float("inf")), axis=1)
                 high = tl.max(tl.where(inside, some, float("-inf")), axis=1)
                 scale, zero = _scale_of(low, high, most)
@@ -120,6 +124,7 @@ def _write_quantised_kernel(
     k: tl.tensor,
     v: tl.tensor,
     held: tl.tensor,
+    sizes: tl.tensor,
     kv_batch: tl.tensor,
     kv_head: tl.tensor,
     kv_row: tl.tensor,
@@ -157,10 +162,13 @@ def _write_quantised_kernel(
         target = held + pair.to(tl.int64) * SIZE * W * (8 // BITS)
         _write_by_channel(k + source, kv_row, block, scales, target, KEY_TOKENS, BITS, SIZE, W, BLOCK_W)
     else:
-        _write_by_token(k + source, kv_row, block, scales, KEY_CHANNELS, BITS, SIZE, W, BLOCK_R, BLOCK_C)
+        own = sizes
+        if sizes is not None:
+            own += pair.to(tl.int64) * W * (8 // BITS)
+        _write_by_token(k + source, kv_row, block, scales, own, KEY_CHANNELS, BITS, SIZE, W, BLOCK_R, BLOCK_C)
     block += SIZE * W
     scales += 2 * KEY_SCALES
-    _write_by_token(v + source, kv_row, block, scales, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
+    _write_by_token(v + source, kv_row, block, scales, None, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
 
 
 def write_quantised(rows: PagedKV, host: HostPages) -> None:
@@ -176,7 +184,7 @@ def write_quantised(rows: PagedKV, host: HostPages) -> None:
     launch(
         _write_quantised_kernel,
         (b * num_kv_heads,),
-        *(host.addresses, rows.lengths, rows.k, rows.v, host.held_keys, *rows.k.stride()[:3]),
+        *(host.addresses, rows.lengths, rows.k, rows.v, host.held_keys, host.sizes, *rows.k.stride()[:3]),
         *(host.per_piece, host.addresses.shape[1], layout.first, layout.ring, layout.low),
         HK=num_kv_heads,
         BLOCK_C=power_of_two(form.key_groups.channels),

@@ -227,15 +227,17 @@ def quantised_host_of(draw: Draw, s: Sizes, held: str, parts: int = 2) -> HostPa
     """The same with blocks of bytes."""
     whole = host_of(draw, s, "hnd", parts)
     form = BlockFormat.of(held, parts, s.layout.size, s.d)
+    exponents = torch.randint(-4, 5, (s.b, s.hk, s.d), generator=draw.generator)
+    sizes = draw.fp32(torch.exp2(exponents)) if form.sized else None
     pieces = []
-    for row in whole.pieces:
+    for b, row in enumerate(whole.pieces):
         pieces.append([torch.empty(len(piece), s.hk, form.bytes, dtype=torch.uint8) for piece in row])
         for piece, small in zip(row, pieces[-1], strict=True):
             small.fill_(7)
-            form.quantise(piece.unbind(2), small)
+            form.quantise(piece.unbind(2), small, None if sizes is None else sizes[b, :, None].cpu())
     if draw.device.type == "cuda":
         pieces = [[piece.pin_memory() for piece in row] for row in pieces]
-    host = HostPages.of(pieces, "hnd", draw.device, (form, torch.float64 if draw.double else draw.dtype))
+    host = HostPages.of(pieces, "hnd", draw.device, (form, torch.float64 if draw.double else draw.dtype), sizes)
     host.held_keys.fill_(NAN)
     return host
 

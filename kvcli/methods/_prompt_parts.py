@@ -28,7 +28,8 @@ class PromptParts:
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Take what can leave of a layer's k, v [Hk, m, d] of the first tokens; `prefill` comes with all of them."""
         self.open(layer)
-        self.context.counters.add(layer, Count.BYTES_TO_HOST, self.caches[layer].take(k, v))
+        if k.shape[1] >= self.caches[layer].first_part:
+            self.context.counters.add(layer, Count.BYTES_TO_HOST, self.caches[layer].take(k, v))
 
     def lend(self, layer: int, length: int) -> Tensor | None:
         """Lend rows [t, Hk, length, d] in which a layer's KV is collected, where `prefill` would copy it there."""

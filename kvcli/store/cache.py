@@ -69,6 +69,11 @@ class LayerCache(ABC):
         """
         return 0
 
+    @property
+    def first_part(self) -> int:
+        """How many of a prompt's first tokens `take` has to get together, if it gets any."""
+        return 0
+
     def waiting(self) -> Sequence[Tensor]:
         """Give tensors on the device that may wait in host memory while other layers are read; see `Waits`."""
         return ()

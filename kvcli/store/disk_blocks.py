@@ -102,7 +102,7 @@ class DiskBlocks:
 
     def write(self, first: int, blocks: Tensor) -> int:
         """Store the next blocks [n, ..] from block `first` on; returns the bytes of those that are its own."""
-        self._begin()
+        self.open()
         known = max(0, self.shared - first)
         blocks, own = blocks[known:], max(0, len(blocks) - known)
         if own:
@@ -119,7 +119,7 @@ class DiskBlocks:
 
     def gather(self, blocks: Ints, out: Tensor, tally: DiskTally | None = None, announced: bool = False) -> None:
         """Collect blocks [m] in `out` [m, ..], host memory; those that were `announced` to `begin` count no more."""
-        self._begin()
+        self.open()
         tally = tally or self.tally
         lent = blocks < self.shared
         if self._lender is None or not lent.any():
@@ -133,7 +133,7 @@ class DiskBlocks:
 
     def begin(self, blocks: Ints, tally: DiskTally | None = None) -> None:
         """Have blocks [m] that will be asked for next read beside the run, as far as the cache has room for them."""
-        self._begin()
+        self.open()
         tally = tally or self.tally
         if self._lender is not None and (lent := blocks < self.shared).any():
             self._lender.begin(blocks[lent], tally)
@@ -149,7 +149,7 @@ class DiskBlocks:
 
     def stream(self, first: int, stop: int, tally: DiskTally | None = None) -> Iterator[tuple[int, Tensor]]:
         """Give blocks `first` to before `stop`, part after part, each with its first; valid until the next one."""
-        self._begin()
+        self.open()
         assert self._file is not None
         tally = tally or self.tally
         if self._lender is not None and first < self.shared:
@@ -186,15 +186,15 @@ class DiskBlocks:
             in_order=self.in_order,
         )
         if self.written:
-            self._begin()
+            self.open()
             if not other.share(self, self.written):
                 other.shared = 0
-            other._begin()
+            other.open()
             if self._waiting:
                 other.write(other.shared, self._tail[: self._waiting])
         return other
 
-    def _begin(self) -> None:
+    def open(self) -> None:
         """Settle what is shared, and make the file and the cache."""
         if self._file is not None:
             return

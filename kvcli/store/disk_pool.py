@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.channel_sizes import channel_sizes
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.footprint import Footprint
+from kvcli.store.footprint import Footprint, nbytes
 from kvcli.store.host_memory import host_memory
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.pages import slices
@@ -79,14 +80,19 @@ class DiskPagePool(HostPagePool):
 
     @override
     def share(self, other: HostPagePool, pages: int) -> bool:
-        if not isinstance(other, DiskPagePool) or other.format != self.format:
+        if not isinstance(other, DiskPagePool) or other.format != self.format or pages < self.first_part:
             return False
+        self._lent_sizes = other.sizes
         return self.on_disk.share(other.on_disk, pages * self.heads)
 
     @override
     def write(self, first: int, *tensors: Tensor) -> int:
         """Store consecutive full pages from page `first` on, the next ones; returns the bytes moved."""
         moved, count = 0, tensors[0].shape[1]
+        if self.sizes is not None and first == 0 < count:
+            self.on_disk.open()
+            lent = self._lent_sizes if self.on_disk.shared else None
+            self.sizes.copy_(channel_sizes(tensors[0][:, :, 0]) if lent is None else lent)
         for part in slices(count, max(1, WRITE_BYTES // self.page_bytes)):
             pages = host_memory((part.stop - part.start, *self.page_shape), self.dtype)
             self._fill(pages, [tensor[:, part].transpose(0, 1) for tensor in tensors])
@@ -108,7 +114,7 @@ class DiskPagePool(HostPagePool):
 
     @override
     def footprint(self) -> Footprint:
-        return self.on_disk.footprint()
+        return self.on_disk.footprint() + Footprint(device=nbytes(self.sizes))
 
     @override
     def settled(self) -> list[Settled]:
@@ -117,10 +123,11 @@ class DiskPagePool(HostPagePool):
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskPagePool:
         """A copy shares what is written, and has a file and a cache of its own for what comes."""
         other = copy.copy(self)
-        other.on_disk = copy.deepcopy(self.on_disk, memo)
+        other.on_disk, other.sizes = copy.deepcopy(self.on_disk, memo), copy.deepcopy(self.sizes, memo)
         return other
 
     _announced = False
+    _lent_sizes: Tensor | None = None  # sizes of keys of the pool that pages are shared of
 
     @override
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:

@@ -58,6 +58,6 @@ class Traffic:
     rebuilding: int = 0
 
 
-def nbytes(*tensors: Tensor) -> int:
-    """Sum the bytes of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def nbytes(*tensors: Tensor | None) -> int:
+    """Sum the bytes of tensors, of those that are there."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import scatter_rows
+from kvcli.kernels.channel_sizes import TOKENS, channel_sizes
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.footprint import Footprint
+from kvcli.store.footprint import Footprint, nbytes
+from kvcli.store.host_memory import ready
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled, raw
 from kvcli.store.tiers import Tiers
@@ -45,6 +47,7 @@ class HostPagePool:
     ready in the background. A copy of a pool, and one that is told to `share`, refer to pages of another one and have
     only the others themselves.
 
+    Of keys that are rounded one by one `sizes` [Hk, d] are those of their channels, measured as the first are written.
     Reading and writing wait for the memory of the pages concerned. `on_disk` are the blocks of a pool that has files
     instead (`kvcli.store.disk_pool`).
 
@@ -69,6 +72,8 @@ class HostPagePool:
         self.format = BlockFormat.of(tiers.kv_dtype, tensors, page_size, head_dim)
         self.dtype = tiers.dtype if self.format is None else torch.uint8
         self.block_shape = (tensors, page_size, head_dim)
+        sized = self.format is not None and self.format.sized
+        self.sizes = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32) if sized else None
         self.page_shape: tuple[int, ...]
         if self.format is not None:
             assert layout == "hnd"
@@ -91,7 +96,7 @@ class HostPagePool:
         count, num_kv_heads, tensors, size, head_dim = pages.shape
         pool = cls(num_kv_heads, head_dim, size, 0, tiers, tensors=tensors)
         pool.num_pages = pool.written = count
-        pool._allocating = [(0, _there(pages))]
+        pool._allocating = [(0, ready(pages))]
         return pool
 
     @property
@@ -100,18 +105,20 @@ class HostPagePool:
         self._borrow()
         return [piece.result() for _, piece in self._allocating]
 
+    @property
+    def first_part(self) -> int:
+        """How many first pages have to be written together, if more are to come, for sizes to be those of all."""
+        return 0 if self.sizes is None else TOKENS
+
     def share(self, other: HostPagePool, pages: int) -> bool:
         """Refer to the first pages of another pool, `pages` of them at most, instead of holding the same ones again.
 
         How many are shared is settled when this pool is first read or written: those that the other one has by then.
         What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
-        kind, nothing is shared and False returned.
+        kind, or are too few to tell the sizes of keys alike, nothing is shared and False returned.
         """
         kinds = [(type(each), each.layout, each.page_shape, each.dtype, each.format) for each in (self, other)]
-        alike = kinds[0] == kinds[1]
-        if alike and (pages := min(pages, self.num_pages, other.num_pages)):
-            self._allocating, self._lender, self.shared = [], (other, pages), pages
-        return alike and pages > 0
+        return kinds[0] == kinds[1] and pages >= self.first_part and self._refer(other, pages)
 
     def write(self, first: int, *tensors: Tensor) -> int:
         """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d] or more. Returns the bytes moved.
@@ -120,6 +127,8 @@ class HostPagePool:
         """
         stop = first + tensors[0].shape[1]
         self._borrow()
+        if self.sizes is not None and first == self.shared == 0 < stop:
+            self.sizes.copy_(channel_sizes(tensors[0][:, :, 0]))
         self.written = max(self.written, stop)
         own = max(first, self.shared)
         for start, piece in self._between(own, stop):
@@ -151,7 +160,7 @@ class HostPagePool:
             shape = (part.stop - part.start, form.bytes)
             some = self.tiers.gathered(shape, partial(_within, gather, part.start), torch.uint8)
             numbers = self.tiers.on_device(len(some), *self.block_shape)
-            form.dequantise(some, numbers)
+            form.dequantise(some, numbers, self.sizes, None if self.sizes is None else heads[part])
             yield part, numbers
 
     def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
@@ -177,7 +186,8 @@ class HostPagePool:
 
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages apart."""
-        return Footprint(host=(self.num_pages - self.shared) * self.page_bytes, shared=self.shared * self.page_bytes)
+        shared, own = self.shared * self.page_bytes, (self.num_pages - self.shared) * self.page_bytes
+        return Footprint(device=nbytes(self.sizes), host=own, shared=shared)
 
     def settled(self) -> list[Settled]:
         """Pages that were written stay, and so does all memory that they are shared from."""
@@ -195,12 +205,18 @@ class HostPagePool:
         """A copy shares what is written, and has memory of its own for what comes, pinned like this one's."""
         self._borrow()
         other = copy.copy(self)
+        other.sizes = copy.deepcopy(self.sizes, memo)
         if self.written:
-            other.share(self, self.written)
+            other._refer(self, self.written)
             other._borrow()
         else:
             other._allocating = other._allocate(0)
         return other
+
+    def _refer(self, other: HostPagePool, pages: int) -> bool:
+        if pages := min(pages, self.num_pages, other.num_pages):
+            self._allocating, self._lender, self.shared = [], (other, pages), pages
+        return pages > 0
 
     def _gatherer(self, pages: Tensor, heads: Tensor) -> Callable[[Tensor, slice], None]:
         """Make what fills rows of host memory with a part of these blocks."""
@@ -239,8 +255,10 @@ class HostPagePool:
             return
         (other, pages), self._lender = self._lender, None
         self.shared = self.written = min(pages, other.written)
+        if self.shared and self.sizes is not None and other.sizes is not None:
+            self.sizes.copy_(other.sizes)
         for start, piece in other._between(0, self.shared):
-            self._allocating.append((start, _there(piece.result()[: self.shared - start])))
+            self._allocating.append((start, ready(piece.result()[: self.shared - start])))
         self._allocating += self._allocate(self.shared)
 
     def _between(self, first: int, stop: int) -> list[tuple[int, Future[Tensor]]]:
@@ -258,7 +276,7 @@ class HostPagePool:
         for part in slices(len(target), at_once):
             pages = torch.empty_like(target[part], device=tensors[0].device) if on_gpu else target[part]
             if form is not None:
-                form.quantise([tensor[part] for tensor in tensors], pages)
+                form.quantise([x[part] for x in tensors], pages, None if self.sizes is None else self.sizes[:, None])
             else:
                 for blocks, tensor in zip(self._blocks(pages).unbind(2), tensors, strict=False):
                     blocks.copy_(tensor[part])
@@ -280,9 +298,3 @@ class HostPagePool:
 def _within(gather: Callable[[Tensor, slice], None], first: int, blocks: Tensor, part: slice) -> None:
     """Gather part of what begins at `first`."""
     gather(blocks, slice(first + (part.start or 0), first + part.stop))
-
-
-def _there(tensor: Tensor) -> Future[Tensor]:
-    ready: Future[Tensor] = Future()
-    ready.set_result(tensor)
-    return ready

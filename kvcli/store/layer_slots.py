@@ -19,10 +19,10 @@ class LayerSlots(NamedTuple):
 
     `in_place`: the rows are those of all tokens in order. What else the layer has on the device is in `tensors`, by
     name: among them `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory,
-    in which they lie in `pieces`, quantised where there is a `format`. Of the tokens seen, `dropped` are not held, and
-    never more than `most`, nor those before the last multiple of `period` that there was before the newest. A layer
-    chooses once `active_from` tokens are seen, by default when it has outgrown its slots. Pages go to the slots of
-    `into` where these are not those of the layout.
+    in which they lie in `pieces`, quantised where there is a `format`, with `sizes` [Hk, d] of channels where keys need
+    them. Of the tokens seen, `dropped` are not held, and never more than `most`, nor those before the last multiple of
+    `period` that there was before the newest. A layer chooses once `active_from` tokens are seen, by default when it
+    has outgrown its slots. Pages go to the slots of `into` where these are not those of the layout.
     """
 
     kv: Tensor
@@ -37,3 +37,4 @@ class LayerSlots(NamedTuple):
     pieces: list[Tensor] | None = None
     host_layout: HostLayout = "hnd"
     format: BlockFormat | None = None
+    sizes: Tensor | None = None

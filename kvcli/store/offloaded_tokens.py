@@ -57,6 +57,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def waiting(self) -> Sequence[Tensor]:
         return self.kv, *self.index.tensors().values()
 
+    @property
+    @override
+    def first_part(self) -> int:
+        return self.pool.first_part
+
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
         """Write whole groups to the host; they are indexed when all are there, for some indexes look at all."""
@@ -136,7 +141,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
             self.kv[:, :, self.first_rows :] = self.kv[:, :, self.first_rows :].roll(-self.first_rows, 2)
         tensors = {"resident": self.resident.int(), **self.index.tensors()}
         pool = self.pool
-        return LayerSlots(self.kv, budget.slots, tensors, pieces=pool.pieces, format=pool.format)
+        return LayerSlots(self.kv, budget.slots, tensors, pieces=pool.pieces, format=pool.format, sizes=pool.sizes)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:

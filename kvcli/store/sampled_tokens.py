@@ -150,9 +150,11 @@ class SampledTokenCache(TokensOnHost):
 
     def _hash(self, keys: Tensor) -> int:
         """Hash the next keys [Hk, n, d] after those hashed, as they will be read; returns the bytes moved."""
-        form = self.pool.format
+        form, sizes = self.pool.format, self.pool.sizes
         for part in slices(keys.shape[1], PIECE):
-            held = keys[:, part] if form is None else form.rounded(keys[:, part, None])[:, :, 0]
+            held = keys[:, part]
+            if form is not None and sizes is not None:
+                held = form.rounded(held[:, :, None], sizes=sizes[:, None, None])[:, :, 0]
             centred = held.float() - self.centre[:, None]
             codes = hash_codes(centred, self._directions(keys), self.hashing.bits)
             self.codes[:, self.hashed : self.hashed + codes.shape[1]] = codes

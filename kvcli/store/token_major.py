@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.channel_sizes import TOKENS, channel_sizes
 from kvcli.kernels.decode_attention import attend_blocks, attend_blocks_suits, decode_attention
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
@@ -28,6 +29,7 @@ class TokenMajorCache(LayerCache):
 
     on_disk: DiskBlocks | None = None
     recent: RecentTokens | None = None
+    sizes: Tensor | None = None  # [Hk, d] of the channels of quantised keys
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
@@ -41,6 +43,11 @@ class TokenMajorCache(LayerCache):
     @override
     def disk(self) -> DiskBlocks | None:
         return self.on_disk
+
+    @property
+    @override
+    def first_part(self) -> int:
+        return 0 if self.format is None else TOKENS
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
@@ -108,10 +115,11 @@ class TokenMajorCache(LayerCache):
                 blocks = held[0, part].to(like.device, non_blocking=queued).flatten(0, 1)  # [n * Hk, bytes]
                 rows = slice(first + part.start, first + part.stop)
                 if len(kv) == self.format.parts:
-                    self.format.dequantise(blocks, kv[:, rows].movedim(0, 2).view(len(blocks), -1, 1, like.shape[2]))
+                    numbers = kv[:, rows].movedim(0, 2).view(len(blocks), -1, 1, like.shape[2])
+                    self.format.dequantise(blocks, numbers, self.sizes)
                     continue
                 numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])  # keys that are values, too
-                self.format.dequantise(blocks, numbers)
+                self.format.dequantise(blocks, numbers, self.sizes)
                 kv[0, rows] = numbers[:, 0].view(-1, *self.token_shape)
 
     def reads_in_place(self, q: Tensor) -> bool:
@@ -124,8 +132,9 @@ class TokenMajorCache(LayerCache):
         """Attend with q [H, d] to bytes as they are held, and to recent tokens as they were made -> [H, d]."""
         assert self.recent is not None
         assert self.format is not None
+        assert self.sizes is not None
         k, v = self.recent.tokens()
-        return attend_blocks(q, self.kv[0, : self.recent.first], self.format, k, v, softmax)
+        return attend_blocks(q, self.kv[0, : self.recent.first], self.format, self.sizes, k, v, softmax)
 
     def restore_recent(self, kv: Tensor) -> None:
         """Have the recent tokens in kv [t, rows, Hk, d], to which all were read, be as they were made."""
@@ -148,7 +157,7 @@ class TokenMajorCache(LayerCache):
 
     @override
     def footprint(self) -> Footprint:
-        near = Footprint() if self.recent is None else self.recent.footprint()
+        near = Footprint() if self.recent is None else self.recent.footprint() + Footprint(device=nbytes(self.sizes))
         if self.on_disk is not None:
             return self.on_disk.footprint() + near
         held = nbytes(self.kv)
@@ -172,11 +181,14 @@ class TokenMajorCache(LayerCache):
         """Put keys and values [n, Hk, d] into rows `tokens`."""
         if self.format is not None:
             assert self.recent is not None
+            assert self.sizes is not None
             self.recent.put(tokens.start, parts)
+            if tokens.start == 0:
+                self.sizes.copy_(channel_sizes(parts[0].transpose(0, 1)))
             rows = self.kv[0, tokens]
             apart = parts[0].is_cuda or self.on_disk is not None
             blocks = torch.empty_like(rows, device=parts[0].device) if apart else rows
-            self.format.quantise([x[..., None, :] for x in parts], blocks)
+            self.format.quantise([x[..., None, :] for x in parts], blocks, self.sizes[:, None])
             if self.on_disk is not None:
                 self.on_disk.write(tokens.start, blocks.cpu())
             elif blocks is not rows:
@@ -205,6 +217,7 @@ class TokenMajorCache(LayerCache):
         shape, dtype = (self.tiers.parts, capacity, heads, d), self.tiers.dtype
         if self.format is not None:
             self.recent = RecentTokens(capacity, heads, d, self.tiers)
+            self.sizes = self.tiers.on_device(heads, d, dtype=torch.float32)
             shape, dtype = (1, capacity, heads, self.format.bytes), torch.uint8
         kv, disk = torch.empty(shape, dtype=dtype, device="meta"), self.tiers.disk
         if disk is None or nbytes(kv) <= disk.host_bytes:

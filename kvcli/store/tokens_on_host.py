@@ -33,6 +33,11 @@ class TokensOnHost(LayerCache):
         assert isinstance(other, type(self))
         self.pool.share(other.pool, tokens)
 
+    @property
+    @override
+    def first_part(self) -> int:
+        return self.pool.first_part
+
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
         first, self.taken = self.taken, k.shape[1]

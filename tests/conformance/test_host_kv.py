@@ -78,14 +78,14 @@ class Watch:
             self.counted.append((k, v, seen(k, None)))
             return counted_attention(q, k, v, *rest)
 
-        def watched_bytes(q, bytes_, form, k, v, softmax):
+        def watched_bytes(q, bytes_, form, sizes, k, v, softmax):
             numbers = torch.empty(len(bytes_) * len(k), 2, 1, form.d)
-            form.dequantise(bytes_.flatten(0, 1), numbers)
+            form.dequantise(bytes_.flatten(0, 1), numbers, sizes)
             far = numbers.view(len(bytes_), len(k), 2, form.d).permute(2, 1, 0, 3)
             keys, values = (torch.cat(both, 1) for both in zip(far, (k, v), strict=True))
             self.reads.append((keys, values, seen(keys, None)))
             self.in_place += 1
-            return attend_bytes(q, bytes_, form, k, v, softmax)
+            return attend_bytes(q, bytes_, form, sizes, k, v, softmax)
 
         attend_bytes = quantised_rows.attend
         monkeypatch.setattr(quantised_rows, "attend", watched_bytes)

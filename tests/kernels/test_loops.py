@@ -180,14 +180,16 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
     blocks = torch.empty(count, form.bytes, dtype=torch.uint8)
     pages = [3 * noise(count, size, d, seed=part) + 7 for part in range(parts)]
     pages[0][1, 0, 0] = math.nan
-    form.quantise(pages, blocks)
+    sizes = torch.exp2(noise(3, d, seed=9).round()) if form.sized else None
+    heads = torch.tensor([2, 0, 1, 1, 2])
+    form.quantise(pages, blocks, None if sizes is None else sizes[heads, None])
     around = torch.full((parts, count, size + 2, d), -1.0, dtype=dtype)  # parts one behind the other
     assert dequantise_rows.suits(blocks, torch.empty(count, parts, size, d))
     out = around[:, :, 1:-1].transpose(0, 1)
-    form.dequantise(blocks, out)
+    form.dequantise(blocks, out, sizes, heads)
     monkeypatch.setattr(_numba, "numba", None)
     by_torch = torch.empty(count, parts, size, d, dtype=dtype)
-    form.dequantise(blocks, by_torch)
+    form.dequantise(blocks, by_torch, sizes, heads)
     torch.testing.assert_close(out, by_torch, atol=0, rtol=0, equal_nan=True)
     assert (around[:, :, [0, -1]] == -1).all()
 
@@ -285,13 +287,15 @@ def test_what_is_small_is_left_to_torch(monkeypatch):
 def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d, n):
     form = BlockFormat.of(held, 2, 1, d)
     blocks = torch.full((n, heads, form.bytes), 255, dtype=torch.uint8)
-    form.quantise([noise(n, heads, 1, d, seed=i) for i in (1, 2)], blocks)
+    sizes = torch.exp2(noise(heads, d, seed=4).round())
+    form.quantise([noise(n, heads, 1, d, seed=i) for i in (1, 2)], blocks, sizes[:, None])
     numbers = torch.empty(n * heads, 2, 1, d)
     form._dequantise_by_parts(blocks.flatten(0, 1), numbers)
+    numbers[:, 0, 0] *= sizes.repeat(n, 1)
     far = numbers.view(n, heads, 2, d).permute(2, 1, 0, 3)
     near = noise(2, heads, 7, d, seed=3)
     k, v = torch.cat((far, near), 2).double()
     q, softmax = noise(heads, group, d), Softmax(0.3, softcap=2.0)
-    found = quantised_rows.attend(q, blocks, form, *near, softmax)
+    found = quantised_rows.attend(q, blocks, form, sizes, *near, softmax)
     for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)

@@ -34,7 +34,7 @@ def assert_held(cache, k, v, near):
     prefetcher.prefetch(cache)
     for found in (cache.fetch(), prefetcher.fetch(cache)):
         for part, (mine, x) in enumerate(zip(found, (k, v), strict=False)):
-            wanted = cache.format.rounded(x[..., None, :], part)[..., 0, :]
+            wanted = cache.format.rounded(x[..., None, :], part, cache.sizes[:, None, None])[..., 0, :]
             assert not torch.equal(wanted, x)
             wanted[:, near] = x[:, near]
             assert torch.equal(mine, wanted)
@@ -70,6 +70,6 @@ def test_tokens_that_are_taken_back_are_forgotten(back, near):
 def test_they_are_counted_on_the_device():
     held = made().footprint()
     assert held == made(META).footprint()
-    assert held.device == RECENT * HK * D * 2 * 4
+    assert held.device == RECENT * HK * D * 2 * 4 + HK * D * 4  # and the sizes of channels
     assert held == Footprint(device=held.device, host=CAPACITY * HK * made().format.bytes)
-    assert storage_bytes([made().recent.kv]) == held.device
+    assert storage_bytes([made().recent.kv, made().sizes]) == held.device

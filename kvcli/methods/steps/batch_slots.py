@@ -105,5 +105,6 @@ def _host_pages(parts: Sequence[LayerSlots], kv: Tensor) -> HostPages | None:
     pieces = [part.pieces for part in parts if part.pieces is not None]
     if not pieces:
         return None
-    form = parts[0].format
-    return HostPages.of(pieces, parts[0].host_layout, kv.device, None if form is None else (form, kv.dtype))
+    form, sizes = parts[0].format, [part.sizes for part in parts if part.sizes is not None]
+    quantised = None if form is None else (form, kv.dtype)
+    return HostPages.of(pieces, parts[0].host_layout, kv.device, quantised, torch.stack(sizes) if sizes else None)
