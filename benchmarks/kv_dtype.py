@@ -1,11 +1,11 @@
 """Answers of the demo model with KV in host memory as the model computes it, in 8 bits and in 4.
 
-    python benchmarks/kv_dtype.py                    about ten minutes on one core
+    python benchmarks/kv_dtype.py                    about fifteen minutes on one core
     python benchmarks/kv_dtype.py --limit 4          a look
     python benchmarks/kv_dtype.py --tasks vt --limit 100
 
-The same documents for all three, each read once, through `freekv` with a small budget, which recalls what is rounded,
-and `offload`, which attends to all of it. `less` is what a document loses by rounding, paired over the documents: the
+The same documents for all three, each read once, through `freekv` with a small budget, which recalls pages of what is
+rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a document loses by rounding, paired over the documents: the
 mean with its standard error.
 """
 
@@ -23,7 +23,8 @@ from common import add_output, save
 
 TASKS, LENGTH, BUDGET, ENDS = "niah_single,niah_multikey,vt,ppl", "4K", 512, 64
 DTYPES = ("auto", "int8", "int4")
-METHODS = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}, "offload": {}}
+METHODS = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}}
+METHODS |= {f"fier {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS, "offload": True}, "offload": {}}
 
 
 def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
                 name = method.split()[0]
                 profiles.append(Path(folder) / f"{name}-{dtype}.toml")
                 lines = [f'method = "{name}"', f'description = "{dtype}"', "[settings]", f'kv_dtype = "{dtype}"']
-                profiles[-1].write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in settings.items())]))
+                profiles[-1].write_text("\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]))
         kept = Path(folder) / "answers.jsonl"
         command = [sys.executable, "-m", "kvcli", "eval", "--tasks", tasks, "--length", LENGTH, "--limit", str(limit)]
         command += ["--profile", ",".join(map(str, profiles)), "--predictions", str(kept), "--json", "--quiet"]

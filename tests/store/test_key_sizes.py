@@ -11,7 +11,7 @@ from kvcli.store.disk_pool import DiskPagePool, page_pool
 from kvcli.store.disk_tier import DiskTier
 from kvcli.store.tiers import Tiers
 
-HK, D, COUNT = 2, 16, 2 * TOKENS
+HK, D, COUNT = 2, 16, 3 * TOKENS
 HOST = replace(Tiers.for_device(torch.device("cpu"), torch.float32), kv_dtype="int4")
 
 
