@@ -5,8 +5,8 @@
     python benchmarks/kv_dtype.py --tasks vt --limit 100
 
 The same documents for all three, each read once, through `freekv` with a small budget, which recalls pages of what is
-rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a document loses by rounding, paired over the documents: the
-mean with its standard error.
+rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a document loses
+by rounding, paired over the documents: the mean with its standard error.
 """
 
 import argparse
@@ -36,7 +36,9 @@ def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
                 name = method.split()[0]
                 profiles.append(Path(folder) / f"{name}-{dtype}.toml")
                 lines = [f'method = "{name}"', f'description = "{dtype}"', "[settings]", f'kv_dtype = "{dtype}"']
-                profiles[-1].write_text("\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]))
+                profiles[-1].write_text(
+                    "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings.items())])
+                )
         kept = Path(folder) / "answers.jsonl"
         command = [sys.executable, "-m", "kvcli", "eval", "--tasks", tasks, "--length", LENGTH, "--limit", str(limit)]
         command += ["--profile", ",".join(map(str, profiles)), "--predictions", str(kept), "--json", "--quiet"]

@@ -1,5 +1,6 @@
 """Weights that are quantised, on loading or in the files: what is loaded, how large it is, and what is refused."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import torch
 from families import VOCAB, tiny_checkpoint, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcli
 from kvcli.capacity import pipelines
@@ -17,7 +20,7 @@ from kvcli.models import weight_form
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config
-from kvcli.models.quantising import is_plain
+from kvcli.models.quantising import is_plain, quantise, settle
 from kvcli.models.weight_form import form_of, installed
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.linear import cpu_linears
@@ -293,3 +296,22 @@ def test_weights_of_other_forms_are_counted_from_config_json(tmp_path):
     assert whole.weight_bytes - found.weight_bytes == numbers * (16 - 4 - 20 / 32) / 8
     assert found.parts.head == whole.parts.head
     assert found.parts.counts == whole.parts.counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", ON_LOADING)
+def test_a_product_takes_what_is_planned_beside_its_weight(weights, dtype):
+    """What a library makes wide on its way, as torch's profiler sees it; input and output are some rows."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 50}
+    model, form = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype), weight_form.ON_LOADING[weights]
+    quantise(model, form, dtype)
+    settle(model, dtype)
+    up, x = model.model.layers[0].mlp.up_proj, torch.randn(1, 8, 256, dtype=dtype)
+    with torch.inference_mode():
+        up(x)  # the first one takes more
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            up(x)
+    events = [each.nbytes() for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    most = max(itertools.accumulate(events))
+    assert form.beside(1024 * 256, CPU, dtype.itemsize) == pytest.approx(most, rel=0.12)
+    assert weight_form.ON_LOADING["int8"].beside(1024, CUDA, 2) == 0
