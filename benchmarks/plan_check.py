@@ -141,6 +141,7 @@ def _run(
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is not taken for free
     before = _status("VmRSS")
     model = make()
+    idle = _idle(model.module)
     model.module.requires_grad_(False).train(False)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +161,7 @@ def _run(
         prefill = time.perf_counter() - started
         steps = ready.decode(sequences)
         times = _steps(steps, sequences[0])
-        taken = _status("VmHWM") - before - _idle(model.module)
+        taken = _status("VmHWM") - before - idle
         said = between()
         times += _steps(steps, sequences[0])
         lying = sum(sequence.method.footprint().disk for sequence in sequences)

@@ -83,8 +83,7 @@ class Workspace:
             host |= {"KV that waits for the device": sum(present)} if waiting else {}
         per_chunk_token = 4 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
         in_attention = buffers + itemsize * chunk * per_chunk_token
-        wide = _with_wide_weight(geometry, chunk, itemsize, device, buffers)
-        most = max([in_attention, wide, *_with_state(geometry, chunk, length, itemsize, buffers)])
+        most = max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
         terms = {
             "rotary tables": tables,
             "tokens and positions": 2 * torch.int64.itemsize * together,
@@ -92,18 +91,13 @@ class Workspace:
             "KV of a layer": buffers,
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
+        if geometry.form is not None:
+            matrix = geometry.hidden_size * geometry.intermediate_size
+            terms["a weight made wide"] = geometry.form.beside(matrix, device, itemsize)
         if method is not None and method.wants_logits:  # when a layer's tensors are gone
             logits = itemsize * chunk * geometry.vocab_size
             terms["logits of a window"] = max(0, logits - terms["a chunk in a layer"])
         return cls(terms, host, away)
-
-
-def _with_wide_weight(geometry: ModelGeometry, chunk: int, itemsize: int, device: torch.device, buffers: int) -> int:
-    """Bytes within a layer while a quantised matrix of its MLP is wide, between the layer's input and two outputs."""
-    if geometry.form is None:
-        return 0
-    beside = geometry.form.beside(geometry.hidden_size * geometry.intermediate_size, device, itemsize)
-    return buffers + beside + 2 * itemsize * chunk * (geometry.hidden_size + geometry.intermediate_size)
 
 
 def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int, buffers: int) -> Iterator[int]:
