@@ -13,13 +13,14 @@ Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n], x [m, in], W [out, in]; 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels.softmax import Softmax
 
 MOST_ROWS = 8
@@ -67,21 +68,6 @@ def _products(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
 
 
 @compiled
-def _products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
-    heads, group, n = out.shape
-    d = q.shape[2]
-    for piece in prange((n + TOKENS - 1) // TOKENS):
-        for j in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n)):
-            for h in range(heads):
-                key = k[j * token + h * head :][:d]
-                for g in range(group):
-                    query, total = q[h, g], np.float32(0)
-                    for c in range(d):
-                        total += query[c] * key[c]
-                    out[h, g, j] = total
-
-
-@compiled
 def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
     heads, group, n = w.shape
     pieces = parts.shape[1]
@@ -110,29 +96,78 @@ def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
                     parts[h, piece % pieces, g, c] += w[h, g, j] * value[c]
 
 
-@compiled
-def _mixtures_by_token(w: Any, v: Any, head: int, token: int, d: int, parts: Any) -> None:
-    heads, group, n = w.shape
-    for piece in prange(parts.shape[1]):
-        first = piece * TOKENS
-        last = min(first + TOKENS, n)
+@cache
+def _loops(d: int) -> tuple[Any, Any, Any, Any]:
+    """Make the loops over rows of d numbers that lie `head` and `token` numbers apart.
+
+    With a size that is known a query or a sum stays in the processor's registers. The last two are for heads of a token
+    that lie side by side.
+    """
+
+    @compiled
+    def products(q: Any, k: Any, head: int, token: int, out: Any) -> None:
+        heads, group, n = out.shape
+        pieces = (n + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            for j in range(first, min(first + PIECE, n)):
+                at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
+                for g in range(group):
+                    total = np.float32(0)
+                    for c in range(d):
+                        total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * k[at + np.uint64(c)]
+                    out[np.uint64(h), np.uint64(g), np.uint64(j)] = total
+
+    @compiled
+    def mixtures(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
+        heads, group, n = w.shape
+        pieces = parts.shape[1]
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            sums = np.zeros((group, d), np.float32)
+            _mix(w, v, head, token, h, first, min(first + PIECE, n), sums)
+            parts[h, piece % pieces] = sums
+
+    @compiled
+    def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
+        heads, group, n = out.shape
+        for piece in prange((n + TOKENS - 1) // TOKENS):
+            for j in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n)):
+                for h in range(heads):
+                    at = np.uint64(h * head + j * token)
+                    for g in range(group):
+                        total = np.float32(0)
+                        for c in range(d):
+                            total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * k[at + np.uint64(c)]
+                        out[np.uint64(h), np.uint64(g), np.uint64(j)] = total
+
+    @compiled
+    def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
+        heads, group, n = w.shape
+        for piece in prange(parts.shape[1]):
+            sums = np.zeros((heads, group, d), np.float32)
+            for first in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n), ROWS):
+                for h in range(heads):
+                    _mix(w, v, head, token, h, first, min(first + ROWS, n), sums[h])
+            parts[:, piece] = sums
+
+    @inlined
+    def _mix(w: Any, v: Any, head: int, token: int, h: int, first: int, last: int, sums: Any) -> None:
         whole = last - (last - first) % 4
-        parts[:, piece] = 0
         for j in range(first, whole, 4):
-            for h in range(heads):
-                at = j * token + h * head
-                v0, v1, v2, v3 = v[at:][:d], v[at + token :][:d], v[at + 2 * token :][:d], v[at + 3 * token :][:d]
-                for g in range(group):
-                    out, row = parts[h, piece, g], w[h, g]
-                    w0, w1, w2, w3 = row[j], row[j + 1], row[j + 2], row[j + 3]
-                    for c in range(d):
-                        out[c] += w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]
+            a0 = np.uint64(h * head + j * token)
+            a1, a2, a3 = a0 + np.uint64(token), a0 + np.uint64(2 * token), a0 + np.uint64(3 * token)
+            for g in range(len(sums)):
+                w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
+                for c in range(d):
+                    i = np.uint64(c)
+                    sums[np.uint64(g), i] += w0 * v[a0 + i] + w1 * v[a1 + i] + w2 * v[a2 + i] + w3 * v[a3 + i]
         for j in range(whole, last):
-            for h in range(heads):
-                value = v[j * token + h * head :][:d]
-                for g in range(group):
-                    for c in range(d):
-                        parts[h, piece, g, c] += w[h, g, j] * value[c]
+            for g in range(len(sums)):
+                for c in range(d):
+                    sums[g, c] += w[h, g, j] * v[h * head + j * token + c]
+
+    return products, mixtures, products_by_token, mixtures_by_token
 
 
 @compiled
@@ -168,9 +203,9 @@ def suits(rows: Tensor, *matrices: Tensor) -> bool:
 
 def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
     """Score every key, or those in `rows` [Hk, m]: [Hk, G, n or m]."""
-    if rows is None and _by_token(k):
-        out = q.new_empty(*q.shape[:2], k.shape[1])
-        run(_products_by_token, k.numel(), q.contiguous(), flat(k), *k.stride()[:2], out)
+    if rows is None and _is_whole(k):
+        out, by_token = q.new_empty(*q.shape[:2], k.shape[1]), _by_token(k)
+        run(_loops(k.shape[2])[2 * by_token], k.numel(), q.contiguous(), flat(k), *k.stride()[:2], out)
         return out
     at = _begins(k, rows)
     out = q.new_empty(*q.shape[:2], at.shape[1])
@@ -181,9 +216,10 @@ def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
 def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
     """Add values up, all or those in `rows` [Hk, m], by weights [Hk, G, n or m]: [Hk, G, d]."""
     (heads, group, n), d = w.shape, v.shape[2]
-    if rows is None and _by_token(v):
-        parts = w.new_empty(heads, -(-n // TOKENS), group, d)
-        run(_mixtures_by_token, v.numel(), w.contiguous(), flat(v), *v.stride()[:2], d, parts)
+    if rows is None and _is_whole(v):
+        by_token = _by_token(v)
+        parts = w.new_empty(heads, -(-n // (TOKENS if by_token else PIECE)), group, d)
+        run(_loops(d)[2 * by_token + 1], v.numel(), w.contiguous(), flat(v), *v.stride()[:2], parts)
         return parts.sum(1)
     parts = w.new_empty(heads, -(-n // PIECE), group, d)
     run(_mixtures, w[:, 0].numel() * d, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
@@ -218,6 +254,11 @@ def attend(
 def _begins(x: Tensor, rows: Tensor | None) -> Tensor:
     """Where rows of a KV head begin, in its memory: [1, n], the same for all heads, or [Hk, m]."""
     return (torch.arange(x.shape[1])[None] if rows is None else rows) * x.stride(1)
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Tell whether rows are whole registers of sixteen numbers: other sizes are not worth loops of their own."""
+    return x.shape[2] % 16 == 0
 
 
 def _by_token(x: Tensor) -> bool:
