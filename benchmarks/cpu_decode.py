@@ -107,7 +107,8 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
     with engine(model_of(model), [context + sampling.max_tokens]) as ready:
         method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
         for layer, (k, v) in enumerate(kv):
-            method.prefill(layer, k, v, k[:, :0], SOFTMAX)
+            q = torch.randn(CONFIG.num_attention_heads, method.query_rows, k.shape[2]).to(k.dtype)
+            method.prefill(layer, k, v, q, SOFTMAX)
         sampler = (lambda _: 1) if run.steady else None
         sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
         for _ in ready.decode([sequence], pipeline="compiled" if run.compiled else "blocking"):

@@ -177,6 +177,18 @@ class BlockFormat(NamedTuple):
             if numbers is not target:
                 target.copy_(numbers)
 
+    def move(
+        self, blocks: Tensor, picked: Tensor, out: Tensor, places: Tensor, sizes: Tensor | None, heads: Tensor
+    ) -> bool:
+        """Write the numbers of blocks `picked` [m] of [n, bytes] into rows `places` of out [.., parts, p, d] on a CPU.
+
+        Keys have `sizes` as of `dequantise`, by `heads` [m]. Returns False where no loop serves.
+        """
+        if not dequantise_rows.suits(blocks, out):
+            return False
+        dequantise_rows.dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads, (picked, places))
+        return True
+
     @property
     def layouts(self) -> list[PartLayout]:
         """Where the parts of a block lie."""

@@ -18,35 +18,19 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import few_rows
-from kvcli.kernels._numba import compiled, inlined, prange, run, serves
-from kvcli.kernels.dequantise_rows import PartLayout, numbers_of_halves
+from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels.dequantise_rows import PartLayout, numbers_of_halves, read_token
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.softmax import Softmax
 
 PIECE = 512  # tokens that a thread takes at once; their number does not depend on the threads
 
 
-@inlined
-def _read(blocks: Any, halves: Any, row: int, floats: Any, part: Any, mask: Any, its: Any, out: Any, i: int) -> None:
-    """Write the numbers of a block's part into row i of `out`, through `its` [2, columns], scales and zeros."""
-    first, scales, channels, columns, width = part
-    for column in range(columns):
-        its[0, column] = floats[halves[row, scales + column]]
-        its[1, column] = floats[halves[row, scales + columns + column]]
-    r, o = np.uint64(row), np.uint64(i)  # what is below 0 would count from the end, and asking costs a loop its pace
-    for c in range(channels):
-        for column in range(columns):  # inside: alone it would be too short
-            begin = column * channels
-            code = np.int32(blocks[r, np.uint64(first + begin % width + c)]) >> np.int32(4 * (begin // width))
-            number = np.float32(code & np.int32(mask))
-            out[o, np.uint64(begin + c)] = its[1, np.uint64(column)] + its[0, np.uint64(column)] * number
-
-
 @cache
 def _loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
     """Make the loops over rows of d numbers: with sizes that are known a processor takes sixteen numbers at a time."""
-    mask, columns = (1 << bits) - 1, d // part.channels
-    form = (part.codes, part.scales, part.channels, columns, d * bits // 8)
+    mask, form = (1 << bits) - 1, part.of_token(d, bits)
+    columns = form[3]
 
     @compiled
     def products(q: Any, blocks: Any, halves: Any, floats: Any, out: Any) -> None:
@@ -55,7 +39,7 @@ def _loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
             key, its = np.empty((1, d), np.float32), np.empty((2, columns), np.float32)
             for j in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
                 for h in range(heads):
-                    _read(blocks, halves, j * heads + h, floats, form, mask, its, key, 0)
+                    read_token(blocks, halves, j * heads + h, floats, form, mask, its, key, 0)
                     for g in range(group):
                         total = np.float32(0)
                         for c in range(d):
@@ -74,7 +58,7 @@ def _loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
                 values[some:] = 0
                 for h in range(heads):
                     for i in range(some):
-                        _read(blocks, halves, (j + i) * heads + h, floats, form, mask, its, values, i)
+                        read_token(blocks, halves, (j + i) * heads + h, floats, form, mask, its, values, i)
                     for g in range(group):
                         w0 = w[h, g, j]
                         w1 = w[h, g, j + 1] if some > 1 else np.float32(0)

@@ -45,7 +45,10 @@ def suits(blocks: Tensor, *targets: Tensor) -> bool:
     return serves(blocks, *targets) and all(each.is_contiguous() for each in (blocks, *targets))
 
 
-def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> None:
-    """Put blocks [n, w] into k and v [slots, p], which may be the same."""
+def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> bool:
+    """Put blocks [n, w] into k and v [slots, p], which may be the same; False where it does not suit."""
+    if not suits(blocks, k, v):
+        return False
     touched = k.new_empty(-(-len(rows) // PIECE))
     run(_scatter, len(rows) * blocks.shape[1], blocks, rows.contiguous(), k, v, places.contiguous(), touched)
+    return True

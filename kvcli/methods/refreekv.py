@@ -26,6 +26,7 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
+from kvcli.store.footprint import nbytes
 from kvcli.store.pruned import PrunedCache
 from kvcli.telemetry.counters import Count
 
@@ -104,7 +105,13 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.count(layer, Count.BYTES_TO_HOST, cache.load_subset(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Bring the layer to the device if it is not there, and attend to all of it."""
+        """Bring the layer to the device if it is not there, and attend to all of it; to bytes where they lie."""
+        if cache.reads_in_place(q):
+            moved = nbytes(cache.kv[:, : cache.held])
+            self.count(layer, Count.BYTES_TO_DEVICE, moved)
+            self.count(layer, Count.BYTES_EXPOSED, moved)
+            with self.span("attention", layer):
+                return cache.attend_in_place(q, softmax)
         with self.span("recall", layer):
             k, v, moved = cache.fetch()
         self.count(layer, Count.BYTES_TO_DEVICE, moved)

@@ -165,24 +165,18 @@ class HostPagePool:
 
     def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring block (pages[i], heads[i]) for every i to slot slots[i] of its head: kv [t, Hk, slots, p, d]."""
-        rows, parts = heads * kv.shape[2] + slots, kv.flatten(1, 2).flatten(2)  # [t, Hk * slots, p * d]
-        if (blocks := self._blocks_read_by(parts)) is not None:
-            return scatter_rows.scatter_rows(blocks, pages * self.page_shape[0] + heads, parts[0], parts[-1], rows)
-        for some, blocks in self.fetch_parts(pages, heads):
-            for part, held in enumerate(parts):
-                held.index_copy_(0, rows[some], blocks[:, part].flatten(1))
-        return None
+        rows, targets = heads * kv.shape[2] + slots, kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
+        if not self._move_here(pages, heads, targets, rows):
+            for part, blocks in self.fetch_parts(pages, heads):
+                targets[rows[part]] = blocks
 
     def bring_pages(self, pages: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring whole pages [m] to `slots` [m] of kv [slots, Hk, t, p, d]."""
-        heads = torch.arange(kv.shape[1], device=kv.device)
-        numbers, rows = ((each[:, None] * len(heads) + heads).flatten() for each in (pages, slots))
-        parts = kv.flatten(0, 1).flatten(1)  # [slots * Hk, t * p * d]
-        if (blocks := self._blocks_read_by(parts)) is not None:
-            scatter_rows.scatter_rows(blocks, numbers, parts, parts, rows)
-        else:
-            fetched = self.fetch(pages.repeat_interleave(len(heads)), heads.repeat(len(pages)))
-            parts.index_copy_(0, rows, fetched.flatten(1))
+        all_heads = torch.arange(kv.shape[1], device=kv.device)
+        heads, rows = all_heads.repeat(len(pages)), (slots[:, None] * len(all_heads) + all_heads).flatten()
+        pages, targets = pages.repeat_interleave(len(all_heads)), kv.flatten(0, 1)  # [slots * Hk, t, p, d]
+        if not self._move_here(pages, heads, targets, rows):
+            targets[rows] = self.fetch(pages, heads)
 
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages apart."""
@@ -234,13 +228,16 @@ class HostPagePool:
 
         return gather
 
-    def _blocks_read_by(self, targets: Tensor) -> Tensor | None:
-        """All blocks [n * Hk, t * p * d], where a loop on the CPU can put them into `targets`, rows without gaps."""
-        if targets.device.type != "cpu" or self.format is not None or self.on_disk is not None or self.layout != "hnd":
-            return None
-        pieces = self.pieces
-        blocks = pieces[0].flatten(0, 1).flatten(1) if len(pieces) == 1 else None
-        return blocks if blocks is not None and scatter_rows.suits(blocks, targets) else None
+    def _move_here(self, pages: Tensor, heads: Tensor, targets: Tensor, rows: Tensor) -> bool:
+        """Put blocks into `rows` of targets [n, t, p, d] without a copy in between, where a loop on the CPU does so."""
+        if targets.device.type != "cpu" or self.on_disk is not None or self.layout != "hnd" or len(self.pieces) > 1:
+            return False
+        held, numbers = self.pieces[0].flatten(0, 1), pages * self.page_shape[0] + heads
+        if self.format is not None:
+            return self.format.move(held, numbers, targets, rows, self.sizes, heads)
+        whole = targets.is_contiguous()
+        parts = [targets.flatten(1)] if whole else [part.flatten(1) for part in targets.unbind(1)]
+        return scatter_rows.scatter_rows(held.flatten(1), numbers, parts[0], parts[-1], rows)
 
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
         """Ask for pieces from page `first` on, each with its first page."""

@@ -173,6 +173,27 @@ def test_keys_are_turned_into_their_slots_and_nothing_else_is_touched(turn, d):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("parts", "size", "d"), [(2, 4, 40), (1, 8, 64), (2, 1, 80), (2, 1, 36)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_are_picked_become_numbers_in_their_places(bits, parts, size, d, dtype):
+    form, count = BlockFormat(bits, parts, size, d), 70
+    blocks, heads = torch.empty(count, form.bytes, dtype=torch.uint8), torch.arange(200) % 3
+    sizes = torch.exp2(noise(3, d, seed=9).round()) if form.sized else None
+    form.quantise([noise(count, size, d, seed=part) for part in range(parts)], blocks)
+    picked, places = noise(200, seed=3).long() % count, noise(300, seed=4).argsort()[:200]
+    out = torch.full((parts, 300, size, d), -1.0, dtype=dtype).transpose(0, 1)
+    assert form.move(blocks, picked, out, places, sizes, heads)
+    wanted = torch.empty(200, parts, size, d)
+    form._dequantise_by_parts(blocks[picked], wanted)
+    if sizes is not None:
+        wanted[:, 0] *= sizes[heads, None]
+    assert torch.equal(out[places], wanted.to(dtype))
+    others = torch.ones(300, dtype=torch.bool)
+    others[places] = False
+    assert (out[others] == -1).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("parts", "size", "d"), [(2, 64, 40), (1, 8, 64), (2, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, dtype, monkeypatch):
