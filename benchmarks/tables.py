@@ -101,6 +101,14 @@ def main() -> None:
     pairs = dict.fromkeys((row["method"], row["task"]) for row in rows)
     held = [[*pair, *(scores[*pair, dtype] for dtype in ("auto", "int8", "int4"))] for pair in pairs]
     table("Answers with quantised KV (`kv_dtype.json`)", ["method", "task", "fp32", "int8", "int4"], held)
+    steps = [
+        [row["method"], row["dtype"], ratio(row["int8_ratio"]), ratio(row["int4_ratio"])] for row in rows_of("kv_step")
+    ]
+    table(
+        "Step with quantised KV over one with KV as computed, 16,384 tokens (`kv_step.json`)",
+        ["method", "model", "int8", "int4"],
+        steps,
+    )
     rows = rows_of("gpu_predictions")
     methods = {row["method"]: [each for each in rows if each["method"] == row["method"]] for row in rows}
     predicted = [

@@ -166,6 +166,8 @@ class TokenMajorCache(LayerCache):
     @override
     def traffic(self, length: int) -> Traffic:
         heads, d = self.token_shape
+        if self.format is not None and self.tiers.one_memory and self.on_disk is None:  # see `reads_in_place`
+            return Traffic(length * nbytes(self.kv[:, :1]))
         attended = length * self.tiers.parts * heads * d * self.tiers.dtype.itemsize
         return Traffic(attended, recalled=0 if self.in_place else length * nbytes(self.kv[:, :1]))
 
