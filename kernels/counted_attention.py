@@ -18,15 +18,17 @@ from kvcli.kernels.softmax import Softmax
 
 
 def counted_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_counts: Tensor | float, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, log_counts: Tensor | float, softmax: Softmax, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to keys by their counts; a query head that none counts for gets zeros and lse -inf."""
+    """Attend to keys, or to those in `rows` [Hk, m], by their counts; zeros and lse -inf where none counts."""
     by_loops = few_rows.suits(q, k, v)
-    products = softmax.scores(few_rows.products(q, k)) if by_loops else attention_scores(q, k, softmax)
+    if rows is not None and not by_loops:
+        k, v = (x.take_along_dim(rows[..., None], 1) for x in (k, v))
+    products = softmax.scores(few_rows.products(q, k, rows)) if by_loops else attention_scores(q, k, softmax)
     scores = products + log_counts  # [Hk, G, n]
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
-    return few_rows.mixtures(weights, v) if by_loops else weights @ v.to(weights.dtype), lse
+    return few_rows.mixtures(weights, v, rows) if by_loops else weights @ v.to(weights.dtype), lse
 
 
 def attend_beside(

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import cluster_rows
+from kvcli.kernels.block_attention import merge_blocks
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
-from kvcli.store.pages import numbered, take
+from kvcli.store.pages import numbered
 from kvcli.store.tokens import TokenBudget
 from kvcli.store.tokens_on_host import TokensOnHost
 from kvcli.store.wave_index import Clustering, WaveIndex, Zones
@@ -95,9 +97,21 @@ class ClusteredTokenCache(TokensOnHost):
         Returns how many each KV head asked for, how many of them were missing, and the bytes moved.
         """
         self.step += 1
+        if cluster_rows.suits_marks(retrieved):
+            self.chosen, counts = cluster_rows.listed(retrieved, self.budget.sink)
+            held = self.resident, self.used
+            self.slots, missing = cluster_rows.resolve(self.chosen, self.length, self.step, *held)
+            heads, tokens, slots = missing.nonzero()[:, 0], self.chosen[missing], self.slots[missing]
+        else:
+            counts = retrieved.sum(1)
+            missing, heads, tokens, slots = self._resolve(retrieved, int(counts.max()))
+        self.pool.bring(tokens, heads, self.kv[:, :, :, None], slots)
+        return counts.tolist(), missing.sum(1).tolist(), len(tokens) * self.pool.block_bytes
+
+    def _resolve(self, retrieved: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Give every token its slot: which are missing, bool [Hk, m], and of these heads, tokens and slots."""
         heads, tokens, place = numbered(retrieved)
-        counts = retrieved.sum(1)
-        chosen = self.choose(heads, tokens + self.budget.sink, place, int(counts.max()))
+        chosen = self.choose(heads, tokens + self.budget.sink, place, most)
         held = self.resident.new_full((len(retrieved), self.length + 1), EMPTY)  # the slot of token t in column t + 1
         held.scatter_(
             1, self.resident + 1, torch.arange(self.resident.shape[1], device=held.device).expand_as(self.used)
@@ -110,24 +124,21 @@ class ClusteredTokenCache(TokensOnHost):
         heads, _, place = numbered(missing)
         slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], chosen[missing]
         self.resident[heads, slots], self.used[heads, slots], self.slots[missing] = tokens, self.step, slots
-        self.pool.bring(tokens, heads, self.kv[:, :, :, None], slots)
-        return counts.tolist(), missing.sum(1).tolist(), len(tokens) * self.pool.block_bytes
+        return missing, heads, tokens, slots
 
     def attend_zones(self, q: Tensor, zones: Zones, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to the steady zone and what was recalled, and estimate what `zones` says -> [H, d]."""
         assert self.chosen is not None
         assert self.slots is not None
-        steady = self.near.rows_of(self.steady)
-        k, v = (
-            torch.cat((near[:, steady], take(cached, self.slots.clamp_min(0))), 1)
-            for near, cached in ((self.near.k, self.k), (self.near.v, self.v))
-        )
-        always = torch.ones(len(k), len(steady), dtype=torch.bool, device=k.device)
-        valid = torch.cat((always, self.chosen != EMPTY), 1)
-        heads, known = q.view(len(k), -1, q.shape[-1]), slice(self.index.clusters)
+        heads, known = q.view(len(self.k), -1, q.shape[-1]), slice(self.index.clusters)
         centroids, values = self.index.centroids[:, known], self.index.values[:, known]
         estimate = counted_attention(heads, centroids, values, zones.log_counts[:, None], softmax)
-        return attend_beside(q, k, v, estimate, softmax, valid)
+        once = torch.zeros(self.chosen.shape, device=q.device).masked_fill_(self.chosen == EMPTY, float("-inf"))
+        rows = self.slots.clamp_min(0)
+        recalled = counted_attention(heads, self.k, self.v, once[:, None], softmax, rows)
+        steady = self.near.rows_of(self.steady)
+        k, v = self.near.k[:, steady], self.near.v[:, steady]
+        return attend_beside(q, k, v, merge_blocks(recalled, estimate), softmax)
 
     @override
     def attended(self) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcli.kernels import cluster_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.spherical_kmeans import cluster_sums, spherical_kmeans
 from kvcli.kernels.token_scores import token_scores
@@ -76,13 +77,16 @@ class WaveIndex:
         sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters]
         scores = softmax.scores(token_scores(q.flatten(0, 1), centroids, 1.0))  # [Hk, G, C]
         weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
+        if cluster_rows.suits(cluster := self.cluster[:, : self.tokens]):
+            read, counted = cluster_rows.divide(weights, sizes, room, round(estimated * self.clusters))
+            return Zones(cluster_rows.marked(cluster, read), sizes.float().log().masked_fill_(~counted, float("-inf")))
         order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
         fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
         place, first = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
         follows = (place >= first) & (place < first + round(estimated * self.clusters))
         retrieved, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
         log_counts = sizes.float().log().masked_fill(~counted, float("-inf"))
-        return Zones(retrieved.gather(1, self.cluster[:, : self.tokens].long()), log_counts)
+        return Zones(retrieved.gather(1, cluster.long()), log_counts)
 
     def settled(self) -> list[Settled]:
         """Clusters do not change."""

@@ -15,7 +15,7 @@ from kvcli.kernels import _numba, few_rows, quantised_rows
 from kvcli.kernels.far_near_attention import FarTokens
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
-from kvcli.store import blocks, recent_tokens, sampled_tokens
+from kvcli.store import blocks, clustered_tokens, recent_tokens, sampled_tokens
 
 STEPS = 16
 RECENT = 8
@@ -87,10 +87,17 @@ class Watch:
             self.in_place += 1
             return attend_bytes(q, bytes_, form, sizes, k, v, softmax)
 
+        def watched_recall(q, k, v, counts, softmax, rows=None):
+            if rows is not None:
+                heads = torch.arange(len(k))[:, None]
+                self.reads.append((k[heads, rows], v[heads, rows], counts[:, 0] == 0))
+            return counted_attention(q, k, v, counts, softmax, rows)
+
         attend_bytes = quantised_rows.attend
         monkeypatch.setattr(quantised_rows, "attend", watched_bytes)
         few_attend, counted_attention = few_rows.attend, sampled_tokens.counted_attention
         monkeypatch.setattr(sampled_tokens, "counted_attention", watched_counts)
+        monkeypatch.setattr(clustered_tokens, "counted_attention", watched_recall)
         one_query = blocks.one_query
         monkeypatch.setattr(blocks, "one_query", watched_query)
         monkeypatch.setattr(few_rows, "attend", watched_rows)

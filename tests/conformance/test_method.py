@@ -20,7 +20,7 @@ from kvcli.methods.base import Method
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
-from kvcli.store import blocks
+from kvcli.store import blocks, clustered_tokens
 from kvcli.store.restoring import Restoring
 from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
@@ -107,8 +107,14 @@ def on_block_attention(monkeypatch, note):
             note(torch.ones(len(k), (each.k if each.rows is None else each.rows).shape[1], dtype=torch.bool))
         return one_query(q, k, v, far, softmax)
 
-    one_query = blocks.one_query
+    def watched_recall(q, k, v, counts, softmax, rows=None):
+        if rows is not None:  # keys that count once or not at all
+            note(counts[:, 0] == 0)
+        return counted_attention(q, k, v, counts, softmax, rows)
+
+    one_query, counted_attention = blocks.one_query, clustered_tokens.counted_attention
     monkeypatch.setattr(blocks, "one_query", watched_query)
+    monkeypatch.setattr(clustered_tokens, "counted_attention", watched_recall)
     monkeypatch.setattr(few_rows, "attend", watched_rows)
     for module in list(sys.modules.values()):
         if getattr(module, "block_attention", None) is block_attention:

@@ -8,6 +8,7 @@ import torch
 
 from kvcli.kernels import (
     _numba,
+    cluster_rows,
     collision_rows,
     dequantise_rows,
     few_rows,
@@ -320,3 +321,46 @@ def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d,
     found = quantised_rows.attend(q, blocks, form, sizes, *near, softmax)
     for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "clusters", "room", "follow"), [(1, 1, 0, 0), (3, 700, 250, 90), (2, 40, 10**6, 7)])
+def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, room, follow):
+    weights = noise(heads, clusters).abs().softmax(-1)
+    weights[:, clusters // 2 :] = weights[:, : clusters - clusters // 2]  # ties
+    sizes = (3 * noise(heads, clusters, seed=1)).int().abs()
+    found = cluster_rows.divide(weights, sizes, room, follow)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    fits = sizes.gather(1, order).cumsum(1) <= room
+    place, first = torch.arange(clusters), fits.sum(1, keepdim=True)
+    follows = (place >= first) & (place < first + follow)
+    for one, ranked in zip(found, (fits, follows), strict=True):
+        assert torch.equal(one, torch.zeros_like(fits).scatter(1, order, ranked))
+    cluster = (noise(heads, 900, seed=2).abs() * 1000).int() % clusters
+    marks = cluster_rows.marked(cluster, found[0])
+    assert torch.equal(marks, found[0].gather(1, cluster.long()))
+    tokens, counts = cluster_rows.listed(marks, 5)
+    assert counts.tolist() == marks.sum(1).tolist()
+    for own, count, row in zip(tokens, counts, marks, strict=True):
+        assert own[:count].tolist() == (5 + row.nonzero()[:, 0]).tolist()
+        assert (own[count:] == -1).all()
+
+
+def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
+    """Step after step against a dict in the order of use, of equals the lower slot."""
+    heads, slots, length = 2, 6, 40
+    resident, used = torch.full((heads, slots), -1), torch.zeros(heads, slots, dtype=torch.int64)
+    known = [dict.fromkeys(range(slots), (0, None)) for _ in range(heads)]  # slot -> step, token
+    for step in range(1, 30):
+        rows = [noise(length, seed=97 * step + head).argsort()[: 1 + (step + head) % 5] for head in range(heads)]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        found, missing = cluster_rows.resolve(tokens, length, step, resident, used)
+        for head, row in enumerate(rows):
+            own = known[head]
+            held = {token: slot for slot, (_, token) in own.items()}
+            own |= {held[token]: (step, token) for token in row.tolist() if token in held}
+            free = iter(sorted(own, key=lambda slot: (own[slot][0], slot)))
+            gone = [token for token in row.tolist() if token not in held]
+            own |= {slot: (step, token) for slot, token in [(next(free), token) for token in gone]}
+            assert [own[slot] for slot in found[head, : len(row)].tolist()] == [(step, t) for t in row.tolist()]
+            assert tokens[head][missing[head]].tolist() == gone
+            assert (found[head, len(row) :] == -1).all()
