@@ -118,7 +118,8 @@ def run(shape: str, method: str, context: int, batch: int, fill: bool, folder: s
     little = shortened(config_of(shape if shape in KINDS else "small"), 4, DTYPE.itemsize)
     little.vocab_size = 1000
     form = ON_LOADING.get(shape)  # of which the libraries, too, are used once
-    _run(lambda: model_of(random_model(little, DTYPE, CPU, form)), method, 3000, 1, fill, dict)
+    # So many tokens that loops for long contexts are loaded, too.
+    _run(lambda: model_of(random_model(little, DTYPE, CPU, form)), method, 10_000, 1, fill, dict)
 
     def made() -> Model:
         if folder is not None:

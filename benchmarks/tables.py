@@ -54,10 +54,10 @@ def main() -> None:
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
         + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
-        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds")]
+        for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds"), *rows_of("plan_check_rungs")]
     ]
     table(
-        "Plan over reality (`plan_check.json`, `plan_check_kinds.json`, `plan_check_disk.json`)",
+        "Plan over reality (`plan_check.json`, `plan_check_kinds.json`, `plan_check_rungs.json`)",
         ["run", "memory", "step"],
         plan,
     )

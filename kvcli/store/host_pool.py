@@ -168,7 +168,7 @@ class HostPagePool:
         rows, targets = heads * kv.shape[2] + slots, kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
         if not self._move_here(pages, heads, targets, rows):
             for part, blocks in self.fetch_parts(pages, heads):
-                targets[rows[part]] = blocks
+                targets.index_copy_(0, rows[part], blocks)
 
     def bring_pages(self, pages: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring whole pages [m] to `slots` [m] of kv [slots, Hk, t, p, d]."""
