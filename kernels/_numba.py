@@ -47,9 +47,13 @@ def compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(**kind)(function)
 
 
-def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Tell whether loops take these: of a `dtype`, on a CPU, the last dimension without gaps, not all of them small."""
-    if numba is None or torch.compiler.is_compiling() or not any(x.numel() >= LEAST for x in tensors):
+def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32, numbers: int = 0) -> bool:
+    """Tell whether loops take these: of a `dtype`, on a CPU, the last dimension without gaps, not all of them small.
+
+    `numbers`: how many a loop looks at, where they are more than those of the tensors.
+    """
+    most = max(numbers, *(x.numel() for x in tensors))
+    if numba is None or torch.compiler.is_compiling() or most < LEAST:
         return False
     return all(
         type(x) is Tensor  # no parameter whose gradient is wanted, and nothing without numbers

@@ -1,7 +1,8 @@
 """Votes and four-bit products of keys on a CPU: what `kvcli.kernels.collisions` adds up, in loops over the bytes.
 
     population    signs [Hk, n, B] uint8 -> [Hk, B, 256] int64
-    votes         signs, worth [Hk, B, 256] int32 -> [Hk, n] int32
+    worth         products of the centroids [Hk, B, 256] fp32, their population, tiers' ends [t] -> [Hk, B, 256] int32
+    votes         signs, worth -> [Hk, n] int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     products      codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
 
@@ -33,6 +34,19 @@ def _population(signs: Any, head: int, n: int, out: Any) -> None:
             own = signs[h * head + j * blocks :][:blocks]
             for b in range(blocks):
                 out[h, b, own[b]] += 1
+
+
+@compiled
+def _worth(products: Any, counts: Any, ends: Any, out: Any) -> None:
+    heads, blocks = out.shape[:2]
+    for row in prange(heads * blocks):
+        h, b = row // blocks, row % blocks
+        before, tiers = 0, len(ends)
+        for pattern in np.argsort(-products[h, b], kind="mergesort"):  # which leaves equal ones in order
+            while tiers and before >= ends[len(ends) - tiers]:
+                tiers -= 1
+            out[h, b, pattern] = tiers
+            before += counts[h, b, pattern]
 
 
 @compiled
@@ -120,6 +134,13 @@ def population(signs: Tensor) -> Tensor:
     """Count how often each pattern occurs in a block."""
     (heads, n, blocks), out = signs.shape, torch.zeros(len(signs), signs.shape[2], 256, dtype=torch.int64)
     run(_population, heads * n * blocks, flat(signs), signs.stride(0), n, out)
+    return out
+
+
+def worth(products: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
+    """Rank the centroids of each block: how many of the tiers' `ends`, ascending, keys ranked before do not reach."""
+    out = torch.empty(products.shape, dtype=torch.int32)
+    run(_worth, 8 * products.numel(), products.contiguous(), counts, np.array(ends), out)
     return out
 
 

@@ -92,16 +92,24 @@ def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = No
     `counts` are the population of the signs, where it is known.
     """
     blocks, n = q.unflatten(-1, (-1, BLOCK)), signs.shape[1]  # type: ignore[no-untyped-call]
-    patterns = torch.arange(1 << BLOCK, device=q.device)
-    centroids = (patterns[:, None] >> torch.arange(BLOCK, device=q.device) & 1) * 2.0 - 1  # [2^m, m]
-    order = (blocks @ centroids.T).argsort(dim=-1, descending=True, stable=True)  # [Hk, B, 2^m]
-    ranked = (population(signs) if counts is None else counts).gather(2, order)
-    before = ranked.cumsum(2) - ranked
-    tiers = sum((before < math.ceil(n * part * reach)).int() for reach, _ in TIERS)  # 6 in the first tier
-    worth = torch.zeros_like(order, dtype=torch.int32).scatter(2, order, tiers)
+    products = blocks @ sign_patterns(q.device).T  # [Hk, B, 2^m]
+    counts = population(signs) if counts is None else counts
+    ends = [math.ceil(n * part * reach) for reach, _ in TIERS]
     if collision_rows.suits(signs):
-        return collision_rows.votes(signs, worth)
+        return collision_rows.votes(signs, collision_rows.worth(products, counts, ends))
+    order = products.argsort(dim=-1, descending=True, stable=True)
+    ranked = counts.gather(2, order)
+    before = ranked.cumsum(2) - ranked
+    tiers = sum((before < end).int() for end in ends)  # 6 in the first tier
+    worth = torch.zeros_like(order, dtype=torch.int32).scatter(2, order, tiers)
     return worth.gather(2, signs.mT.long()).sum(1, dtype=torch.int32)
+
+
+@lru_cache(maxsize=8)
+def sign_patterns(device: torch.device) -> Tensor:
+    """The centroids of a block: the signs that every byte stands for, [2^m, m]."""
+    patterns = torch.arange(1 << BLOCK, device=device)
+    return (patterns[:, None] >> torch.arange(BLOCK, device=device) & 1) * 2.0 - 1
 
 
 def most_votes(votes: Tensor, count: int) -> Tensor:

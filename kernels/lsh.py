@@ -77,8 +77,8 @@ def _in_a_row(tokens: Any, own: Any, counts: Any, all_tokens: Any, all_own: Any)
 
 
 @compiled
-def _log_counts(q: Any, k: Any, centre: Any, own: Any, bits: int, tables: int, least: float, out: Any) -> None:
-    heads, group, m = own.shape
+def _cosines(q: Any, k: Any, centre: Any, out: Any) -> None:
+    heads, group, m = out.shape
     d = q.shape[2]
     pieces = (m + CHOSEN - 1) // CHOSEN
     for piece in prange(heads * pieces):
@@ -87,17 +87,12 @@ def _log_counts(q: Any, k: Any, centre: Any, own: Any, bits: int, tables: int, l
             square = np.float32(0)
             for c in range(d):
                 square += (k[h, i, c] - centre[h, c]) * (k[h, i, c] - centre[h, c])
+            length = max(np.sqrt(square), np.float32(1e-12))
             for g in range(group):
-                out[h, g, i] = -np.inf
-                if own[h, g, i]:
-                    product = np.float32(0)
-                    for c in range(d):
-                        product += q[h, g, c] * (k[h, i, c] - centre[h, c])
-                    cosine = float(product / max(np.sqrt(square), np.float32(1e-12)))
-                    cosine = 1.0 if cosine > 1 else -1.0 if cosine < -1 else cosine  # what is no number stays none
-                    same = (1 - math.acos(cosine) / math.pi) ** bits
-                    chance = -math.expm1((tables - 1) * math.log1p(-same) + math.log1p((tables - 1) * same))
-                    out[h, g, i] = -math.log(least if chance < least else chance)
+                product = np.float32(0)
+                for c in range(d):
+                    product += q[h, g, c] * (k[h, i, c] - centre[h, c])
+                out[h, g, i] = product / length
 
 
 def colliding(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,10 +126,10 @@ def log_counts(q: Tensor, k: Tensor, centre: Tensor, own: Tensor, bits: int, tab
     """
     units = F.normalize(q.float(), dim=-1)
     if serves(k, units, centre):
-        out = torch.empty(own.shape)
-        run(_log_counts, k.numel(), units, k, centre, own, bits, tables, least, out)
-        return out
-    cosine = units @ F.normalize(k.float() - centre[:, None], dim=-1).mT
+        cosine = torch.empty(own.shape)
+        run(_cosines, k.numel(), units, k, centre, cosine)
+    else:
+        cosine = units @ F.normalize(k.float() - centre[:, None], dim=-1).mT
     chance = sampling_chance(cosine, bits, tables).clamp_min(least)
     return (-chance.log()).float().masked_fill(~own, float("-inf"))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import resolve_rows
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
@@ -178,6 +179,8 @@ def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> tuple[Mis
     slot. A selection has no duplicates. Returns also the slots whose token left the selection, bool [Hk, S]: every
     head has at least as many of them as it misses tokens, and the first ones take these tokens.
     """
+    if resolve_rows.suits(resident, selected, length):
+        return resolve_rows.resolve(resident, selected, length)
     leaving = ~_members(selected, length).gather(1, resident + 1)
     missing = ~_members(resident, length).gather(1, selected + 1)
     wanted = leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcli.kernels import _numba, resolve_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Tiers
 from kvcli.store.offloaded_tokens import OffloadedTokenCache, resolve_tokens
@@ -101,13 +102,16 @@ def test_footprint_counts_what_is_allocated_even_on_meta(kind):
         assert real.host == CAPACITY * token
 
 
+@pytest.mark.parametrize("by_loops", [False, True])
 @pytest.mark.parametrize("wanted", [1, 4, 6])
-def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted):
+def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted, by_loops, monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", 0 if by_loops else 1 << 15)
     generator = torch.Generator().manual_seed(wanted)
     for _ in range(50):
         resident = torch.stack([torch.randperm(13, generator=generator)[:6] for _ in range(HK)])
         selected = torch.stack([torch.randperm(13, generator=generator)[:wanted] for _ in range(HK)])
         resident[0, :2] = -1
+        assert resolve_rows.suits(resident, selected, 13) == by_loops
         misses, leaving = resolve_tokens(resident, selected, 13)
         after = resident.clone()
         after[leaving] = -1
