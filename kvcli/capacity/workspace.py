@@ -81,8 +81,10 @@ class Workspace:
             beside = max(size + (buffers if any(needs[: at + 1]) else 0) for at, size in enumerate(present))
             away = waiting + buffers - beside
             host |= {"KV that waits for the device": sum(present)} if waiting else {}
-        per_chunk_token = 4 * geometry.intermediate_size + 4 * layer.num_heads * layer.head_dim
-        in_attention = buffers + itemsize * chunk * per_chunk_token
+        narrow, wide = (itemsize * chunk * size for size in (geometry.hidden_size, geometry.intermediate_size))
+        attention = 4 * itemsize * chunk * layer.num_heads * layer.head_dim + 2 * narrow
+        mlp = 3 * (wide + narrow)  # gate, up and their product; the residual, and what goes in and comes out
+        in_attention = buffers + max(attention, mlp)
         most = max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
         terms = {
             "rotary tables": tables,
@@ -93,7 +95,8 @@ class Workspace:
         }
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
-            terms["a weight made wide"] = geometry.form.beside(matrix, device, itemsize)
+            product = 2 * (wide + narrow) + geometry.form.beside(matrix, device, itemsize)
+            terms["a weight made wide"] = max(0, product - max(attention, mlp))
         if method is not None and method.wants_logits:  # when a layer's tensors are gone
             logits = itemsize * chunk * geometry.vocab_size
             terms["logits of a window"] = max(0, logits - terms["a chunk in a layer"])

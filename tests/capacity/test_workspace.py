@@ -68,7 +68,7 @@ def test_a_prefill_takes_what_is_planned_and_waits_for_nothing(name, monkeypatch
         assert run.after == pytest.approx(at_the_end(need), abs=1 << 19)
         # Of the intermediates of a layer a part is gone when the next ones come.
         chunk = need.prefill.device["a chunk in a layer"]
-        assert promised - 0.4 * chunk <= run.peak <= promised
+        assert promised - 0.15 * chunk <= run.peak <= promised
     # A token takes as much as is planned for it, so that this holds at any length.
     grown = in_prefill(said[1]) - in_prefill(said[0])
     assert taken[1].peak - taken[0].peak == pytest.approx(grown, rel=0.001)
@@ -92,7 +92,7 @@ def test_a_prefill_of_a_million_tokens_takes_6_gib_beside_the_weights(name):
         "tokens and positions": 16 * MILLION,
         "hidden states": 4 * CHUNK * 4096 * 2,
         "KV of a layer": 2 * 8 * 128 * 2 * MILLION,
-        "a chunk in a layer": CHUNK * (4 * 14336 + 4 * 4096 + 2 * 128) * 2,
+        "a chunk in a layer": CHUNK * (3 * 14336 + 3 * 4096 + 2 * 128) * 2,
     }
     present = need.kv.device - need.prefill.away  # of one layer, or nothing
     assert present == pytest.approx(0 if name == "offload" else need.kv.device / 32, rel=0.001)  # and page tables
