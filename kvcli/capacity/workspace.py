@@ -95,7 +95,7 @@ class Workspace:
         }
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
-            product = 2 * (wide + narrow) + geometry.form.beside(matrix, device, itemsize)
+            product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)
             terms["a weight made wide"] = max(0, product - max(attention, mlp))
         if method is not None and method.wants_logits:  # when a layer's tensors are gone
             logits = itemsize * chunk * geometry.vocab_size

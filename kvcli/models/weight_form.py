@@ -38,8 +38,12 @@ LATENT_UP = "kv_b_proj"
 WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are with pip install 'kvcli[kernels]'"
 """What to do about weights that are made wide."""
 
-_WIDE = {"int4": (2, 4), "int8": (10, 4), "fp8": (10, 8)}
-"""Bytes that a weight takes within a product in 16 and in 32 bits, counted on a CPU; a GPU multiplies int8 as it is."""
+_WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
+"""Bytes that a weight takes within a product in 16 and in 32 bits, counted on a CPU; a GPU multiplies int8 as it is, and
+so do some CPUs, or int4."""
+
+_SCALED = {"int8": (14, 12)}
+"""Bytes that a number of a product takes there beside itself when whole numbers are scaled, the weight being gone."""
 
 _FP8_COMPUTE = (8, 9)  # the least compute capability with products of FP8
 
@@ -87,12 +91,13 @@ class WeightForm:
         rows, row = shape.numel() // shape[-1], shape[-1]
         return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
 
-    def beside(self, weights: int, device: torch.device, itemsize: int) -> int:
-        """Bytes that a product of several rows takes while a matrix of so many weights is wide; by `ON_LOADING`."""
+    def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
+        """Bytes that a product of so many `numbers` takes with a matrix of so many weights; by `ON_LOADING`."""
         name = self.like or self.name
         if self.widened or name not in _WIDE or (name == "int8" and device.type == "cuda"):
             return 0
-        return weights * _WIDE[name][itemsize == 4]
+        scaled = _SCALED.get(name, (0, 0))
+        return max(weights * _WIDE[name][itemsize == 4], numbers * scaled[itemsize == 4])
 
     def held(self, model: PreTrainedModel) -> dict[str, int]:
         """Bytes of those weights of a model, on the meta device, that are quantised, by the parameters' names."""
