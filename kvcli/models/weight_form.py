@@ -39,8 +39,8 @@ WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are 
 """What to do about weights that are made wide."""
 
 _WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
-"""Bytes that a weight takes within a product in 16 and in 32 bits, on a CPU that multiplies none as it is; a GPU does so
-with int8."""
+"""Bytes that a weight takes within a product in 16 and in 32 bits, on a CPU that multiplies none as it is (GPUs do
+int8)."""
 
 _SCALED = {"int8": (14, 12)}
 """Bytes that a number of a product takes there beside itself when whole numbers are scaled, the weight being gone."""
