@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
 
     chosen = STUDIES if args.study == "all" else {args.study: (STUDIES | COMPARISONS)[args.study]}
-    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    settings = {name: _as_named(value) for name, value in vars(args).items() if name != "output"}
     results: dict[str, Any] = {}
     with subject.opened(args) as opened:
         for name, study in chosen.items():
@@ -70,6 +70,13 @@ def main() -> None:
             print(f"  {time.perf_counter() - started:.0f} s")
             if args.output:
                 save(args.output, {"model": opened.model.name, "arguments": settings, **results})
+
+
+def _as_named(setting: Any) -> Any:
+    """Name files without the folders of the machine that they lay on, but for the one that they were in."""
+    if isinstance(setting, list):
+        return [_as_named(each) for each in setting]
+    return str(Path(*Path(setting).parts[-2:])) if isinstance(setting, str) and Path(setting).is_absolute() else setting
 
 
 if __name__ == "__main__":
