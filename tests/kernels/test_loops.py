@@ -364,3 +364,10 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
             assert [own[slot] for slot in found[head, : len(row)].tolist()] == [(step, t) for t in row.tolist()]
             assert tokens[head][missing[head]].tolist() == gone
             assert (found[head, len(row) :] == -1).all()
+
+
+def test_loops_of_a_head_size_are_found_again_on_the_disk():
+    """A loop that refers to another one would be compiled anew by every process."""
+    for loop in few_rows._loops(64):
+        held = [cell.cell_contents for cell in loop.py_func.__closure__ or ()]
+        assert all(isinstance(each, int) for each in held)
