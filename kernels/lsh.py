@@ -53,9 +53,9 @@ def _colliding(q: Any, k: Any, head: int, tokens: Any, own: Any, counts: Any) ->
         for j in range(first, min(first + PIECE, n)):
             codes, some = k[h * head + j * tables :][:tables], False
             for g in range(group):
-                query, shared = q[h, g], 0
+                query, shared = q[h, g], np.int32(0)
                 for table in range(tables):
-                    shared += query[table] == codes[table]
+                    shared = np.int32(shared + (query[table] == codes[table]))  # 64 bits would halve its lanes
                 own[h, at, g] = shared >= 2
                 some |= shared >= 2
             tokens[h, at] = j
