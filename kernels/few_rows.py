@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels.softmax import Softmax
 
 MOST_ROWS = 8
@@ -96,12 +96,30 @@ def _mixtures(w: Any, v: Any, head: int, at: Any, d: int, parts: Any) -> None:
                     parts[h, piece % pieces, g, c] += w[h, g, j] * value[c]
 
 
+@inlined
+def _mix(w: Any, v: Any, head: int, token: int, h: int, first: int, last: int, d: int, sums: Any) -> None:
+    whole = last - (last - first) % 4
+    for j in range(first, whole, 4):
+        a0 = np.uint64(h * head + j * token)
+        a1, a2, a3 = a0 + np.uint64(token), a0 + np.uint64(2 * token), a0 + np.uint64(3 * token)
+        for g in range(len(sums)):
+            w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
+            for c in range(d):
+                i = np.uint64(c)
+                sums[np.uint64(g), i] += w0 * v[a0 + i] + w1 * v[a1 + i] + w2 * v[a2 + i] + w3 * v[a3 + i]
+    for j in range(whole, last):
+        for g in range(len(sums)):
+            for c in range(d):
+                sums[g, c] += w[h, g, j] * v[h * head + j * token + c]
+
+
 @cache
-def _loops(d: int) -> tuple[Any, Any, Any]:
+def _loops(d: int) -> tuple[Any, Any, Any, Any]:
     """Make the loops over rows of d numbers that lie `head` and `token` numbers apart.
 
-    With a size that is known a query or a sum stays in the processor's registers. The last one is for heads of a token
-    that lie side by side. None refers to another loop: what it was compiled to would not be found again on the disk.
+    With a size that is known a query or a sum stays in the processor's registers. The last two are for heads of a token
+    that lie side by side. What they close over is numbers alone: numba names a compiled loop on the disk by that, and
+    another loop among it has another name in every process.
     """
 
     @compiled
@@ -119,31 +137,14 @@ def _loops(d: int) -> tuple[Any, Any, Any]:
                     out[np.uint64(h), np.uint64(g), np.uint64(j)] = total
 
     @compiled
-    def mixtures(w: Any, v: Any, head: int, token: int, together: int, size: int, parts: Any) -> None:
-        # A thread takes `size` tokens of so many heads `together`: of one, or of all where they lie side by side.
+    def mixtures(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
         heads, group, n = w.shape
         pieces = parts.shape[1]
-        for piece in prange(heads // together * pieces):
-            own, begin = piece // pieces * together, piece % pieces * size
-            sums = np.zeros((together, group, d), np.float32)
-            for first in range(begin, min(begin + size, n), ROWS):
-                last = min(first + ROWS, n)
-                whole = last - (last - first) % 4
-                for h in range(own, own + together):
-                    for j in range(first, whole, 4):
-                        a0 = np.uint64(h * head + j * token)
-                        a1, a2, a3 = a0 + np.uint64(token), a0 + np.uint64(2 * token), a0 + np.uint64(3 * token)
-                        for g in range(group):
-                            w0, w1, w2, w3 = w[h, g, j], w[h, g, j + 1], w[h, g, j + 2], w[h, g, j + 3]
-                            out = sums[h - own, g]
-                            for c in range(d):
-                                i = np.uint64(c)
-                                out[i] += w0 * v[a0 + i] + w1 * v[a1 + i] + w2 * v[a2 + i] + w3 * v[a3 + i]
-                    for j in range(whole, last):
-                        for g in range(group):
-                            for c in range(d):
-                                sums[h - own, g, c] += w[h, g, j] * v[h * head + j * token + c]
-            parts[own : own + together, piece % pieces] = sums
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            sums = np.zeros((group, d), np.float32)
+            _mix(w, v, head, token, h, first, min(first + PIECE, n), d, sums)
+            parts[h, piece % pieces] = sums
 
     @compiled
     def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
@@ -158,7 +159,17 @@ def _loops(d: int) -> tuple[Any, Any, Any]:
                             total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * k[at + np.uint64(c)]
                         out[np.uint64(h), np.uint64(g), np.uint64(j)] = total
 
-    return products, mixtures, products_by_token
+    @compiled
+    def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
+        heads, group, n = w.shape
+        for piece in prange(parts.shape[1]):
+            sums = np.zeros((heads, group, d), np.float32)
+            for first in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n), ROWS):
+                for h in range(heads):
+                    _mix(w, v, head, token, h, first, min(first + ROWS, n), d, sums[h])
+            parts[:, piece] = sums
+
+    return products, mixtures, products_by_token, mixtures_by_token
 
 
 @compiled
@@ -209,9 +220,8 @@ def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
     (heads, group, n), d = w.shape, v.shape[2]
     if rows is None and _is_whole(v):
         by_token = _by_token(v)
-        together, size = (heads, TOKENS) if by_token else (1, PIECE)
-        parts = w.new_empty(heads, -(-n // size), group, d)
-        run(_loops(d)[1], v.numel(), w.contiguous(), flat(v), *v.stride()[:2], together, size, parts)
+        parts = w.new_empty(heads, -(-n // (TOKENS if by_token else PIECE)), group, d)
+        run(_loops(d)[2 * by_token + 1], v.numel(), w.contiguous(), flat(v), *v.stride()[:2], parts)
         return parts.sum(1)
     parts = w.new_empty(heads, -(-n // PIECE), group, d)
     run(_mixtures, w[:, 0].numel() * d, w.contiguous(), flat(v), v.stride(0), _begins(v, rows), d, parts)
