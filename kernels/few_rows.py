@@ -142,9 +142,9 @@ def _loops(d: int) -> tuple[Any, Any, Any, Any]:
         pieces = parts.shape[1]
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * PIECE
-            sums = np.zeros((group, d), np.float32)
+            sums = parts[h, piece % pieces]  # on a line's edge, as torch allocates; numba's own memory need not be
+            sums[:] = 0
             _mix(w, v, head, token, h, first, min(first + PIECE, n), d, sums)
-            parts[h, piece % pieces] = sums
 
     @compiled
     def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
@@ -163,11 +163,10 @@ def _loops(d: int) -> tuple[Any, Any, Any, Any]:
     def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
         heads, group, n = w.shape
         for piece in prange(parts.shape[1]):
-            sums = np.zeros((heads, group, d), np.float32)
+            parts[:, piece] = 0
             for first in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n), ROWS):
                 for h in range(heads):
-                    _mix(w, v, head, token, h, first, min(first + ROWS, n), d, sums[h])
-            parts[:, piece] = sums
+                    _mix(w, v, head, token, h, first, min(first + ROWS, n), d, parts[h, piece])
 
     return products, mixtures, products_by_token, mixtures_by_token
 
