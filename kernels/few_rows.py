@@ -138,9 +138,8 @@ def _loops(d: int) -> tuple[Any, Any, Any, Any]:
 
     @compiled
     def mixtures(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
-        heads, group, n = w.shape
-        pieces = parts.shape[1]
-        for piece in prange(heads * pieces):
+        n, pieces = w.shape[2], parts.shape[1]
+        for piece in prange(len(w) * pieces):
             h, first = piece // pieces, piece % pieces * PIECE
             sums = parts[h, piece % pieces]  # on a line's edge, as torch allocates; numba's own memory need not be
             sums[:] = 0
@@ -161,7 +160,7 @@ def _loops(d: int) -> tuple[Any, Any, Any, Any]:
 
     @compiled
     def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
-        heads, group, n = w.shape
+        heads, n = len(w), w.shape[2]
         for piece in prange(parts.shape[1]):
             parts[:, piece] = 0
             for first in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n), ROWS):
