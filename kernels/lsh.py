@@ -57,7 +57,7 @@ def _colliding(q: Any, k: Any, head: int, tokens: Any, own: Any, counts: Any) ->
                 for table in range(tables):
                     shared = np.int32(shared + (query[table] == codes[table]))  # 64 bits would halve its lanes
                 own[h, at, g] = shared >= 2
-                some |= shared >= 2
+                some |= bool(shared >= 2)
             tokens[h, at] = j
             at += some
         counts[h, piece % pieces] = at - first
