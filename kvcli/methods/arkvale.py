@@ -15,20 +15,14 @@ prompt's first step, all pages attended to are the best.
 
 from __future__ import annotations
 
-from functools import partial
-
-from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.page_summary import page_cuboid
-from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
-from kvcli.methods.steps.choices import BestScores
-from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.choices import Best
+from kvcli.methods.steps.page_bounds import PageBounds
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_pages import OffloadedPageCache
@@ -68,33 +62,5 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(
-            index=partial(PageBoundsIndex, pooling=self.config.pooling, cuboid=True),
-            choose=partial(BestScores, part=self.config.top_part),
-            fetch=FromHost(),
-        )
-
-    def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Score, recall, then attend."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
-        with self.span("select", layer):
-            selected = self._keep(scores, cache)  # [Hk, k]
-        self.count_selected(layer, selected)
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
-        self.count_recalled(layer, misses, moved)
-        with self.span("attention", layer):
-            return cache.attend(q, softmax)
-
-    def _keep(self, scores: Tensor, cache: OffloadedPageCache) -> Tensor:
-        """Choose by scores [Hk, n] of the candidates: the best, then what is resident, then others -> [Hk, k]."""
-        pages, first = scores.shape[1], cache.candidates.start
-        rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # 0 is the best
-        held = cache.resident - first  # below 0 where a slot is empty
-        resident = scores.new_zeros(scores.shape[0], pages + 1).bool().scatter(1, held.clamp_min(-1) + 1, True)[:, 1:]
-        best = rank < max(1, round(self.config.top_part * cache.budget.selected))
-        standing = rank + pages * ~(best | resident)
-        return topk_pages(-standing, cache.budget.selected) + first
+        index = PageBounds(self.config.pooling, cuboid=True)
+        return StepPlan(index, Best(self.config.top_part), fetch=FromHost())

@@ -23,12 +23,14 @@ from kvcli.methods._disk import count_disk, tiers_of_layer
 from kvcli.methods._prompt_parts import PromptParts
 from kvcli.methods._windows import PromptWindows, attend_window
 from kvcli.methods.config import MethodConfig
+from kvcli.methods.steps.phases import Phases, Remembered
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Traffic
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, Traffic
 from kvcli.store.chunks import windowed_cache
 from kvcli.store.pages import distinct
 from kvcli.store.recurrent import RecurrentState
+from kvcli.store.sliding import SlidingCache
 from kvcli.telemetry.counters import Count, Counters
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
@@ -88,6 +90,7 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
             self.caches.append(cache)
             self.wait(cache)
         context.tiers = tiers
+        self.remembered = {layer: Remembered() for layer in self.retrieval}
 
     @classmethod
     def needs(cls, config: ConfigT) -> Sequence[str]:  # noqa: ARG003
@@ -98,10 +101,12 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     def new_cache(self, layer: LayerGeometry) -> CacheT:
         """Make the cache of a layer that is neither sliding nor dense."""
 
-    def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d]."""
-        with self.span("attention", layer):
-            return cache.attend(q, softmax)
+    def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+        """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d].
+
+        As the `step_plan` says; where there is none, to all that the device holds.
+        """
+        return Phases(self, layer, softmax).attend(q)
 
     @property
     def query_rows(self) -> int:
@@ -168,11 +173,11 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
 
     @property
     def step_plan(self) -> StepPlan | None:
-        """What a step does in layers of `new_cache`, where settings let it be captured; None: only this class knows."""
+        """What a step does in layers of `new_cache`; None: only `retrieve` knows. Settings may keep it on the host."""
         return None
 
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
-        """Take what a layer's `Choice` has counted over slots, by name, into what `statistics` says."""
+        """Add what a layer's `Rule` has counted, by name, to what `statistics` says."""
 
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""

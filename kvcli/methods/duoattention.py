@@ -26,9 +26,10 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.methods.razor import choose_heads
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache, SlidingCache
+from kvcli.store.cache import DenseCache
 from kvcli.store.calibration_file import read_tensor
 from kvcli.store.compensated import HeadSplitCache
+from kvcli.store.sliding import SlidingCache
 
 
 class DuoAttentionConfig(MethodConfig):

@@ -15,8 +15,8 @@ of one KV head is a page of size 1.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import model_validator
@@ -24,17 +24,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling
-from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, TokenConfig, setting
-from kvcli.methods.steps.plan import RESIDENT, FromHost, StepPlan
-from kvcli.methods.steps.token_scores import OneBitScores
+from kvcli.methods.steps.choices import Best
+from kvcli.methods.steps.plan import RESIDENT, FromHost, Picked, Rule, StepPlan
+from kvcli.methods.steps.token_scores import OneBit
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.pages import paged
 from kvcli.store.tokens import ResidentTokenCache, TokenCache
+
+if TYPE_CHECKING:
+    from kvcli.methods.steps.phases import Phases
 
 
 class FIERConfig(HostKVConfig, TokenConfig):
@@ -102,36 +104,10 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
 
     @property
     @override
-    def step_plan(self) -> StepPlan | None:
-        if self.config.pooling == "none" or self.config.page > 1:
-            return None
-        index = partial(OneBitScores, pooling=self.config.pooling)
-        return StepPlan(index, fetch=FromHost() if self.config.offload else RESIDENT)
-
-    def retrieve(self, layer: int, cache: TokenCache[OneBitIndex], q: Tensor, softmax: Softmax) -> Tensor:
-        """Select with the query of this step, bring what is missing, then attend."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            scores = cache.index.scores(q, cache.candidates, softmax.scale, self.config.pooling)
-        with self.span("select", layer):
-            selected = self._best(scores, cache.selected) + cache.candidates.start  # [Hk, k]
-        self.count_selected(layer, selected, cache.readers)
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
-        self.count_recalled(layer, misses, moved)
-        with self.span("attention", layer):
-            return cache.attend_selected(q, selected, softmax)
-
-    def _best(self, scores: Tensor, count: int) -> Tensor:
-        """Select tokens by scores [Hk, n]; or whole pages, as many as fit into `count` beside an unfilled last one."""
-        page, tokens = self.config.page, scores.shape[1]
-        if page == 1:
-            return topk_pages(scores, count)
-        whole = tokens // page * page
-        pages = topk_pages(paged(scores[:, :whole], page).mean(-1), (count - tokens + whole) // page)  # [Hk, k / page]
-        rows = (page * pages[..., None] + torch.arange(page, device=pages.device)).flatten(1)
-        return torch.cat((rows, torch.arange(whole, tokens, device=rows.device).expand(len(rows), -1)), 1)
+    def step_plan(self) -> StepPlan:
+        config = self.config
+        choose = Best() if config.page == 1 else BestPages(config.page)
+        return StepPlan(OneBit(config.pooling), choose, fetch=FromHost() if config.offload else RESIDENT)
 
     def statistics(self) -> dict[str, Any]:
         """Say what part of the keys' bytes a selection reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.
@@ -140,3 +116,21 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         """
         ratios = {ratio for cache in self.retrieval.values() if (ratio := cache.index.load_ratio()) is not None}
         return {"key_load_ratio": max(ratios)} if ratios else {}
+
+
+@dataclass(frozen=True)
+class BestPages(Rule):
+    """The tokens of the pages of `page` tokens with the best mean score, as many as fit beside an unfilled last one."""
+
+    page: int
+
+    @override
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        scores, first = step.scores(q), step.candidates.start  # [Hk, n]
+        tokens = scores.shape[1]
+        whole = tokens // self.page * self.page
+        means = paged(scores[:, :whole], self.page).mean(-1)
+        pages = step.best(means, (step.cache.selected - tokens + whole) // self.page) - first  # [Hk, k / page]
+        rows = (self.page * pages[..., None] + torch.arange(self.page, device=pages.device)).flatten(1)
+        last = torch.arange(whole, tokens, device=rows.device).expand(len(rows), -1)
+        return Picked(torch.cat((rows, last), 1) + first)

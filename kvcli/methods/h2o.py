@@ -10,18 +10,17 @@ mean over its query heads. Budget and recent tokens include the current one, at 
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.last_rows import last_rows, many_rows_by_kv_head
+from kvcli.kernels.last_rows import many_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods._prompt_parts import last_used_here
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.eviction import LowestScore
+from kvcli.methods.steps.eviction import LowestScore, mean_attention
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
@@ -59,7 +58,7 @@ class H2O(Method[H2OConfig, EvictingCache]):
         """Add what the prompt's next queries look at."""
         if layer in self.retrieval:
             with self.span("score", layer):
-                sums = _over_groups(column_sums(q, k, softmax), k)
+                sums = mean_attention(column_sums(q, k, softmax), len(k), "group")
                 if layer in self.sums:
                     before = self.sums[layer]
                     sums[:, : before.shape[1]] += before
@@ -83,23 +82,8 @@ class H2O(Method[H2OConfig, EvictingCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(
-            evict=partial(LowestScore, recent=int(self.config.recent * self.config.budget), over="group", summed=True)
-        )
-
-    def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to all that is held, and add to its scores."""
-        with self.span("attention", layer):
-            out = cache.attend(q, softmax)
-        with self.span("score", layer):
-            k, _ = cache.resident
-            cache.scores[:, : cache.held] += _over_groups(last_rows(q[:, None], k, softmax)[:, 0], k)
-        return out
-
-
-def _over_groups(received: Tensor, k: Tensor) -> Tensor:
-    """Mean over the query heads of each KV head: [H, n] -> [Hk, n]."""
-    return received.view(k.shape[0], -1, received.shape[-1]).mean(1)
+        recent = int(self.config.recent * self.config.budget)
+        return StepPlan(evict=LowestScore(recent, heads="group", summed=True))
 
 
 def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:

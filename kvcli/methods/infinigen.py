@@ -16,21 +16,19 @@ token of one KV head is a page of size 1.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.skew import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import NearBest
+from kvcli.methods.steps.phases import Phases
 from kvcli.methods.steps.plan import FromHost, StepPlan
-from kvcli.methods.steps.token_scores import PartialKeyScores
+from kvcli.methods.steps.token_scores import PartialKeys
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.calibration_file import CalibrationMatrices
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
@@ -70,7 +68,6 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         }
         self.skew = CalibrationMatrices(config.skew, shapes, "skew") if config.skew else None
         self.scales: dict[int, float] = {}  # layer -> what its q.k is scaled by
-        self.ahead: dict[int, Tensor] = {}  # layer -> tokens [Hk, k] that lie ready for its next attention
         self.foretold = self.chosen = self.choices = 0
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
@@ -94,49 +91,18 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
 
     def take_next_query(self, layer: int, q: Tensor) -> None:
         """Choose and fetch for a layer that has yet to take the current token."""
-        cache = self.retrieval[layer]
-        if cache.length + 1 > cache.budget.total:
-            self.foretold += 1
-            self._fetch(layer, cache, q, cache.length + 1, later=True)
+        Phases(self, layer, Softmax(self.scales[layer])).choose_ahead(q)
 
     @property
     @override
     def step_plan(self) -> StepPlan:
-        choose = partial(NearBest, alpha=self.config.alpha)
-        return StepPlan(PartialKeyScores, choose, "ahead", varies=True, fetch=FromHost())
+        return StepPlan(PartialKeys(), NearBest(self.config.alpha), "ahead", varies=True, fetch=FromHost())
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         self.chosen += tally["chosen"]
         self.choices += tally["choices"]
         self.foretold += tally["layer_steps"] if layer else 0
-
-    def retrieve(self, layer: int, cache: Cache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to what lies ready."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        if layer not in self.ahead:
-            self._fetch(layer, cache, q, cache.length)
-        with self.span("attention", layer):
-            return cache.attend_selected(q, self.ahead.pop(layer), softmax)
-
-    def _fetch(self, layer: int, cache: Cache, q: Tensor, length: int, later: bool = False) -> None:
-        """Choose with q [H, d] from the first `length` tokens, and bring what is missing to the device."""
-        candidates = cache.budget.candidates(length)
-        with self.span("score", layer):
-            scores = cache.index.scores(q, candidates, self.scales[layer])  # [Hk, G, n]
-            scores = pool_scores(scores, "max_qk")
-        with self.span("select", layer):
-            near = scores >= scores.amax(1, keepdim=True) - self.config.alpha
-            wanted = int(near.sum(1).float().mean())
-            selected = topk_pages(scores, min(wanted, cache.budget.max_selected)) + candidates.start
-        self.chosen += selected.numel()
-        self.choices += selected.shape[0]
-        self.count_selected(layer, selected)
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected, later)
-        self.count_recalled(layer, misses, moved)
-        self.ahead[layer] = selected
 
     def statistics(self) -> dict[str, Any]:
         """Say how many tokens a KV head chose on average, and how many layer-steps' queries were foretold."""

@@ -15,22 +15,20 @@ tokens here. In the counters one token of one KV head is a page of size 1.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.group_pooling import Pooling, pool_queries, pool_scores
+from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.principal_axes import centred_moments, principal_axes
 from kvcli.kernels.project_heads import project_heads
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import StepPlan
-from kvcli.methods.steps.token_scores import KeyChannelScores
+from kvcli.methods.steps.plan import Coordinates, StepPlan
+from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.calibration_file import CalibrationMatrices
 from kvcli.store.channel_scored import PrincipalAxesCache
@@ -78,27 +76,23 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        channels, pooling = self.config.rank, self.config.pooling
-        return StepPlan(partial(KeyChannelScores, channels=channels, pooling=pooling), turn=InAxes)
-
-    def retrieve(self, layer: int, cache: PrincipalAxesCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select with the leading axes, then attend with all of them."""
-        q = cache.to_axes(q)
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            heads = pool_queries(q.view(cache.k.shape[0], -1, q.shape[-1]), self.config.pooling)  # [Hk, G or 1, d]
-            scores = cache.index.scores(heads.flatten(0, 1), cache.candidates, softmax.scale)
-            scores = pool_scores(scores, self.config.pooling)  # [Hk, n]
-        with self.span("select", layer):
-            selected = topk_pages(scores, cache.selected) + cache.candidates.start  # [Hk, k]
-        self.count_selected(layer, selected)
-        with self.span("attention", layer):
-            return cache.attend_selected(q, selected, softmax)
+        return StepPlan(KeyChannels(self.config.rank, self.config.pooling), turn=InAxes())
 
 
-class InAxes:
-    """Turns queries and new keys of a batch [b, H or Hk, d] to the axes of their KV heads; their dtype stays."""
+class InAxes(Coordinates):
+    """To the principal axes of the KV heads; dtypes stay."""
+
+    @override
+    def turned(self, cache: PrincipalAxesCache, q: Tensor) -> Tensor:
+        return cache.to_axes(q)
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> "InAxesOverSlots":
+        return InAxesOverSlots(slots)
+
+
+class InAxesOverSlots:
+    """The same for queries and new keys of a batch, [b, H or Hk, d]."""
 
     def __init__(self, slots: BatchSlots):
         self.axes = slots.tensors["axes"]  # [b, Hk, d, d]

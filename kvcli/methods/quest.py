@@ -8,19 +8,14 @@ which is what the counters count. The paper has neither sink nor window: here th
 seldom full, are always read. Its budgets of 32 and 64 tokens take `sink = 0`: a page of 16 is then the newest one.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling
-from kvcli.kernels.page_scores import page_scores
-from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
-from kvcli.methods.steps.page_bounds import PageBoundsIndex
+from kvcli.methods.steps.page_bounds import PageBounds
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.resident_pages import ResidentPageCache
@@ -64,19 +59,5 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
 
     @property
     @override
-    def step_plan(self) -> StepPlan | None:
-        if self.config.pooling == "none":
-            return None
-        return StepPlan(partial(PageBoundsIndex, pooling=self.config.pooling))
-
-    def retrieve(self, layer: int, cache: ResidentPageCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select with the query of this step, then attend."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            scores = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
-        with self.span("select", layer):
-            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk or H, k]
-        self.count_selected(layer, pages, cache.readers)
-        with self.span("attention", layer):
-            return cache.attend_pages(q, pages, softmax)
+    def step_plan(self) -> StepPlan:
+        return StepPlan(PageBounds(self.config.pooling))

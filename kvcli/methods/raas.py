@@ -14,14 +14,10 @@ code pages have 16 tokens, too, and the newest is never evicted; it has no sinks
 here with the first.
 """
 
-from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.page_scores import page_scores
-from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
 from kvcli.methods.steps.eviction import StalestPage
@@ -73,19 +69,7 @@ class RaaS(Method[RaaSConfig, TimestampedPageCache]):
     @override
     def step_plan(self) -> StepPlan:
         config, pages = self.config, self.config.pages
-        size, threshold = pages.size, config.threshold
-        return StepPlan(
-            evict=partial(StalestPage, window=pages.window, size=size, threshold=threshold, pooling=config.pooling)
-        )
-
-    def retrieve(self, layer: int, cache: TimestampedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to what is left, then stamp what this query uses."""
-        with self.span("attention", layer):
-            out = cache.attend(q, softmax)
-        with self.span("score", layer):
-            scores = page_scores(q, cache.summaries, softmax.scale, self.config.pooling)  # [Hk, pages]
-            cache.stamp(scores > self.config.threshold)
-        return out
+        return StepPlan(evict=StalestPage(pages.window, pages.size, config.threshold, config.pooling))
 
     def statistics(self) -> dict[str, Any]:
         """Say how many pages were evicted, over all layers; a page of one KV head counts one."""

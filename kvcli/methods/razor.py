@@ -31,9 +31,10 @@ from typing_extensions import override
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache, SlidingCache
+from kvcli.store.cache import DenseCache
 from kvcli.store.calibration_file import read_tensor
 from kvcli.store.compensated import CompensatedCache, HeadSplitCache
+from kvcli.store.sliding import SlidingCache
 
 
 class RazorConfig(MethodConfig):

@@ -27,11 +27,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pydantic import model_validator
-from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
@@ -117,22 +114,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(LandmarkScores, fetch=FromHost(rebuild=RebuiltKeys, writes=False))
-
-    def retrieve(self, layer: int, cache: ShadowCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select with the query of this step, bring what is missing, then attend."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            scores = cache.scores(q, softmax.scale)  # [Hk, chunks]
-        with self.span("select", layer):
-            selected = topk_pages(scores, cache.layout.selected)  # [Hk, k]
-        self.count_selected(layer, selected)
-        with self.span("recall", layer):
-            misses, moved = cache.recall(selected)
-        self.count_recalled(layer, misses, moved)
-        with self.span("attention", layer):
-            return cache.attend(q, softmax)
+        return StepPlan(LandmarkScores(), fetch=FromHost(rebuild=RebuiltKeys, writes=False))
 
     def statistics(self) -> dict[str, Any]:
         """Say how well the keys are kept and what that saves; nothing where nothing was factorised."""

@@ -29,7 +29,7 @@ from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import SlidingCache
+from kvcli.store.sliding import SlidingCache
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary

@@ -12,9 +12,11 @@ without keeping choices, though; one leading layer is dense. All KV stays on the
 one KV head is a page of size 1.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,14 +25,18 @@ from typing_extensions import override
 from kvcli.kernels.kept_query import KeptQuery, turn_from_kept
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
+from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Choice, Chosen, ScoredIndex, StepIndex, StepPlan
-from kvcli.methods.steps.token_scores import KeyChannelScores
+from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
+from kvcli.methods.steps.plan import Picked, Rule, StepPlan
+from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.channel_scored import ChannelScoredCache
+
+if TYPE_CHECKING:
+    from kvcli.methods.steps.phases import Phases
 
 
 class TokenSelectConfig(TokenConfig):
@@ -55,8 +61,6 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
 
     def __init__(self, config: TokenSelectConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.queries: dict[int, Tensor] = {}  # layer -> the query [H, d] that chose last
-        self.selected: dict[int, Tensor] = {}  # layer -> what it chose, [k]
         self.steps = self.choices = 0  # layer-steps that retrieved, and those of them that chose anew
 
     def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
@@ -67,54 +71,58 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        width = next(iter(self.retrieval.values())).k.shape[2] if self.retrieval else 0
-        index = partial(KeyChannelScores, channels=width, pooling="mean_s", together=True)
-        return StepPlan(index, partial(KeptVote, theta=self.config.theta))
+        return StepPlan(KeyChannels(None, "mean_s", together=True), KeptVote(self.config.theta))
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         self.steps += tally["layer_steps"]
         self.choices += tally["choices"]
 
-    def retrieve(self, layer: int, cache: ChannelScoredCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Choose where the query turned, then attend to what was chosen last."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        self.steps += 1
-        if self._turned(layer, q):
-            self.choices += 1
-            self.queries[layer], self.selected[layer] = q.clone(), self._vote(layer, cache, q, softmax)
-        selected = self.selected[layer].expand(cache.k.shape[0], -1)  # [Hk, k]
-        self.count_selected(layer, selected)
-        with self.span("attention", layer):
-            return cache.attend_selected(q, selected, softmax)
-
-    def _turned(self, layer: int, q: Tensor) -> bool:
-        """Tell whether the layer's query, all heads in a row, is no longer like the one that chose."""
-        if layer not in self.queries or self.config.theta == 1:
-            return True
-        with self.span("score", layer):
-            cosine = query_similarity(q.view(1, -1), self.queries[layer].view(1, -1), 1, "mean")
-        return self.config.theta > 0 and bool(cosine < self.config.theta)
-
-    def _vote(self, layer: int, cache: ChannelScoredCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Choose the tokens that all heads together want most: [k]."""
-        with self.span("score", layer):
-            scores = cache.index.scores(q, cache.candidates, softmax.scale)  # [Hk, G, n]
-            votes = scores.softmax(-1).sum((0, 1))  # [n]
-        with self.span("select", layer):
-            return topk_pages(votes[None], cache.selected)[0] + cache.candidates.start
-
     def statistics(self) -> dict[str, Any]:
         """Say in how many of the layer-steps that retrieved the choice was made anew."""
         return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
 
 
-class KeptVote(Choice):
-    """The choice of a batch: one of all heads' votes a sequence, kept while its query stays."""
+@dataclass(frozen=True)
+class KeptVote(Rule):
+    """The tokens that score best, kept while the layer's query, all heads in a row, has a cosine of `theta` or more.
 
-    def __init__(self, slots: BatchSlots, theta: float):
-        self.below = {0.0: -2.0, 1.0: 2.0}.get(theta, theta)  # cosines of 0 and 1 are rounded
+    It counts the `layer_steps` that retrieved, and those of them whose choice was made anew.
+    """
+
+    theta: float
+
+    @override
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        kept, anew = step.kept, self._turned(step, q)
+        if kept.picked is None or anew:
+            tokens = step.best(step.scores(q), step.cache.selected)  # [1, k]
+            kept.query, kept.picked = q.clone(), Picked(tokens.expand(step.cache.k.shape[0], -1))
+        step.method.take_tally(step.layer, {"layer_steps": 1, "choices": int(anew)})
+        return kept.picked
+
+    def _turned(self, step: Phases, q: Tensor) -> bool:
+        last = step.kept.query
+        if last is None:
+            return True
+        with step.span("score"):
+            return bool(query_similarity(q.view(1, -1), last.view(1, -1), 1, "mean") < self.below)
+
+    @property
+    def below(self) -> float:
+        """The cosine below which it chooses anew; 0 and 1 are exact whatever a cosine rounds to."""
+        return {0.0: -2.0, 1.0: 2.0}.get(self.theta, self.theta)
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Choice:
+        return KeptVoteOverSlots(slots, self.below)
+
+
+class KeptVoteOverSlots(Choice):
+    """The same of a batch."""
+
+    def __init__(self, slots: BatchSlots, below: float):
+        self.below = below
         b, num_kv_heads, device = *slots.rows.k.shape[:2], slots.rows.k.device
         counts = torch.zeros(2, b, dtype=torch.int64, device=device)
         self.kept = KeptQuery(torch.empty(0), *counts)

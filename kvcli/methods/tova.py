@@ -8,8 +8,6 @@ Decided as in the paper's algorithm and reference code: the mean is over all que
 heads hold the same tokens. The budget includes the current token, at whose arrival the eviction happens.
 """
 
-from functools import partial
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,7 +15,7 @@ from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.eviction import LowestScore
+from kvcli.methods.steps.eviction import LowestScore, mean_attention
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.evicting import EvictingCache
@@ -53,22 +51,10 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
     def take_prompt(self, layer: int, cache: EvictingCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
         """Keep what the prompt's last query looks at most."""
         with self.span("prune", layer):
-            cache.load_scored(k, v, _newest_row(q, k, softmax))
+            newest = last_rows(q, k, softmax)[:, 0]  # [H, s]
+            cache.load_scored(k, v, mean_attention(newest, len(k), "layer"))
 
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(evict=partial(LowestScore, recent=0, over="layer", summed=False))
-
-    def retrieve(self, layer: int, cache: EvictingCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to all that is held; this query's row alone decides what goes next."""
-        with self.span("attention", layer):
-            out = cache.attend(q, softmax)
-        with self.span("score", layer):
-            cache.scores[:, : cache.held] = _newest_row(q[:, None], cache.resident[0], softmax)
-        return out
-
-
-def _newest_row(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-    """Weights of one query q [H, 1, d] over keys k [Hk, n, d], mean over all heads: [Hk, n], the same for each."""
-    return last_rows(q, k, softmax).mean((0, 1)).expand(k.shape[0], -1)
+        return StepPlan(evict=LowestScore(recent=0, heads="layer", summed=False))

@@ -11,17 +11,11 @@ many tokens were kept of theirs is in the statistics.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.nucleus import nucleus
-from kvcli.kernels.page_scores import page_scores
-from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.quest import PageBoundsConfig
@@ -65,33 +59,7 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        index, choose = partial(BoundsAndFourBits, pooling=self.config.pooling), partial(Nucleus, p=self.config.p)
-        return StepPlan(index, choose)
-
-    def retrieve(self, layer: int, cache: Int4EstimateCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select pages, keep the nucleus of their tokens, then attend to it."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        with self.span("score", layer):
-            bounds = page_scores(q, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
-        with self.span("select", layer):
-            pages = topk_pages(bounds, cache.budget.selected) + cache.candidates.start  # [Hk, k]
-            tokens, always = cache.tokens_of(pages)  # [Hk, n], [n]
-        self.count_selected(layer, pages)
-        with self.span("score", layer):
-            weights = softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
-        with self.span("select", layer):
-            kept = nucleus(weights, always, self.config.p).any(1)  # [Hk, n]
-        self._note(tokens, kept)
-        with self.span("attention", layer):
-            return cache.attend_tokens(q, tokens, kept, softmax)
-
-    def _note(self, tokens: Tensor, kept: Tensor) -> None:
-        counts = kept.sum(1).tolist()
-        self.selections += len(counts)
-        self.weighed += tokens.numel()
-        self.kept += sum(counts)
-        self.fewest, self.most = min(self.fewest, *counts), max(self.most, *counts)
+        return StepPlan(BoundsAndFourBits(self.config.pooling), Nucleus(self.config.p))
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:

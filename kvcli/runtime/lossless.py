@@ -25,7 +25,7 @@ from kvcli.runtime.decode import BlockingStepper, Stepper
 from kvcli.runtime.sampling import Sampler
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend
-from kvcli.store.cache import SlidingCache
+from kvcli.store.sliding import SlidingCache
 from kvcli.telemetry.report import DraftCounts
 
 

@@ -1,4 +1,4 @@
-"""What every layer's cache offers, and the two that select nothing: dense and sliding.
+"""What every layer's cache offers, and the one that keeps every token and selects nothing.
 
 A cache holds the keys and values of one layer of one sequence. Keys on the device are post-RoPE. Shapes: H query heads,
 Hk KV heads, d head dimension, s tokens of a prompt.
@@ -49,6 +49,8 @@ class LayerCache(ABC):
     lends: ClassVar[bool] = False
     """Whether the device holds a prompt's keys and values as they come, so that they can be collected there."""
 
+    readers: int = 1
+    """Query heads of a KV head that choose for themselves."""
     pool: HostPagePool | None = None
     """Its pages in host memory, where that is where it keeps them."""
 
@@ -93,6 +95,13 @@ class LayerCache(ABC):
     @abstractmethod
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to all that the device holds -> [H, d]."""
+
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+        """Attend with q [H, d] to what is `selected` [Hk, k], which the device holds by now, and what always is.
+
+        Here that is all on the device.
+        """
+        return self.attend(q, softmax)
 
     @abstractmethod
     def attended(self) -> Tensor:
@@ -209,90 +218,3 @@ class DenseCache(ResidentCache):
     @override
     def traffic(self, length: int) -> Traffic:
         return Traffic(attended=length * nbytes(self.kv[:, :, :1]))
-
-
-class SlidingCache(ResidentCache):
-    """The first `sink` and the last `window` tokens, in as many rows; the tokens between them are gone.
-
-    The window is a ring: attention does not depend on the order of keys that carry their own positions.
-    """
-
-    def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
-        super().__init__(num_kv_heads, head_dim, sink + window, tiers)
-        self.sink, self.window = sink, window
-
-    @property
-    def dropped(self) -> int:
-        """How many tokens have fallen out of the window."""
-        return max(0, self.length - self.sink - self.window)
-
-    @override
-    def load(self, k: Tensor, v: Tensor) -> int:
-        self.length = k.shape[1]
-        kept = torch.arange(self.length, device=k.device)
-        kept = torch.cat((kept[: self.sink], kept[self.sink :][-self.window :]))
-        rows = self.rows_of(kept)
-        self.k[:, rows], self.v[:, rows] = k[:, kept], v[:, kept]
-        return 0
-
-    @override
-    def append(self, k: Tensor, v: Tensor) -> int:
-        row = self.row_of(self.length)
-        self.k[:, row], self.v[:, row] = k, v
-        self.length += 1
-        return 0
-
-    def row_of(self, position: int) -> int:
-        """The row of the token at `position`, or the one that it had while it was held."""
-        return position if position < self.sink else self.sink + (position - self.sink) % self.window
-
-    @override
-    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        k, v = self.resident()
-        return decode_attention(q, k, v, softmax)
-
-    def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] -> [H, n, d]; without sinks only.
-
-        Each query sees the last `window` tokens up to its own.
-        """
-        seen_k, seen_v = self.extend(k, v)
-        return prefill_attention(q, seen_k, seen_v, softmax, self.window)
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append tokens k, v [Hk, n, d]; returns them behind those that were held, the sinks only while all are.
-
-        These are in the order of their positions: keys and values [Hk, held + n, d].
-        """
-        first = self.sink + self.dropped if self.dropped else 0
-        held = self.rows_of(torch.arange(first, self.length, device=k.device))
-        seen_k, seen_v = torch.cat((self.k[:, held], k), 1), torch.cat((self.v[:, held], v), 1)
-        start = self.length
-        self.length += k.shape[1]
-        new = torch.arange(start, self.length, device=k.device)
-        new = new[(new < self.sink) | (new >= self.sink + self.dropped)]
-        rows = self.rows_of(new)
-        self.k[:, rows], self.v[:, rows] = k[:, new - start], v[:, new - start]
-        return seen_k, seen_v
-
-    def resident(self) -> tuple[Tensor, Tensor]:
-        """Keys and values held, the sinks in order and the window in ring order: [Hk, n, d] each."""
-        held = self.length - self.dropped
-        return self.k[:, :held], self.v[:, :held]
-
-    @override
-    def attended(self) -> Tensor:
-        return token_mask(self.k, self.length, range(self.sink), range(self.sink + self.dropped, self.length))
-
-    @override
-    def as_slots(self) -> LayerSlots:
-        return LayerSlots(self.kv, SlotLayout(1, self.sink, 0, self.window))
-
-    @override
-    def traffic(self, length: int) -> Traffic:
-        return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.kv[:, :, :1]))
-
-    def rows_of(self, positions: Tensor) -> Tensor:
-        """The rows of the tokens at `positions`, as `row_of`."""
-        ring = self.sink + (positions - self.sink) % self.window
-        return torch.where(positions < self.sink, positions, ring)

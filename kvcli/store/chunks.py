@@ -8,8 +8,9 @@ from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import SlidingCache, Tiers, Traffic
+from kvcli.store.cache import Tiers, Traffic
 from kvcli.store.layer_slots import LayerSlots
+from kvcli.store.sliding import SlidingCache
 
 
 def windowed_cache(layer: LayerGeometry, tiers: Tiers) -> SlidingCache:

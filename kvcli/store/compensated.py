@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from kvcli.kernels.counted_attention import attend_beside, counted_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, SlidingCache, Tiers, Traffic, nbytes
+from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes
+from kvcli.store.sliding import SlidingCache
 
 
 class CompensatedCache(SlidingCache):

@@ -73,6 +73,11 @@ class PagedCache:
         """Pages that can be selected."""
         return self.budget.candidates(self.length)
 
+    @property
+    def selected(self) -> int:
+        """How many pages to select, once the context has outgrown the budget."""
+        return self.budget.selected
+
     def attended_pages(self, pages: Tensor, readers: int = 1) -> Tensor:
         """Mark the tokens of sink, window and `pages` [Hk * readers, k], by KV head: bool [Hk, length]."""
         num_kv_heads = len(pages) // readers

@@ -53,24 +53,23 @@ class ResidentPageCache(PagedCache, DenseCache):
         super().adopt_slots(slots)
         self.summaries.bounds = slots.tensors["bounds"]
 
-    def attend_pages(self, q: Tensor, pages: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sink, window and `pages` [Hk, k], or [H, k] of each query head -> [H, d]."""
-        self.chosen = pages
+    @override
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to sink, window and `selected` pages [Hk, k], or [H, k] of each query head -> [H, d]."""
+        self.chosen = selected
         size = self.budget.size
         sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
-        if attend_chosen_suits(q, self.k, self.v, pages):
+        if attend_chosen_suits(q, self.k, self.v, selected):
             numbers = torch.arange(self.length)
-            inside = (pages[..., None] * size + numbers[:size]).flatten(1)
-            before, after = (numbers[part].expand(len(pages), -1) for part in (sink, window))
+            inside = (selected[..., None] * size + numbers[:size]).flatten(1)
+            before, after = (numbers[part].expand(len(selected), -1) for part in (sink, window))
             return attend_chosen(q, self.k, self.v, torch.cat((before, inside, after), 1), softmax)
-        k, v = (
-            torch.cat(
-                (beside(kv[:, sink], pages), take(paged(kv, size), pages).flatten(1, 2), beside(kv[:, window], pages)),
-                1,
-            )
-            for kv in (self.k, self.v)
-        )
-        return decode_attention(q, k, v, softmax)
+
+        def rows(kv: Tensor) -> Tensor:
+            inside = take(paged(kv, size), selected).flatten(1, 2)
+            return torch.cat((beside(kv[:, sink], selected), inside, beside(kv[:, window], selected)), 1)
+
+        return decode_attention(q, rows(self.k), rows(self.v), softmax)
 
     @override
     def attended(self) -> Tensor:

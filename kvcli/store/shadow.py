@@ -109,7 +109,7 @@ class ShadowCache(ResidentCache):
         heads, d = layer.num_kv_heads, layer.head_dim
         num_chunks = layout.stored(capacity, capacity if prompt is None else prompt)
         super().__init__(heads, d, layout.rows(capacity, 0 if prompt is None else prompt), tiers)
-        self.layout = layout
+        self.layout, self.selected = layout, layout.selected  # chunks that a step selects
         self.num_chunks = 0  # those before the local window; none until the context is divided
         self.divided_at = 0  # tokens seen when it was divided
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
@@ -163,9 +163,10 @@ class ShadowCache(ResidentCache):
             self._refresh()
         return written
 
-    def scores(self, q: Tensor, scale: float) -> Tensor:
-        """Score the chunks before the local window with q [H, d], outliers lowest: [Hk, num_chunks]."""
-        return self.landmarks.scores(q, self.num_chunks, scale)
+    @property
+    def candidates(self) -> range:
+        """Chunks that are scored: those before the local window, outliers among them, which score lowest."""
+        return range(self.num_chunks)
 
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
         """Bring the missing chunks of `selected` [Hk, k] to the device: values from the host, keys rebuilt.

@@ -96,8 +96,6 @@ class TokenCache(LayerCache, Generic[IndexT]):
     v: Tensor
     chosen: Tensor | None = None
     """[Hk, k] tokens last attended to beside sink and recent ones, [H, k] where query heads choose, None for all."""
-    readers: int = 1
-    """Query heads of a KV head that choose for themselves."""
     token_on_host = 0
     """Bytes of a token in host memory, of all KV heads."""
 

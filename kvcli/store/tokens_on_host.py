@@ -7,10 +7,11 @@ from typing_extensions import override
 
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import LayerCache, SlidingCache, Tiers
+from kvcli.store.cache import LayerCache, Tiers
 from kvcli.store.disk_pool import page_pool
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.offloaded_tokens import SINKS
+from kvcli.store.sliding import SlidingCache
 
 
 class TokensOnHost(LayerCache):

@@ -10,7 +10,7 @@ from engine import run
 from families import VOCAB, tiny_model
 from oracle import G, attention, best, dot, group, same, softmax
 
-from kvcli.methods import twilight
+from kvcli.kernels.nucleus import nucleus as kept_by
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 6  # in pages
 BUDGET = P * (SINK + WINDOW + SELECTED)
@@ -146,7 +146,7 @@ def test_nucleus_is_the_least_set_that_holds_the_mass(p, sharpness):
     weights = (sharpness * torch.randn(HK, G, 40, generator=torch.Generator().manual_seed(5))).softmax(-1)
     always = torch.zeros(40, dtype=torch.bool)
     always[[0, 1, 38, 39]] = True
-    kept = twilight.nucleus(weights, always, p)
+    kept = kept_by(weights, always, p)
     for head, g in itertools.product(range(HK), range(G)):
         row = weights[head, g].double().tolist()
         chosen = {0, 1, 38, 39}
@@ -159,7 +159,7 @@ def test_nucleus_is_the_least_set_that_holds_the_mass(p, sharpness):
 
 def test_the_ends_and_ties_of_the_nucleus():
     weights, never = torch.full((1, 10), 0.1), torch.zeros(10, dtype=torch.bool)
-    assert twilight.nucleus(weights, never, 1.0).all()
-    assert twilight.nucleus(weights, never, 0.25).nonzero()[:, 1].tolist() == [0, 1, 2]
-    assert twilight.nucleus(weights, never, 0.0).sum() == 0
-    assert twilight.nucleus(weights, ~never, 0.0).all()
+    assert kept_by(weights, never, 1.0).all()
+    assert kept_by(weights, never, 0.25).nonzero()[:, 1].tolist() == [0, 1, 2]
+    assert kept_by(weights, never, 0.0).sum() == 0
+    assert kept_by(weights, ~never, 0.0).all()

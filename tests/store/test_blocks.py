@@ -9,9 +9,10 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.rope import installed
 from kvcli.store.block_layout import BlockLayout
 from kvcli.store.blocks import EMPTY, BlockCache
-from kvcli.store.cache import DenseCache, Footprint, SlidingCache, Tiers
+from kvcli.store.cache import DenseCache, Footprint, Tiers
 from kvcli.store.chunks import ChunkCache
 from kvcli.store.pages import PageBudget
+from kvcli.store.sliding import SlidingCache
 
 H, HK, D, P = 4, 2, 8, 4
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

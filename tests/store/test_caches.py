@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, SlidingCache, Tiers
+from kvcli.store.cache import DenseCache, Tiers
 from kvcli.store.chunks import ChunkCache
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
 from kvcli.store.resident_pages import ResidentPageCache
+from kvcli.store.sliding import SlidingCache
 
 HK, D = 2, 8
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
@@ -93,7 +94,7 @@ def test_indexed_attends_to_the_pages_of_each_head(pages):
     cache = make("indexed")
     cache.load(k, v)
     q = torch.randn(2 * HK, D, generator=torch.Generator().manual_seed(5))
-    out = cache.attend_pages(q, torch.tensor(pages), SOFTMAX).view(HK, 2, D)
+    out = cache.attend_selected(q, torch.tensor(pages), SOFTMAX).view(HK, 2, D)
     for head, chosen in enumerate(pages):
         held = [*range(4), *(page * 4 + row for page in chosen for row in range(4)), *range(40, 46)]
         expected = dense(q, k[:, held], v[:, held]).view(HK, 2, D)[head]

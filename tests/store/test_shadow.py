@@ -147,7 +147,7 @@ def test_attends_to_what_it_should_hold(prompt, rolling, known):
             local = cache.num_chunks * C
             assert at + 1 - local >= 2 * C
             assert not rolling or at + 1 - local < 3 * C
-            scores = cache.scores(torch.randn(2 * HK, D), 1.0)
+            scores = cache.landmarks.scores(torch.randn(2 * HK, D), cache.num_chunks, 1.0)
             selected = scores.topk(3).indices
             cache.recall(selected)
             assert cache.recall(selected) == ([0, 0], 0)

@@ -1,4 +1,9 @@
-"""Rules by which scores choose what a step attends to; see `kvcli.methods.steps.plan.Choice`."""
+"""Rules by which scores choose what a step attends to; see `kvcli.methods.steps.plan.Rule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,17 +13,50 @@ from kvcli.kernels.near_best import NearTally, count_near_best
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Choice, Chosen, ScoredIndex, StepIndex
+from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
+from kvcli.methods.steps.plan import Picked, Rule
+
+if TYPE_CHECKING:
+    from kvcli.methods.steps.phases import Phases
 
 
-class BestScores(Choice):
-    """What scores best, as much as the layout has places for.
+@dataclass(frozen=True)
+class Best(Rule):
+    """What scores best, as much as there are places for.
 
     With a `part`: the best for that part of all places; then what is on the device, then others, by score (ArkVale).
     """
 
-    def __init__(self, slots: BatchSlots, part: float | None = None):
-        self.first = 0 if part is None else max(1, round(part * slots.rows.layout.selected))
+    part: float | None = None
+
+    @override
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        scores, places = step.scores(q), step.cache.selected  # [Hk, n]
+        if self.part is not None:
+            scores = -self._standing(scores, step.cache.resident - step.candidates.start, places)
+        return Picked(step.best(scores, places))
+
+    def _standing(self, scores: Tensor, held: Tensor, places: int) -> Tensor:
+        """Rank candidates [Hk, n], 0 first, where those `held` [Hk, places] are on the device, below 0 for nothing."""
+        pages, first = scores.shape[1], self.first(places)
+        rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        resident = scores.new_zeros(scores.shape[0], pages + 1).bool().scatter(1, held.clamp_min(-1) + 1, True)[:, 1:]
+        return rank + pages * ~((rank < first) | resident)
+
+    def first(self, places: int) -> int:
+        """How many are the best wherever they lie; 0: all."""
+        return 0 if self.part is None else max(1, round(self.part * places))
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Choice:
+        return BestOverSlots(self.first(slots.rows.layout.selected))
+
+
+class BestOverSlots(Choice):
+    """The best scores of a batch; see `Selection.first`."""
+
+    def __init__(self, first: int):
+        self.first = first
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
@@ -26,8 +64,30 @@ class BestScores(Choice):
         return Chosen(selection.selected)
 
 
-class NearBest(Choice):
+@dataclass(frozen=True)
+class NearBest(Rule):
     """Tokens that score within `alpha` of the best, as many for a KV head as the heads want on average (InfiniGen)."""
+
+    alpha: float
+
+    @override
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        scores = step.scores(q)  # [Hk, n]
+        with step.span("select"):
+            near = scores >= scores.amax(1, keepdim=True) - self.alpha
+            wanted = int(near.sum(1).float().mean())
+        tokens = step.best(scores, min(wanted, step.cache.budget.max_selected))
+        tally = {"chosen": tokens.numel(), "choices": len(tokens), "layer_steps": int(step.foretold)}
+        step.method.take_tally(step.layer, tally)
+        return Picked(tokens)
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Choice:
+        return NearBestOverSlots(slots, self.alpha)
+
+
+class NearBestOverSlots(Choice):
+    """The same of a batch."""
 
     def __init__(self, slots: BatchSlots, alpha: float):
         self.slots, self.alpha = slots, alpha

@@ -1,5 +1,9 @@
 """Chunks by their mean keys, whose values are fetched while their keys are rebuilt (ShadowKV)."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -12,14 +16,28 @@ from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import ScoredIndex
+from kvcli.methods.steps.over_slots import ScoredIndex
+from kvcli.methods.steps.plan import Index
 
 
-class LandmarkScores(ScoredIndex):
-    """The softmax of each query head over the mean keys of chunks, `means`, and its maximum over the group.
+class LandmarkScores(Index):
+    """The softmax of each query head over the mean keys of chunks, and its maximum over the group.
 
-    Outliers, `excluded`, score less than any other. What is generated changes nothing.
+    Outliers score less than any other.
     """
+
+    @override
+    def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
+        scores: Tensor = cache.landmarks.scores(q, len(candidates), softmax.scale)
+        return scores
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> LandmarkScoresOverSlots:
+        return LandmarkScoresOverSlots(slots)
+
+
+class LandmarkScoresOverSlots(ScoredIndex):
+    """The same of a batch, by `means` and `excluded`. What is generated changes nothing."""
 
     needs_newest = False
 

@@ -1,6 +1,9 @@
 """Layers that evict: where the newest token goes, and what attention gives back for the choice (H2O, TOVA, RaaS)."""
 
-from typing import Literal, Protocol
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -8,41 +11,64 @@ from typing_extensions import override
 
 from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.group_pooling import Pooling
+from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.make_room import make_room
-from kvcli.kernels.page_scores import page_scores_device
+from kvcli.kernels.page_scores import page_scores, page_scores_device
 from kvcli.kernels.replace_page import PageCounts, StampedPages, replace_page
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.over_slots import Eviction
+from kvcli.methods.steps.plan import Evict
+
+Heads = Literal["group", "layer"]
+"""The query heads whose attention is averaged: those of a KV head, or all of the layer."""
 
 
-class Eviction(Protocol):
-    """What a layer of a batch does before and after attention in order to hold a bounded number of tokens."""
-
-    rows: PagedKV
-    """The rows that are attended to, with the tokens held as lengths."""
-
-    def make_room(self) -> Tensor | None:
-        """Make room for the newest token; its rows [b, Hk] int32 where they are not the next ones."""
-
-    def look_back(self, q: Tensor, softmax: Softmax) -> None:
-        """Learn from what queries [b, H, d] look at; the newest token is among the rows."""
-
-
-class LowestScore(Eviction):
+@dataclass(frozen=True)
+class LowestScore(Evict):
     """The token of the lowest score leaves, of equals the newest; not the `recent` newest (see `EvictingCache`).
 
-    Scores are the attention of each token, by KV head (`over` its query heads) or the same for the whole layer; of all
+    Scores are the attention of each token, by KV head (`heads` of its group) or the same for the whole layer; of all
     steps so far (`summed`) or of the last.
     """
 
-    def __init__(self, slots: BatchSlots, recent: int, over: Literal["group", "layer"], summed: bool):
+    recent: int
+    heads: Heads
+    summed: bool
+
+    @override
+    def look_back(self, cache: Any, q: Tensor, softmax: Softmax) -> None:
+        k, _ = cache.resident
+        received, scores = mean_attention(last_rows(q[:, None], k, softmax)[:, 0], len(k), self.heads), cache.scores
+        held = scores[:, : cache.held]
+        if self.summed:
+            held += received
+        else:
+            held[:] = received
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Eviction:
+        return LowestScoreOverSlots(slots, self.recent, self.heads, self.summed)
+
+
+def mean_attention(weights: Tensor, num_kv_heads: int, heads: Heads) -> Tensor:
+    """Average what query heads give the tokens, [H, n], for each KV head: [Hk, n]."""
+    if heads == "layer":
+        return weights.mean(0).expand(num_kv_heads, -1)
+    return weights.view(num_kv_heads, -1, weights.shape[-1]).mean(1)
+
+
+class LowestScoreOverSlots(Eviction):
+    """The same of a batch."""
+
+    def __init__(self, slots: BatchSlots, recent: int, heads: Heads, summed: bool):
         self.rows, self.seen = slots.rows, slots.seen
         self.positions, self.scores = slots.tensors["positions"], slots.tensors["scores"]  # [b, Hk, rows]
         self.most = slots.tensors["rows"]  # [b]
         self.recent, self.summed = recent, summed
-        self.received = torch.empty_like(self.scores if over == "group" else self.scores[:, :1])
+        self.received = torch.empty_like(self.scores if heads == "group" else self.scores[:, :1])
         self.at = torch.zeros(self.scores.shape[:2], dtype=torch.int32, device=self.seen.device)
 
     @override
@@ -61,11 +87,32 @@ class LowestScore(Eviction):
             self.scores.copy_(self.received.expand_as(self.scores))
 
 
-class StalestPage(Eviction):
-    """The page of the oldest timestamp leaves when a new one needs its slot (see `TimestampedPageCache`)."""
+@dataclass(frozen=True)
+class StalestPage(Evict):
+    """The page of the oldest timestamp leaves when a new one needs its slot (see `TimestampedPageCache`).
 
-    def __init__(self, slots: BatchSlots, window: int, size: int, threshold: float, pooling: Pooling):
-        self.size, self.window, self.threshold, self.pooling = size, window, threshold, pooling
+    A page of `size` tokens is stamped where its score is larger than a `threshold`; the newest `window` never leave.
+    """
+
+    window: int
+    size: int
+    threshold: float
+    pooling: Pooling
+
+    @override
+    def look_back(self, cache: Any, q: Tensor, softmax: Softmax) -> None:
+        cache.stamp(page_scores(q, cache.summaries, softmax.scale, self.pooling) > self.threshold)  # [Hk, pages]
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Eviction:
+        return StalestPageOverSlots(slots, self)
+
+
+class StalestPageOverSlots(Eviction):
+    """The same of a batch."""
+
+    def __init__(self, slots: BatchSlots, of: StalestPage):
+        self.size, self.window, self.threshold, self.pooling = of.size, of.window, of.threshold, of.pooling
         tensors, seen = slots.tensors, slots.seen
         self.held = StampedPages(slots.rows.k, slots.rows.v, tensors["bounds"], tensors["stamps"], tensors["pages"])
         self.counts = PageCounts(

@@ -1,28 +1,44 @@
 """The fewest tokens of chosen pages that hold a part of the attention, by keys of four bits (Twilight)."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.four_bit_keys import quantise_newest
-from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.nucleus import NucleusTally, keep_nucleus
+from kvcli.kernels.nucleus import NucleusTally, keep_nucleus, nucleus
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.page_bounds import PageBoundsIndex
-from kvcli.methods.steps.plan import Choice, Chosen, StepIndex
+from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
+from kvcli.methods.steps.page_bounds import PageBounds, PageBoundsOverSlots
+from kvcli.methods.steps.plan import Picked, Rule
+
+if TYPE_CHECKING:
+    from kvcli.methods.steps.phases import Phases
 
 
-class BoundsAndFourBits(PageBoundsIndex):
-    """Bounds of pages, and beside them all keys in four bits: `codes` and `ranges`, see `Int4Keys`."""
+class BoundsAndFourBits(PageBounds):
+    """Bounds of pages, and beside them all keys in four bits."""
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> BoundsAndFourBitsOverSlots:
+        return BoundsAndFourBitsOverSlots(slots, self)
+
+
+class BoundsAndFourBitsOverSlots(PageBoundsOverSlots):
+    """The same of a batch: `codes` and `ranges`, see `Int4Keys`."""
 
     needs_newest = True
 
-    def __init__(self, slots: BatchSlots, pooling: Pooling):
-        super().__init__(slots, pooling)
+    def __init__(self, slots: BatchSlots, of: PageBounds):
+        super().__init__(slots, of)
         self.codes, self.ranges = slots.tensors["codes"], slots.tensors["ranges"]
 
     @override
@@ -31,8 +47,36 @@ class BoundsAndFourBits(PageBoundsIndex):
         quantise_newest(new.k, self.slots.rows.lengths, self.codes, self.ranges)
 
 
-class Nucleus(Choice):
-    """The best pages, and of their tokens the fewest that hold the part `p` of each query head's attention."""
+@dataclass(frozen=True)
+class Nucleus(Rule):
+    """The best pages, and of their tokens the fewest that hold the part `p` of each query head's attention.
+
+    It counts what `NucleusTally` names.
+    """
+
+    p: float
+
+    @override
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        cache = step.cache
+        pages = step.best(step.scores(q), cache.selected)  # [Hk, k]
+        with step.span("score"):
+            tokens, always = cache.tokens_of(pages)  # [Hk, n], [n]
+            weights = step.softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
+        with step.span("select"):
+            kept = nucleus(weights, always, self.p).any(1)  # [Hk, n]
+        counts: list[int] = kept.sum(1).tolist()
+        tally = (len(counts), tokens.numel(), sum(counts), min(counts), max(counts))
+        step.method.take_tally(step.layer, dict(zip(NucleusTally._fields, tally, strict=True)))
+        return Picked(pages, tokens, kept)
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> Choice:
+        return NucleusOverSlots(slots, self.p)
+
+
+class NucleusOverSlots(Choice):
+    """The same of a batch."""
 
     def __init__(self, slots: BatchSlots, p: float):
         self.slots, self.p = slots, p

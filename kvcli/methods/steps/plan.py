@@ -1,97 +1,90 @@
-"""What the retrieval layers of a method do at a step, stated once; `kvcli.runtime.gpu` carries it out for any method.
+"""What the retrieval layers of a method do at a step, stated once, for any method.
+
+`kvcli.methods.steps.phases` carries it out for one sequence, phase after phase, on its caches: that defines what a step
+attends to. `kvcli.runtime.gpu` carries it out for a batch, over slots, without asking the host. So the parts of a plan
+have two sides: what they do with a cache, and `over_slots`, which makes what does the same for a layer of a batch.
 
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
-from typing_extensions import override
 
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.eviction import Eviction
+from kvcli.methods.steps.over_slots import Choice, Eviction, StepIndex
+
+if TYPE_CHECKING:
+    from kvcli.methods.steps.phases import Phases
 
 RecallBy = Literal["gather", "copy"]
 
 
-class StepIndex(ABC):
-    """What the pages of a layer of a batch are chosen by."""
-
-    needs_newest: bool
-    """Whether the newest token is appended, and `update` called, before scoring; else after attention."""
-
-    slots: BatchSlots
-
-    @property
-    def scored(self) -> tuple[Tensor, SlotLayout]:
-        """Give the lengths [b] and the layout that say what can be chosen."""
-        return self.slots.rows.lengths, self.slots.rows.layout
+class Index(ABC):
+    """What is chosen by: how the pages, tokens or chunks of a layer are scored."""
 
     @abstractmethod
-    def best(
-        self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
-    ) -> None:
-        """Choose what scores best with queries q [b, H, d], for the KV heads `heads` [b, Hk] bool.
-
-        `wanted` [b] int32 where it is less than there are places for.
-        """
+    def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
+        """Score candidates of a cache with q [H, d]: [Hk, n]; of each query head [H, n], of all together [1, n]."""
 
     @abstractmethod
-    def update(self, new: NewToken, host: HostPages | None) -> None:
-        """Take in the newest tokens, which are appended, or what they have completed, and write that to `host`.
-
-        Where the newest are not needed before scoring, `new` is the caller's again by then.
-        """
+    def over_slots(self, slots: BatchSlots) -> StepIndex:
+        """Make the index of a layer of a batch."""
 
 
-class ScoredIndex(StepIndex):
-    """An index whose scores are written down before any is chosen."""
+class Picked(NamedTuple):
+    """What a layer of one sequence attends to beside sink and window: `pages` [Hk, k], or [H, k] of each query head.
 
-    @abstractmethod
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
-        """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
-
-        heads [b, Hk] bool: only these KV heads need to be scored.
-        """
-
-    @override
-    def best(
-        self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
-    ) -> None:
-        scores = self.scores(q, softmax, heads)
-        topk_pages_device(scores, *self.scored, selection, heads, wanted, self.slots.rows.arrived)
-
-
-class Chosen(NamedTuple):
-    """What a step attends to beside sink and window: pages [b, Hk, selected] int32, -1 behind them.
-
-    Where tokens of them, and of sink and window, are left out, `kept` [b, Hk, slots * size] bool marks the others.
+    Where not all of their tokens are read, `tokens` [Hk, n] lists them and those of sink and window, and `kept` [Hk, n]
+    bool marks the ones that are.
     """
 
     pages: Tensor
+    tokens: Tensor | None = None
     kept: Tensor | None = None
-    asked: Tensor | None = None
-    """[b] int32, how many a KV head chose, where scores decide it (`StepPlan.varies`)."""
 
 
-class Choice(Protocol):
-    """A rule by which scores choose, made for every layer of a batch; it may keep state and count in `tally`."""
+class Rule(ABC):
+    """How scores choose."""
 
-    tally: Mapping[str, Tensor] = MappingProxyType({})
-    """Numbers [b] by name, given to `Method.take_tally` at the end."""
+    @abstractmethod
+    def pick(self, step: Phases, q: Tensor) -> Picked:
+        """Choose for a layer of one sequence with q [H, d]; what it counts goes to `Method.take_tally`."""
 
-    def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
-        """Choose for the KV heads `heads` [b, Hk] with queries q [b, H, d]; `selection` is there to be written."""
+    def over_slots(self, slots: BatchSlots) -> Choice:
+        """Make the choice of a layer of a batch; not there for rules whose settings do not stay in place."""
+        raise NotImplementedError(f"{type(self).__name__} chooses phase after phase")
+
+
+class Coordinates(ABC):
+    """Which coordinates a layer keeps its keys in; a cache turns the keys that it takes."""
+
+    @abstractmethod
+    def turned(self, cache: Any, q: Tensor) -> Tensor:
+        """Turn the queries [H, d] of one sequence."""
+
+    @abstractmethod
+    def over_slots(self, slots: BatchSlots) -> Callable[[Tensor], Tensor]:
+        """Make what turns queries and new keys of a batch, [b, H or Hk, d]."""
+
+
+class Evict(ABC):
+    """What leaves a layer that holds a bounded number of tokens; a cache makes room as it takes a token."""
+
+    @abstractmethod
+    def look_back(self, cache: Any, q: Tensor, softmax: Softmax) -> None:
+        """Learn from what q [H, d] of one sequence looks at; the newest token is there."""
+
+    @abstractmethod
+    def over_slots(self, slots: BatchSlots) -> Eviction:
+        """Make what does both for a layer of a batch."""
 
 
 class Resident(NamedTuple):
@@ -101,8 +94,9 @@ class Resident(NamedTuple):
 class FromHost(NamedTuple):
     """Chosen pages lie in host memory; those that are missing are brought into their slots.
 
-    By a kernel that reads pinned memory (gather), or copied one after another through one or two staging buffers. Where
-    only values lie there, `rebuild` makes the keys that go with them. Pages that fill are written there (`writes`).
+    Over slots by a kernel that reads pinned memory (gather), or copied one after another through one or two staging
+    buffers. Where only values lie there, `rebuild` makes the keys that go with them. Pages that fill are written there
+    (`writes`).
     """
 
     recall: RecallBy = "gather"
@@ -131,20 +125,20 @@ class StepPlan:
 
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
     a layer ahead, by the query that the layer before foretells. `varies` says that scores decide how many are chosen.
-    `index`, `choose` and what follows `correction` are made for every layer of a batch. `prepare` is called before all
-    else, to turn what is held to other positions; `turn` gives queries and new keys the coordinates that the layer
-    keeps its keys in; `evict` makes room before attention and looks back after it.
+    `prepare` is made for every layer of a batch and called before all else, to turn what is held to other positions;
+    `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `evict` makes room before
+    attention and looks back after it.
     """
 
-    index: Callable[[BatchSlots], StepIndex] | None = None
-    choose: Callable[[BatchSlots], Choice] | None = None  # the best scores
+    index: Index | None = None
+    choose: Rule | None = None  # the best scores
     when: Literal["before", "after", "ahead"] = "before"
     varies: bool = False
     fetch: Fetch = RESIDENT
     correction: Correction | None = None
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None
-    turn: Callable[[BatchSlots], Callable[[Tensor], Tensor]] | None = None
-    evict: Callable[[BatchSlots], Eviction] | None = None
+    turn: Coordinates | None = None
+    evict: Evict | None = None
 
     @property
     def rotates(self) -> bool:

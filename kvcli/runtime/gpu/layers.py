@@ -34,8 +34,9 @@ from kvcli.kernels.slot_layout import PagedKV
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.choices import BestScores
-from kvcli.methods.steps.plan import Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
+from kvcli.methods.steps.choices import Best
+from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
+from kvcli.methods.steps.plan import Correction, FromHost, StepPlan
 from kvcli.runtime.gpu.log import LayerStepStats
 from kvcli.runtime.gpu.recall import recall_of
 from kvcli.runtime.gpu.streams import Point, Streams
@@ -61,10 +62,10 @@ class PlannedLayer:
         self.slots, self.rows, self.plan, self.active = slots, slots.rows, plan, active
         self.streams, self.stream = streams, stream
         self.prepare = plan.prepare(slots) if plan.prepare is not None else None
-        self.turn = plan.turn(slots) if plan.turn is not None else None
-        self.index: StepIndex | None = plan.index(slots) if plan.index is not None else None
-        self.choose: Choice = (plan.choose or BestScores)(slots)
-        self.eviction = plan.evict(slots) if plan.evict is not None else None
+        self.turn = plan.turn.over_slots(slots) if plan.turn is not None else None
+        self.index: StepIndex | None = plan.index.over_slots(slots) if plan.index is not None else None
+        self.choose: Choice = (plan.choose or Best()).over_slots(slots)
+        self.eviction = plan.evict.over_slots(slots) if plan.evict is not None else None
         self.recalls: Recalls | None = None
         if isinstance(plan.fetch, FromHost):
             assert found is not None

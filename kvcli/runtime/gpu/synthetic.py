@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
 from kvcli.kernels.slot_layout import SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.steps.plan import Chosen
+from kvcli.methods.steps.over_slots import Chosen
 from kvcli.runtime.gpu.layers import PlannedLayer
 
 PATTERNS = 64
