@@ -237,7 +237,8 @@ def method_on_fake_cuda(method, placement=None):
     method.context.placement = placement
     for layer, cache in enumerate(method.caches):
         slots, there = cache.as_slots(), partial(on_fake_cuda, device=method.context.device(layer))
-        slots = slots._replace(kv=there(slots.kv), tensors={n: there(x) for n, x in slots.tensors.items()})
+        kv = slots.kv if slots.on_host else there(slots.kv)
+        slots = slots._replace(kv=kv, tensors={n: there(x) for n, x in slots.tensors.items()})
         cache.as_slots = lambda slots=slots: slots
         cache.adopt_slots = lambda _: None
     for state in method.states.layers:

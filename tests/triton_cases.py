@@ -18,6 +18,7 @@ from kvcli.kernels import filled_page as filled
 from kvcli.kernels import four_bit_keys as four_bit
 from kvcli.kernels import gather_pages as gather
 from kvcli.kernels import gather_quantised as gather_small
+from kvcli.kernels import host_tokens as whole
 from kvcli.kernels import kept_query as kept_queries
 from kvcli.kernels import make_room as room
 from kvcli.kernels import move_keys as moving
@@ -380,6 +381,36 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     misses = misses_of(draw, s, s.layout.selected, s.pages)
     host = host_of(draw, s, "hnd", parts=1) if variant == "values" else host_of(draw, s, variant)
     return Call((host, misses, rows), [rows.k, rows.v])
+
+
+@functools.wraps(whole.bring_tokens)
+def _brought_by_few_programs(*args: Any) -> None:
+    """Each of them moves several blocks."""
+    whole.bring_tokens(*args, programs=3)
+
+
+def _host_tokens(draw: Draw, s: Sizes, parts: int) -> whole.HostTokens:
+    """Room for a few tokens more than a sequence has, which are poisoned, as its newest one is."""
+    tokens = []
+    for length in s.lengths:
+        own = draw(parts, length + 3, s.hk, s.d)
+        own[:, max(0, length - 1) :] = NAN
+        tokens.append(own)
+    return whole.HostTokens.of(tokens, draw.device)
+
+
+@case(_brought_by_few_programs, whole.bring_tokens_ref, ["keys and values", "latents"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    host = _host_tokens(draw, s, 1 if variant == "latents" else 2)
+    out = draw.poisoned(*host.shape[:2], host.longest + 2, *host.shape[2:])
+    return Call((host, draw.ints(s.lengths), out, 1), [out])
+
+
+@case(whole.store_newest, whole.store_newest_ref, ["keys and values", "latents"], exact=True)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    host = _host_tokens(draw, s, 1 if variant == "latents" else 2)
+    new = append.NewToken(*draw(2, s.b, s.hk, 2, s.d)[:, :, :, 1])
+    return Call((host, new, draw.ints(s.lengths)), list(host.tokens))
 
 
 def _filled(draw: Draw, s: Sizes, variant: str) -> Call:

@@ -25,6 +25,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.methods.steps.plan import Whole
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
 from kvcli.models.placement import Place, Placement, first_of, placement_of
@@ -166,6 +167,8 @@ def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Fo
     """
     context, plan = methods[0].context, methods[0].step_plan
     held = methods[0].state_footprint().times(sequences)
+    if plan is not None and isinstance(plan.fetch, Whole):
+        held += _whole_layers(methods).times(sequences)
     for layer in range(len(methods[0].caches)):
         most = max(method.caches[layer].footprint().device for method in methods)
         held += context.placed(Footprint(sequences * most), context.device(layer))
@@ -173,6 +176,16 @@ def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Fo
         longest = max(method.context.capacity for method in methods)
         for device in dict.fromkeys(map(context.device, range(len(methods[0].caches)))):
             held += context.placed(Footprint(2 * longest * head_dim * torch.float32.itemsize), device)
+    return held
+
+
+def _whole_layers(methods: Sequence[AnyMethod]) -> Footprint:
+    """Bytes of the buffers that a sequence's layers come into whole, those of each device in turns."""
+    held, context = Footprint(), methods[0].context
+    for device in dict.fromkeys(map(context.device, methods[0].retrieval)):
+        layers = [layer for layer in methods[0].retrieval if context.device(layer) == device]
+        most = max(method.caches[layer].footprint().host for method in methods for layer in layers)
+        held += context.placed(Footprint(Whole.buffers(len(layers)) * most), device)
     return held
 
 

@@ -176,6 +176,9 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         """What a step does in layers of `new_cache`; None: only `retrieve` knows. Settings may keep it on the host."""
         return None
 
+    def leave_phases(self) -> None:
+        """Free what only phases need: from now on a batch is served over slots."""
+
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         """Add what a layer's `Rule` has counted, by name, to what `statistics` says."""
 

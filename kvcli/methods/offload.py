@@ -2,7 +2,8 @@
 
 Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
 during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
-retrieval saves. On CUDA the prefetch runs on a stream of its own. On a CPU, where host memory is the device's, layers
+retrieval saves. On CUDA the prefetch runs on a stream of its own; in one graph of a whole step too, where a kernel
+brings the tokens that there are, and an odd number of layers takes turns with three buffers. On a CPU, where host memory is the device's, layers
 are attended to in their place, which counts as if they had come; those on a disk do come, and quantised ones where a
 prompt is read by windows.
 """
@@ -18,6 +19,7 @@ from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig
+from kvcli.methods.steps.plan import StepPlan, Whole
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.layer_prefetcher import LayerPrefetcher
@@ -28,6 +30,11 @@ from kvcli.telemetry.counters import Count
 
 class OffloadConfig(HostKVConfig):
     """Offloading has nothing else to set."""
+
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return self.kv_dtype == "auto"  # bytes become numbers on their way
 
 
 class Offload(Method[OffloadConfig, TokenMajorCache]):
@@ -64,6 +71,16 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
         """Keep all tokens in host memory."""
         context, tiers = self.context, self.config.tiers(self.context.tiers)
         return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers, offload=True)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(fetch=Whole())
+
+    @override
+    def leave_phases(self) -> None:
+        for prefetcher in self.prefetchers:
+            prefetcher.release()
 
     def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Have the layer on the device, let the next one come, and attend; on a CPU to bytes where they lie."""

@@ -87,6 +87,11 @@ class LayerPrefetcher:
         if self.prefetched is not None and not self.prefetched.in_place:
             self.prefetched.read(slice(0, self.rows), self._views(self.prefetched))
 
+    def release(self) -> None:
+        """Free the buffers; no layer is brought any more."""
+        self.prefetched = self.done = None
+        self.buffers = []
+
     def footprint(self) -> Footprint:
         """Count the bytes allocated."""
         return Footprint(device=nbytes(*self.buffers))

@@ -17,18 +17,20 @@ NEVER = 2**31 - 1
 class LayerSlots(NamedTuple):
     """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
 
-    `in_place`: the rows are those of all tokens in order. What else the layer has on the device is in `tensors`, by
-    name: among them `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory,
-    in which they lie in `pieces`, quantised where there is a `format`, with `sizes` [Hk, d] of channels where keys need
-    them. Of the tokens seen, `dropped` are not held, and never more than `most`, nor those before the last multiple of
-    `period` that there was before the newest. A layer chooses once `active_from` tokens are seen, by default when it
-    has outgrown its slots. Pages go to the slots of `into` where these are not those of the layout.
+    `in_place`: the rows are those of all tokens in order. `on_host`: kv lies in host memory instead, token by token,
+    and the layer comes to the device whole. What else the layer has on the device is in `tensors`, by name: among them
+    `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory, in which they
+    lie in `pieces`, quantised where there is a `format`, with `sizes` [Hk, d] of channels where keys need them. Of the
+    tokens seen, `dropped` are not held, and never more than `most`, nor those before the last multiple of `period` that
+    there was before the newest. A layer chooses once `active_from` tokens are seen, by default when it has outgrown its
+    slots. Pages go to the slots of `into` where these are not those of the layout.
     """
 
     kv: Tensor
     layout: SlotLayout
     tensors: Mapping[str, Tensor] = MappingProxyType({})
     in_place: bool = False
+    on_host: bool = False
     dropped: int = 0
     most: int | None = None
     period: int | None = None

@@ -9,10 +9,12 @@ from typing_extensions import override
 from kvcli.kernels.channel_sizes import TOKENS, channel_sizes
 from kvcli.kernels.decode_attention import attend_blocks, attend_blocks_suits, decode_attention
 from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes, token_mask
 from kvcli.store.disk_blocks import DiskBlocks
 from kvcli.store.host_pool import OFFLOAD_BYTES
+from kvcli.store.layer_slots import LayerSlots
 from kvcli.store.pages import slices
 from kvcli.store.recent_tokens import RecentTokens
 from kvcli.store.state import Settled
@@ -154,6 +156,12 @@ class TokenMajorCache(LayerCache):
     def attended(self) -> Tensor:
         heads = torch.empty(self.token_shape[0], device=self.tiers.device)
         return token_mask(heads, self.length, range(self.length))
+
+    @override
+    def as_slots(self) -> LayerSlots | None:
+        if not self.offload or self.format is not None or self.on_disk is not None:
+            return None
+        return LayerSlots(self.kv.transpose(1, 2), SlotLayout.everything(self.kv.shape[1]), on_host=True)
 
     @override
     def footprint(self) -> Footprint:

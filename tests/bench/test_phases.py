@@ -22,8 +22,8 @@ def ended(*spans):
 
 def test_every_span_that_methods_open_belongs_to_a_phase():
     found = set()
-    for path in (Path(kvcli.__file__).parent / "methods").glob("*.py"):
-        found |= set(re.findall(r'self\.span\("(\w+)"', path.read_text()))
+    for path in (Path(kvcli.__file__).parent / "methods").rglob("*.py"):
+        found |= set(re.findall(r'(?:self|step)\.span\("(\w+)"', path.read_text()))
     assert {"score", "select", "attention", "append", "recall", "correction"} <= found <= known_spans()
     assert {phase_of(name, offloaded=False) for name in known_spans()} <= set(PHASES)
 

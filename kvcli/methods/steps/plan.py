@@ -105,7 +105,16 @@ class FromHost(NamedTuple):
     writes: bool = True
 
 
-Fetch = Resident | FromHost
+class Whole(NamedTuple):
+    """Layers lie in host memory and come to the device whole, in turns, each while the one before it works."""
+
+    @staticmethod
+    def buffers(layers: int) -> int:
+        """How many buffers so many layers take turns with: two, and a third for a last one in the first's turn."""
+        return 1 if layers == 1 else 2 + layers % 2
+
+
+Fetch = Resident | FromHost | Whole
 RESIDENT = Resident()
 
 

@@ -20,13 +20,15 @@ from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import FromHost, StepPlan
+from kvcli.methods.steps.plan import FromHost, StepPlan, Whole
 from kvcli.runtime.crossing import current
 from kvcli.runtime.gpu.layers import PlannedLayer
 from kvcli.runtime.gpu.lengths import StepLengths
 from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
 from kvcli.runtime.gpu.streams import Streams
 from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
+from kvcli.runtime.gpu.whole_layers import BroughtLayer, WholeLayers
+from kvcli.store.layer_slots import LayerSlots
 
 
 class Side(NamedTuple):
@@ -67,6 +69,8 @@ class SlotPipeline:
         self.devices = [methods[0].context.device(layer) for layer in range(len(methods[0].caches))]
         assert rates is None or len(set(self.devices)) == 1
         of_device = {device: StepLengths(lengths, len(self.devices), device) for device in dict.fromkeys(self.devices)}
+        of_streams = {device: streams if isinstance(streams, Streams) else streams[device] for device in of_device}
+        self.whole = self._whole(of_device, of_streams) if isinstance(plan.fetch, Whole) else {}
         slots = [self._slots(layer, of_device[device]) for layer, device in enumerate(self.devices)]
         chosen = {layer for layer in methods[0].retrieval if plan.index is not None}
         logged = {layer: _logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen}
@@ -74,14 +78,14 @@ class SlotPipeline:
             device: Side(
                 seen,
                 Log([each for layer, each in logged.items() if self.devices[layer] == device], lengths, device),
-                streams if isinstance(streams, Streams) else streams[device],
+                of_streams[device],
             )
             for device, seen in of_device.items()
         }
         self.lengths = of_device[self.devices[0]]
         self.forced: SyntheticDecisions | None = None
         self.layers = [
-            self._layer(layer, each, plan if layer in methods[0].retrieval and not each.holds_all else StepPlan())
+            self._layer(layer, each, plan if layer in methods[0].retrieval and not _idle(plan, each) else StepPlan())
             for layer, each in enumerate(slots)
         ]
         self.turned = {layer: self._rotations(layer) for layer in self.foretold}
@@ -94,9 +98,12 @@ class SlotPipeline:
 
     def start(self) -> None:
         """Let the sequences take part. A step before that changes nothing: it can be tried out."""
-        for side in self.sides.values():
+        for device, side in self.sides.items():
             side.lengths.start()
             side.log.start()
+            if device in self.whole:
+                with self.on(device):
+                    self.whole[device].start()
 
     def end(self, row: int) -> None:
         """Let a sequence take part no more."""
@@ -147,6 +154,8 @@ class SlotPipeline:
         counters = [method.context.counters for method in self.methods]
         for side in self.sides.values():
             side.log.count(counters, range(self.counted, self.steps))
+        for whole in self.whole.values():
+            whole.count(counters, range(self.counted, self.steps))
         self.counted = self.steps
 
     def finish(self) -> None:
@@ -164,11 +173,31 @@ class SlotPipeline:
         if self.steps - self.counted == STEPS:
             self.count()
 
-    def _slots(self, layer: int, lengths: StepLengths) -> BatchSlots:
+    def _whole(
+        self, lengths: Mapping[torch.device, StepLengths], streams: Mapping[torch.device, Streams]
+    ) -> dict[torch.device, WholeLayers]:
+        """Those layers of each device that come to it whole."""
+        for method in self.methods:
+            method.leave_phases()
+        found = {}
+        for device, its in lengths.items():
+            parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval if self.devices[layer] == device}
+            if parts:
+                found[device] = WholeLayers(parts, its, streams[device])
+        return found
+
+    def _parts(self, layer: int) -> list[LayerSlots]:
         caches = [method.caches[layer] for method in self.methods]
         parts = [part for part in (cache.as_slots() for cache in caches) if part is not None]
         if len(parts) < len(caches):
             raise ValueError(f"not all of {len(caches)} caches have slots")
+        return parts
+
+    def _slots(self, layer: int, lengths: StepLengths) -> BatchSlots:
+        whole = self.whole.get(self.devices[layer])
+        if whole is not None and layer in whole.order:
+            return whole.slots(layer)
+        caches, parts = [method.caches[layer] for method in self.methods], self._parts(layer)
         held, rotary = lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
         return BatchSlots.of(caches, parts, lengths.seen, held, rotary)
 
@@ -188,6 +217,8 @@ class SlotPipeline:
 
     def _planned(self, layer: int, slots: BatchSlots, plan: StepPlan, beside: tuple[Any, ...]) -> PlannedLayer:
         parts = (layer, slots, plan, *beside)
+        if isinstance(plan.fetch, Whole):
+            return BroughtLayer(self.whole[self.devices[layer]], *parts)
         if self.rates is None or plan.correction is None:
             return PlannedLayer(*parts)
         if self.forced is None:
@@ -198,6 +229,11 @@ class SlotPipeline:
         told = SyntheticDecisionLayer(*parts)
         told.follow(self.forced, layer)
         return told
+
+
+def _idle(plan: StepPlan, slots: BatchSlots) -> bool:
+    """Whether a layer attends to all that it holds, and holds it in its place."""
+    return slots.holds_all and not isinstance(plan.fetch, Whole)
 
 
 def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:

@@ -8,6 +8,7 @@ from kvcli.methods.card import GRAPH, read_card
 
 OTHERWISE = {
     "streaming": "moves its sinks before it attends, for prompts that are read by windows as well",
+    "offload": "has buffers beside its caches, and attends to bytes in their place on a CPU",
     "refreekv": "brings layers from host memory where settings put them there, which no plan states",
 }
 

@@ -18,6 +18,7 @@ LENGTH, LAYERS, STEPS = 42, 2, 2  # the second step fills a page
 PAGES = {"budget": 20, "sink": 4, "window": 4, "page_size": 4, "dense_layers": 0}
 ALL_TURN, NONE_TURN = ("freekv", PAGES | {"tau": 1.0}), ("freekv", PAGES | {"tau": 0.0})  # but for the first step
 QUEST, INFINIGEN = ("quest", PAGES), ("infinigen", {"budget": 20, "dense_layers": 0})
+OFFLOAD = "offload", {}
 
 
 def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None):
@@ -44,7 +45,7 @@ def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None)
     return races.found
 
 
-@pytest.mark.parametrize("method", [ALL_TURN, NONE_TURN], ids=str)
+@pytest.mark.parametrize("method", [ALL_TURN, NONE_TURN, OFFLOAD], ids=str)
 def test_all_is_in_order(method, monkeypatch):
     """Of the other methods too: `test_every_method.py`."""
     assert steps(method, monkeypatch) == set()
@@ -82,6 +83,9 @@ class EarlyAfterCorrection(EarlyRecall):
         (NONE_TURN, EarlyRecall, r"writes in stream \d what \w+ reads in main"),
         (ALL_TURN, EarlyAfterCorrection, r"reads in stream \d what \w+ writes in stream 1"),
         (QUEST, EarlyRecall, r"reads in stream \d what \w+ writes in main"),
+        (OFFLOAD, NobodyWaits, r"reads in main what _bring_kernel writes in stream 1"),
+        (OFFLOAD, EarlyRecall, r"_bring_kernel writes in stream 1 what \w+ reads in main"),
+        (OFFLOAD, EarlyRecall, r"_bring_kernel reads in stream 1 what _store_kernel writes in main"),
     ],
     ids=str,
 )
