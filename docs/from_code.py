@@ -31,7 +31,9 @@ from kvcli.methods.card import Card, read_card
 
 ROOT = Path(__file__).parents[1]
 NAME = "kvcli"
-SPEED = ROOT / "benchmarks" / "results" / "cpu_decode.json"
+RESULTS = ROOT / "benchmarks" / "results"
+SPEED, PREDICTIONS = RESULTS / "cpu_decode.json", RESULTS / "gpu_predictions.json"
+PREDICTED_AT = 131_072  # tokens
 
 
 def main() -> None:
@@ -71,11 +73,15 @@ def _filled(text: str, name: str, part: str) -> str:
 
 
 def short_table(cards: dict[str, Card]) -> str:
-    """The methods as the README lists them: what a step attends to, where KV lies, and what runs it on a GPU."""
-    lines = ["| method | what a step attends to | KV | GPU step |", "| --- | --- | --- | --- |"]
+    """The methods as the README lists them: what a step attends to, where KV lies, what runs it on a GPU, how long."""
+    rows = json.loads(PREDICTIONS.read_text())["rows"]
+    steps = {row["method"]: row["step_ms"] for row in rows if row["context"] == PREDICTED_AT}
+    heads = ("method", "what a step attends to", "KV", "GPU step", "predicted, ms")
+    lines = [_row(heads), _row(["---"] * len(heads))]
     for name, card in cards.items():
-        place = "host" if card.offloads else "device"
-        lines.append(f"| `{name}` | {card.title} | {place} | {card.gpu_step} |")
+        place, step = "host" if card.offloads else "device", steps.get(name)
+        predicted = "" if step is None else f"{step:.1f}"
+        lines.append(_row((f"`{name}`", card.title, place, card.gpu_step, predicted)))
     return "\n".join(lines) + "\n"
 
 

@@ -3,9 +3,9 @@
 Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
 during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
 retrieval saves. On CUDA the prefetch runs on a stream of its own; in one graph of a whole step too, where a kernel
-brings the tokens that there are, and an odd number of layers takes turns with three buffers. On a CPU, where host memory is the device's, layers
-are attended to in their place, which counts as if they had come; those on a disk do come, and quantised ones where a
-prompt is read by windows.
+brings the tokens that there are, and an odd number of layers takes turns with three buffers. On a CPU, where host
+memory is the device's, layers are attended to in their place, which counts as if they had come; those on a disk do
+come, and quantised ones where a prompt is read by windows.
 """
 
 from collections.abc import Sequence
