@@ -90,7 +90,7 @@ class Phases:
             return self.plan.index.scores(self.cache, q, self.candidates, self.softmax)
 
     def best(self, scores: Tensor, count: int) -> Tensor:
-        """The candidates with the best scores [Hk, n] -> [Hk, min(count, n)], in their order."""
+        """The `count` candidates with the best scores [Hk, n] -> [Hk, count], in no particular order."""
         with self.span("select"):
             return topk_pages(scores, count) + self.candidates.start
 
