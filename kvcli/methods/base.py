@@ -23,8 +23,9 @@ from kvcli.methods._disk import count_disk, tiers_of_layer
 from kvcli.methods._prompt_parts import PromptParts
 from kvcli.methods._windows import PromptWindows, attend_window
 from kvcli.methods.config import MethodConfig
-from kvcli.methods.steps.phases import Phases, Remembered
+from kvcli.methods.steps.phases import Phases
 from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.steps.step import Remembered
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Traffic
 from kvcli.store.chunks import windowed_cache

@@ -16,7 +16,7 @@ of one KV head is a page of size 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import model_validator
@@ -27,16 +27,14 @@ from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import Best
-from kvcli.methods.steps.plan import RESIDENT, FromHost, Picked, Rule, StepPlan
+from kvcli.methods.steps.plan import RESIDENT, FromHost, Rule, StepPlan
+from kvcli.methods.steps.step import Picked, Step
 from kvcli.methods.steps.token_scores import OneBit
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
 from kvcli.store.pages import paged
 from kvcli.store.tokens import ResidentTokenCache, TokenCache
-
-if TYPE_CHECKING:
-    from kvcli.methods.steps.phases import Phases
 
 
 class FIERConfig(HostKVConfig, TokenConfig):
@@ -125,7 +123,7 @@ class BestPages(Rule):
     page: int
 
     @override
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         scores, first = step.scores(q), step.candidates.start  # [Hk, n]
         tokens = scores.shape[1]
         whole = tokens // self.page * self.page

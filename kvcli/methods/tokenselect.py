@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +30,11 @@ from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
-from kvcli.methods.steps.plan import Picked, Rule, StepPlan
+from kvcli.methods.steps.plan import Rule, StepPlan
+from kvcli.methods.steps.step import Picked, Step
 from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.channel_scored import ChannelScoredCache
-
-if TYPE_CHECKING:
-    from kvcli.methods.steps.phases import Phases
 
 
 class TokenSelectConfig(TokenConfig):
@@ -93,15 +91,15 @@ class KeptVote(Rule):
     theta: float
 
     @override
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         kept, anew = step.kept, self._turned(step, q)
         if kept.picked is None or anew:
             tokens = step.best(step.scores(q), step.cache.selected)  # [1, k]
             kept.query, kept.picked = q.clone(), Picked(tokens.expand(step.cache.k.shape[0], -1))
-        step.method.take_tally(step.layer, {"layer_steps": 1, "choices": int(anew)})
+        step.tally(layer_steps=1, choices=int(anew))
         return kept.picked
 
-    def _turned(self, step: Phases, q: Tensor) -> bool:
+    def _turned(self, step: Step, q: Tensor) -> bool:
         last = step.kept.query
         if last is None:
             return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
-from kvcli.methods.steps.plan import Picked, Rule
-
-if TYPE_CHECKING:
-    from kvcli.methods.steps.phases import Phases
+from kvcli.methods.steps.plan import Rule
+from kvcli.methods.steps.step import Picked, Step
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Best(Rule):
     part: float | None = None
 
     @override
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         scores, places = step.scores(q), step.cache.selected  # [Hk, n]
         if self.part is not None:
             scores = -self._standing(scores, step.cache.resident - step.candidates.start, places)
@@ -71,14 +68,13 @@ class NearBest(Rule):
     alpha: float
 
     @override
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         scores = step.scores(q)  # [Hk, n]
         with step.span("select"):
             near = scores >= scores.amax(1, keepdim=True) - self.alpha
             wanted = int(near.sum(1).float().mean())
         tokens = step.best(scores, min(wanted, step.cache.budget.max_selected))
-        tally = {"chosen": tokens.numel(), "choices": len(tokens), "layer_steps": int(step.foretold)}
-        step.method.take_tally(step.layer, tally)
+        step.tally(chosen=tokens.numel(), choices=len(tokens), layer_steps=int(step.foretold))
         return Picked(tokens)
 
     @override

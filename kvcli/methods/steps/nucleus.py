@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
 from kvcli.methods.steps.page_bounds import PageBounds, PageBoundsOverSlots
-from kvcli.methods.steps.plan import Picked, Rule
-
-if TYPE_CHECKING:
-    from kvcli.methods.steps.phases import Phases
+from kvcli.methods.steps.plan import Rule
+from kvcli.methods.steps.step import Picked, Step
 
 
 class BoundsAndFourBits(PageBounds):
@@ -57,7 +54,7 @@ class Nucleus(Rule):
     p: float
 
     @override
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         cache = step.cache
         pages = step.best(step.scores(q), cache.selected)  # [Hk, k]
         with step.span("score"):
@@ -67,7 +64,7 @@ class Nucleus(Rule):
             kept = nucleus(weights, always, self.p).any(1)  # [Hk, n]
         counts: list[int] = kept.sum(1).tolist()
         tally = (len(counts), tokens.numel(), sum(counts), min(counts), max(counts))
-        step.method.take_tally(step.layer, dict(zip(NucleusTally._fields, tally, strict=True)))
+        step.tally(**dict(zip(NucleusTally._fields, tally, strict=True)))
         return Picked(pages, tokens, kept)
 
     @override

@@ -9,46 +9,25 @@ Shapes: q [H, d] -> [H, d]; H query heads, Hk KV heads, d head dimension, k page
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.steps.choices import Best
-from kvcli.methods.steps.plan import Correction, FromHost, Picked, StepPlan
+from kvcli.methods.steps.plan import Correction, FromHost, StepPlan
+from kvcli.methods.steps.step import Picked, Read, Remembered, Step
 from kvcli.telemetry.counters import Count
 
 if TYPE_CHECKING:
     from kvcli.methods.base import AnyMethod
 
 
-class Read(NamedTuple):
-    """What attention read: of KV heads `corrected` [Hk] their own selection of this step, else that of the last."""
-
-    corrected: Tensor
-    selected: Tensor  # [Hk, k] pages
-    before: Tensor
-
-    @property
-    def pages(self) -> Tensor:
-        """The pages of each KV head, [Hk, k]."""
-        return self.selected.where(self.corrected[:, None], self.before)
-
-
-class Remembered:
-    """What a layer of one sequence keeps from step to step: state of a method."""
-
-    def __init__(self) -> None:
-        self.query: Tensor | None = None  # [H, d], the one that chose last, where a choice may outlive its step
-        self.picked: Picked | None = None  # what it chose
-        self.read: Read | None = None  # by the last attention, where not all heads read what was chosen last
-        self.ahead: Picked | None = None  # lies ready for the next attention
-
-
-class Phases:
-    """A step of one layer of one sequence."""
+class Phases(Step):
+    """A step of one layer of one sequence, carried out."""
 
     def __init__(self, method: AnyMethod, layer: int, softmax: Softmax):
         self.method, self.layer, self.softmax = method, layer, softmax
@@ -56,7 +35,7 @@ class Phases:
         self.cache = method.retrieval[layer]
         self.kept: Remembered = method.remembered[layer]
         self.candidates: range = self.cache.candidates if self.plan.index is not None else range(0)
-        self.foretold = False  # whether the query is that of a layer which has yet to take the newest token
+        self.foretold = False
 
     def attend(self, q: Tensor) -> Tensor:
         """Attend with q, the newest token appended."""
@@ -83,19 +62,23 @@ class Phases:
             self.candidates, self.foretold = self.cache.budget.candidates(length), True
             self.kept.ahead = self._choose_and_fetch(q, later=True)
 
+    @override
     def scores(self, q: Tensor) -> Tensor:
-        """Score the candidates, see `Index.scores`."""
         assert self.plan.index is not None
         with self.span("score"):
             return self.plan.index.scores(self.cache, q, self.candidates, self.softmax)
 
+    @override
     def best(self, scores: Tensor, count: int) -> Tensor:
-        """The `count` candidates with the best scores [Hk, n] -> [Hk, count], in no particular order."""
         with self.span("select"):
             return topk_pages(scores, count) + self.candidates.start
 
+    @override
+    def tally(self, **numbers: int) -> None:
+        self.method.take_tally(self.layer, numbers)
+
+    @override
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase, see `Method.span`."""
         return self.method.span(name, self.layer)
 
     def _speculate(self, correction: Correction, q: Tensor) -> Tensor:

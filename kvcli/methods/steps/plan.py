@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +20,7 @@ from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Eviction, StepIndex
-
-if TYPE_CHECKING:
-    from kvcli.methods.steps.phases import Phases
+from kvcli.methods.steps.step import Picked, Step
 
 RecallBy = Literal["gather", "copy"]
 
@@ -39,23 +37,11 @@ class Index(ABC):
         """Make the index of a layer of a batch."""
 
 
-class Picked(NamedTuple):
-    """What a layer of one sequence attends to beside sink and window: `pages` [Hk, k], or [H, k] of each query head.
-
-    Where not all of their tokens are read, `tokens` [Hk, n] lists them and those of sink and window, and `kept` [Hk, n]
-    bool marks the ones that are.
-    """
-
-    pages: Tensor
-    tokens: Tensor | None = None
-    kept: Tensor | None = None
-
-
 class Rule(ABC):
     """How scores choose."""
 
     @abstractmethod
-    def pick(self, step: Phases, q: Tensor) -> Picked:
+    def pick(self, step: Step, q: Tensor) -> Picked:
         """Choose for a layer of one sequence with q [H, d]; what it counts goes to `Method.take_tally`."""
 
     def over_slots(self, slots: BatchSlots) -> Choice:
