@@ -28,7 +28,7 @@ from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import Best
 from kvcli.methods.steps.plan import RESIDENT, FromHost, Rule, StepPlan
-from kvcli.methods.steps.step import Picked, Step
+from kvcli.methods.steps.step import LayerStep, Picked
 from kvcli.methods.steps.token_scores import OneBit
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.offloaded_tokens import OffloadedTokenCache
@@ -123,7 +123,7 @@ class BestPages(Rule):
     page: int
 
     @override
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         scores, first = step.scores(q), step.candidates.start  # [Hk, n]
         tokens = scores.shape[1]
         whole = tokens // self.page * self.page

@@ -31,7 +31,7 @@ from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
 from kvcli.methods.steps.plan import Rule, StepPlan
-from kvcli.methods.steps.step import Picked, Step
+from kvcli.methods.steps.step import LayerStep, Picked
 from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.channel_scored import ChannelScoredCache
@@ -91,7 +91,7 @@ class KeptVote(Rule):
     theta: float
 
     @override
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         kept, anew = step.kept, self._turned(step, q)
         if kept.picked is None or anew:
             tokens = step.best(step.scores(q), step.cache.selected)  # [1, k]
@@ -99,7 +99,7 @@ class KeptVote(Rule):
         step.tally(layer_steps=1, choices=int(anew))
         return kept.picked
 
-    def _turned(self, step: Step, q: Tensor) -> bool:
+    def _turned(self, step: LayerStep, q: Tensor) -> bool:
         last = step.kept.query
         if last is None:
             return True

@@ -14,7 +14,7 @@ from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
 from kvcli.methods.steps.plan import Rule
-from kvcli.methods.steps.step import Picked, Step
+from kvcli.methods.steps.step import LayerStep, Picked
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Best(Rule):
     part: float | None = None
 
     @override
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         scores, places = step.scores(q), step.cache.selected  # [Hk, n]
         if self.part is not None:
             scores = -self._standing(scores, step.cache.resident - step.candidates.start, places)
@@ -68,7 +68,7 @@ class NearBest(Rule):
     alpha: float
 
     @override
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         scores = step.scores(q)  # [Hk, n]
         with step.span("select"):
             near = scores >= scores.amax(1, keepdim=True) - self.alpha

@@ -18,7 +18,7 @@ from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
 from kvcli.methods.steps.page_bounds import PageBounds, PageBoundsOverSlots
 from kvcli.methods.steps.plan import Rule
-from kvcli.methods.steps.step import Picked, Step
+from kvcli.methods.steps.step import LayerStep, Picked
 
 
 class BoundsAndFourBits(PageBounds):
@@ -54,7 +54,7 @@ class Nucleus(Rule):
     p: float
 
     @override
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         cache = step.cache
         pages = step.best(step.scores(q), cache.selected)  # [Hk, k]
         with step.span("score"):

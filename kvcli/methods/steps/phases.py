@@ -19,14 +19,14 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.methods.steps.choices import Best
 from kvcli.methods.steps.plan import Correction, FromHost, StepPlan
-from kvcli.methods.steps.step import Picked, Read, Remembered, Step
+from kvcli.methods.steps.step import LayerStep, Picked, Read, Remembered
 from kvcli.telemetry.counters import Count
 
 if TYPE_CHECKING:
     from kvcli.methods.base import AnyMethod
 
 
-class Phases(Step):
+class Phases(LayerStep):
     """A step of one layer of one sequence, carried out."""
 
     def __init__(self, method: AnyMethod, layer: int, softmax: Softmax):

@@ -20,7 +20,7 @@ from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Eviction, StepIndex
-from kvcli.methods.steps.step import Picked, Step
+from kvcli.methods.steps.step import LayerStep, Picked
 
 RecallBy = Literal["gather", "copy"]
 
@@ -41,7 +41,7 @@ class Rule(ABC):
     """How scores choose."""
 
     @abstractmethod
-    def pick(self, step: Step, q: Tensor) -> Picked:
+    def pick(self, step: LayerStep, q: Tensor) -> Picked:
         """Choose for a layer of one sequence with q [H, d]; what it counts goes to `Method.take_tally`."""
 
     def over_slots(self, slots: BatchSlots) -> Choice:

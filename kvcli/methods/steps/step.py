@@ -48,7 +48,7 @@ class Remembered:
         self.ahead: Picked | None = None  # lies ready for the next attention
 
 
-class Step(Protocol):
+class LayerStep(Protocol):
     """A step of one layer of one sequence, as rules see it."""
 
     cache: Any
