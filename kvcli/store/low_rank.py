@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels import turn_rows
+from kvcli.kernels import rebuild_rows
 from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.store.cache import Tiers, nbytes
@@ -98,11 +98,11 @@ class LowRankKeys:
 
     def rebuild_missing(self, misses: Misses, k: Tensor) -> None:
         """Rebuild likewise the chunks that `misses` lists, in their slots of k [Hk, slots, c, d]."""
-        keys = rebuild_keys(self.a, self.b, misses.heads, misses.pages)
-        if self.rotary is not None and turn_rows.suits(keys, k):
-            turn_rows.turn_rows(keys, misses, self.rotary.rotation(k.shape[3]), k)
+        if rebuild_rows.suits(self.a, self.b, k):
+            rotation = None if self.rotary is None else self.rotary.rotation(k.shape[3])
+            rebuild_rows.rebuild_rows(self.a, self.b, misses, rotation, k)
         else:
-            k[misses.heads, misses.slots] = self._rotated(keys, misses.pages).to(k.dtype)
+            k[misses.heads, misses.slots] = self.rebuild(misses.heads, misses.pages).to(k.dtype)
 
     def rebuilt_from(self, chunks: int) -> int:
         """Bytes that so many chunks of a KV head are rebuilt of: their rows, and every head's factor."""

@@ -15,9 +15,9 @@ from kvcli.kernels import (
     four_bit_rows,
     one_bit_rows,
     quantised_rows,
+    rebuild_rows,
     scatter_rows,
     select_best,
-    turn_rows,
 )
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
@@ -160,17 +160,25 @@ def neighbours(x, cos, sin):
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
-@pytest.mark.parametrize("turn", [halves, neighbours])
-@pytest.mark.parametrize("d", [4, 7])  # the rotated channels alone, and others behind them
-def test_keys_are_turned_into_their_slots_and_nothing_else_is_touched(turn, d):
-    tables = noise(2, 30, 2).repeat_interleave(2, -1) if turn is neighbours else noise(2, 30, 2).repeat(1, 1, 2)
-    rotation = Rotation.of(*tables, turn, 4, d)
-    misses = Misses(torch.tensor([0, 0, 2]), torch.tensor([3, 0, 1]), torch.tensor([7, 2, 9]))
-    x, k = noise(3, 3, d, seed=1), among_poison(torch.zeros(3, 4, 3, d))
-    turn_rows.turn_rows(x, misses, rotation, k)
-    positions = misses.pages[:, None] * 3 + torch.arange(3)
-    torch.testing.assert_close(k[misses.heads, misses.slots], rotated(x, positions, rotation), atol=1e-6, rtol=1e-5)
-    assert (k != 0).any((2, 3)).sum() == 3
+@pytest.mark.parametrize("turn", [halves, neighbours, None])
+@pytest.mark.parametrize("d", [4, 7, 32])  # the rotated channels alone, and others behind them
+@pytest.mark.parametrize(("size", "rank", "count"), [(1, 3, 1), (3, 8, 9), (8, 21, 40)])
+def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, size, rank, count):
+    a, b = noise(60, size, rank), noise(3, rank, d, seed=1)
+    heads, order = (noise(count, seed=2).argsort() % 3).sort().values, noise(60, seed=3).argsort()[:count]
+    misses = Misses(heads, order, noise(60, seed=4).argsort()[:count])
+    k = among_poison(torch.zeros(3, 60, size, d))
+    exact = (a.double()[misses.pages] @ b.double()[heads]).float()
+    if turn is None:
+        rebuild_rows.rebuild_rows(a, b, misses, None, k)
+    else:
+        angles = noise(2, 60 * size, 2, seed=5)
+        tables = angles.repeat_interleave(2, -1) if turn is neighbours else angles.repeat(1, 1, 2)
+        turning = Rotation.of(*tables, turn, 4, d)
+        rebuild_rows.rebuild_rows(a, b, misses, turning, k)
+        exact = rotated(exact, misses.pages[:, None] * size + torch.arange(size), turning)
+    torch.testing.assert_close(k[misses.heads, misses.slots], exact, atol=1e-5, rtol=1e-4)
+    assert (k != 0).any((2, 3)).sum() == count
 
 
 @pytest.mark.parametrize("bits", [8, 4])
