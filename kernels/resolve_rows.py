@@ -19,7 +19,7 @@ ASKED, HERE = 1, 2  # what is known of a token
 
 
 @compiled
-def _resolve(resident: Any, selected: Any, n: int, empty: int, leaving: Any, tokens: Any, slots: Any, out: Any) -> None:
+def _resolve(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slots: Any, out: Any) -> None:
     heads, size = resident.shape
     for h in prange(heads):
         known = np.zeros(n, np.uint8)
@@ -28,17 +28,18 @@ def _resolve(resident: Any, selected: Any, n: int, empty: int, leaving: Any, tok
         free = 0
         for slot in range(size):
             token = resident[h, slot]
-            stays = token != empty and known[token] == ASKED
-            leaving[h, slot] = not stays
-            if stays:
+            if token != empty and known[token] == ASKED:
                 known[token] = HERE
-            elif free < selected.shape[1]:
-                slots[h, free] = slot
-                free += 1
+            else:
+                resident[h, slot] = empty
+                if free < selected.shape[1]:
+                    slots[h, free] = slot
+                    free += 1
         missing = 0
         for i in range(selected.shape[1]):
-            if known[selected[h, i]] == ASKED:
-                tokens[h, missing] = selected[h, i]
+            token = selected[h, i]
+            if known[token] == ASKED:
+                tokens[h, missing] = resident[h, slots[h, missing]] = token
                 missing += 1
         out[h] = missing
 
@@ -48,10 +49,11 @@ def suits(resident: Tensor, selected: Tensor, length: int) -> bool:
     return serves(resident, selected, dtype=torch.int64, numbers=len(resident) * length)
 
 
-def resolve(resident: Tensor, selected: Tensor, length: int) -> tuple[Misses, Tensor]:
-    """Pair missing tokens with slots that are free, the first ones first, and mark all that are, bool [Hk, S]."""
-    leaving, counts = torch.empty(resident.shape, dtype=torch.bool), torch.empty(len(resident), dtype=torch.int64)
+def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
+    """Pair missing tokens with slots that are free, the first ones first, and put them into `resident`."""
+    counts = torch.empty(len(resident), dtype=torch.int64)
     tokens, slots = torch.empty(2, *selected.shape, dtype=torch.int64)
-    run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, leaving, tokens, slots, counts)
-    missing = torch.arange(selected.shape[1]) < counts[:, None]
-    return Misses(missing.nonzero()[:, 0], slots[missing], tokens[missing]), leaving
+    run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, tokens, slots, counts)
+    heads = torch.arange(len(resident)).repeat_interleave(counts)
+    slots, tokens = (torch.cat([row[:m] for row, m in zip(x, counts.tolist(), strict=True)]) for x in (slots, tokens))
+    return Misses(heads, slots, tokens)

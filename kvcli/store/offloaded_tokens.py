@@ -103,21 +103,21 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     @override
     def recall(self, selected: Tensor, later: bool = False) -> tuple[list[int], int]:
         self._arrive()
-        misses, leaving = resolve_tokens(self.resident, selected, self.length)
+        misses = resolve_tokens(self.resident, selected, self.length)
         if later and isinstance(self.pool, DiskPagePool):
             self.pool.announce(misses.pages, misses.heads)
             self.coming = misses
         else:
             self._bring(misses)
-        self.resident[leaving] = EMPTY
-        self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
 
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         self._arrive()
         self.chosen = selected
-        slots = (self.resident != EMPTY).nonzero()[:, 1].view_as(selected)
+        slots = torch.arange(self.resident.shape[1], device=q.device).expand_as(self.resident)
+        if selected.shape != slots.shape:
+            slots = slots[self.resident != EMPTY].view_as(selected)
         return self._attend_rows(q, slots + self.budget.sink, self._recent_rows(), softmax)
 
     @override
@@ -172,20 +172,22 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         return self.first_rows + tokens % self.recent
 
 
-def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> tuple[Misses, Tensor]:
-    """Pair the j-th missing token of a head with its j-th slot that is free, in time linear in the context.
+def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> Misses:
+    """Put the j-th missing token of a head into its j-th slot that is free, in time linear in the context.
 
     resident [Hk, S] and selected [Hk, k], k <= S, hold token numbers below `length`; EMPTY in `resident` is an empty
-    slot. A selection has no duplicates. Returns also the slots whose token left the selection, bool [Hk, S]: every
-    head has at least as many of them as it misses tokens, and the first ones take these tokens.
+    slot, which those are afterwards whose token left the selection and that no other took. A selection has no
+    duplicates. Returns which tokens are missing, and their slots.
     """
     if resolve_rows.suits(resident, selected, length):
         return resolve_rows.resolve(resident, selected, length)
     leaving = ~_members(selected, length).gather(1, resident + 1)
     missing = ~_members(resident, length).gather(1, selected + 1)
-    wanted = leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))
-    heads, slots = wanted.nonzero(as_tuple=True)
-    return Misses(heads, slots, selected[missing]), leaving
+    heads, slots = (leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))).nonzero(as_tuple=True)
+    misses = Misses(heads, slots, selected[missing])
+    resident[leaving] = EMPTY
+    resident[heads, slots] = misses.pages
+    return misses
 
 
 def _members(tokens: Tensor, length: int) -> Tensor:

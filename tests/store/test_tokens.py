@@ -112,21 +112,21 @@ def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted, by_
         selected = torch.stack([torch.randperm(13, generator=generator)[:wanted] for _ in range(HK)])
         resident[0, :2] = -1
         assert resolve_rows.suits(resident, selected, 13) == by_loops
-        misses, leaving = resolve_tokens(resident, selected, 13)
         after = resident.clone()
-        after[leaving] = -1
-        after[misses.heads, misses.slots] = misses.pages
+        misses = resolve_tokens(after, selected, 13)
+        assert torch.equal(after[misses.heads, misses.slots], misses.pages)
         for head in range(HK):
             held, chosen = set(resident[head].tolist()), set(selected[head].tolist())
             assert set(after[head].tolist()) - {-1} == chosen
             assert (after[head] != -1).sum() == wanted, "none is held twice"
             stays = torch.tensor([token in chosen for token in resident[head].tolist()])
             assert torch.equal(after[head][stays], resident[head][stays]), "hits do not move"
-            assert torch.equal(leaving[head], ~stays)
-            assert int((misses.heads == head).sum()) == len(chosen - held)
+            free, mine = (~stays).nonzero()[:, 0], misses.heads == head
+            assert misses.pages[mine].tolist() == [token for token in selected[head].tolist() if token not in held]
+            assert torch.equal(misses.slots[mine], free[: int(mine.sum())])
 
 
 def test_resolution_of_a_hit_moves_nothing():
-    misses, leaving = resolve_tokens(torch.tensor([[3, 5, -1]]), torch.tensor([[5, 3]]), 6)
-    assert all(len(part) == 0 for part in misses)
-    assert leaving.tolist() == [[False, False, True]]
+    resident = torch.tensor([[3, 5, -1]])
+    assert all(len(part) == 0 for part in resolve_tokens(resident, torch.tensor([[5, 3]]), 6))
+    assert resident.tolist() == [[3, 5, -1]]
