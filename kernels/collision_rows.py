@@ -1,7 +1,7 @@
 """Votes and four-bit products of keys on a CPU: what `kvcli.kernels.collisions` adds up, in loops over the bytes.
 
     population    signs [Hk, n, B] uint8 -> [Hk, B, 256] int64
-    worth         products of the centroids [Hk, B, 256] fp32, their population, tiers' ends [t] -> [Hk, B, 256] int32
+    worth         products of the centroids [Hk, B, 256] fp32, their population, tiers' ends [t] -> [Hk, B, 256] uint8
     votes         signs, worth -> [Hk, n] int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     products      codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
@@ -11,19 +11,17 @@ A byte of codes is two channels, whose part of a product is looked up in a table
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, serves
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
 BYTES = 4  # of codes in a block
-WORD = 8  # blocks of signs in a word
 
 
 @compiled
@@ -37,90 +35,110 @@ def _population(signs: Any, head: int, n: int, out: Any) -> None:
 
 
 @compiled
-def _worth(products: Any, counts: Any, ends: Any, out: Any) -> None:
-    heads, blocks = out.shape[:2]
+def _worth(bits: Any, counts: Any, ends: Any, out: Any) -> None:
+    heads, blocks, patterns = out.shape
     for row in prange(heads * blocks):
         h, b = row // blocks, row % blocks
+        keys, order, other = np.empty(patterns, np.uint32), np.arange(patterns), np.empty(patterns, np.int64)
+        for i in range(patterns):  # fall with the products, so that the best come first
+            x = np.uint32(bits[h, b, i])
+            x = np.uint32(0) if x == np.uint32(0x80000000) else x  # minus zero equals zero
+            keys[i] = x if x >> np.uint32(31) else ~(x | np.uint32(0x80000000))
+        for digit in range(4):  # by which they are sorted in turn, and equal ones stay in order
+            shift, begins = np.uint32(8 * digit), np.zeros(257, np.int64)
+            for i in range(patterns):
+                begins[1 + ((keys[i] >> shift) & np.uint32(255))] += 1
+            for value in range(256):
+                begins[value + 1] += begins[value]
+            for i in range(patterns):
+                value = (keys[order[i]] >> shift) & np.uint32(255)
+                other[begins[value]] = order[i]
+                begins[value] += 1
+            order, other = other, order
         before, tiers = 0, len(ends)
-        for pattern in np.argsort(-products[h, b], kind="mergesort"):  # which leaves equal ones in order
+        for i in range(patterns):
             while tiers and before >= ends[len(ends) - tiers]:
                 tiers -= 1
-            out[h, b, pattern] = tiers
-            before += counts[h, b, pattern]
+            out[h, b, order[i]] = tiers
+            before += counts[h, b, order[i]]
+
+
+@inlined
+def _look_up(table: Any, row: int, byte: int) -> Any:
+    # What is below 0 would count from the end, and asking for it costs pace.
+    return table[np.uint64(256) * np.uint64(row) + np.uint64(byte)]
 
 
 @compiled
-def _votes(signs: Any, head: int, worth: Any, out: Any) -> None:
+def _votes(signs: Any, head: int, worth: Any, blocks: int, out: Any) -> None:
     heads, n = out.shape
-    blocks = worth.shape[1]
     pieces = (n + PIECE - 1) // PIECE
+    whole = blocks - blocks % 8
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * PIECE
         for j in range(first, min(first + PIECE, n)):
-            own, total = signs[h * head + j * blocks :][:blocks], 0
-            for b in range(blocks):
-                total += worth[h, b, own[b]]
+            i, total = np.uint64(h * head + j * blocks), np.uint32(0)
+            for b in range(0, whole, 8):  # eight that do not wait for each other
+                at, own = h * blocks + b, i + np.uint64(b)
+                low = np.uint32(_look_up(worth, at, signs[own]))
+                low += np.uint32(_look_up(worth, at + 1, signs[own + np.uint64(1)]))
+                low += np.uint32(_look_up(worth, at + 2, signs[own + np.uint64(2)]))
+                low += np.uint32(_look_up(worth, at + 3, signs[own + np.uint64(3)]))
+                high = np.uint32(_look_up(worth, at + 4, signs[own + np.uint64(4)]))
+                high += np.uint32(_look_up(worth, at + 5, signs[own + np.uint64(5)]))
+                high += np.uint32(_look_up(worth, at + 6, signs[own + np.uint64(6)]))
+                high += np.uint32(_look_up(worth, at + 7, signs[own + np.uint64(7)]))
+                total += low + high
+            for b in range(whole, blocks):
+                total += np.uint32(_look_up(worth, h * blocks + b, signs[i + np.uint64(b)]))
             out[h, j] = total
 
 
 @compiled
-def _word_votes(words: Any, head: int, worth: Any, out: Any) -> None:
-    # Of blocks that come by eights: a word has the patterns of eight, which are then read at once.
-    heads, n = out.shape
-    size = worth.shape[1] // WORD
-    pieces = (n + PIECE - 1) // PIECE
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * PIECE
-        for j in range(first, min(first + PIECE, n)):
-            total = np.int32(0)
-            for w in range(size):
-                x, of = words[h * head + j * size + w], worth[h, w * WORD :]
-                total += of[0, x & 255] + of[1, (x >> 8) & 255] + of[2, (x >> 16) & 255] + of[3, (x >> 24) & 255]
-                total += of[4, (x >> 32) & 255] + of[5, (x >> 40) & 255] + of[6, (x >> 48) & 255] + of[7, x >> 56]
-            out[h, j] = total
-
-
-@compiled
-def _most(votes: Any, bins: int, out: Any) -> None:
+def _most(votes: Any, n: int, bins: int, out: Any) -> None:
     count = out.shape[1]
-    for h in prange(len(votes)):
-        own, counts, taken = votes[h], np.zeros(bins, np.int64), np.empty(count + 1, np.int64)
-        for j in range(len(own)):
-            counts[own[j]] += 1
-        least, wanted, at = bins - 1, count, 0
+    for h in prange(len(out)):
+        counts, taken = np.zeros(bins, np.int64), np.empty(count + 1, np.int64)
+        for j in range(h * n, (h + 1) * n):
+            counts[np.uint64(votes[np.uint64(j)])] += 1
+        least, wanted, at = bins - 1, count, np.uint64(0)
         while counts[least] < wanted:
             wanted -= counts[least]
             least -= 1
         # `wanted` are still to be taken of those that have the `least` votes. No branch could be foretold here.
-        for j in range(len(own)):
-            equal = own[j] == least
+        for j in range(n):
+            own = votes[np.uint64(h * n + j)]
+            equal = own == least
             taken[at] = j
-            at += (own[j] > least) | (equal & (wanted > 0))
+            at += np.uint64((own > least) | (equal & (wanted > 0)))
             wanted -= equal
         out[h] = taken[:count]
 
 
-@compiled
-def _products(table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, out: Any) -> None:
+@in_order
+def _products(
+    table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, size: int, out: Any
+) -> None:
     heads, n = tokens.shape
-    size = table.shape[1]
     blocks = size // BYTES
     pieces = (n + CHOSEN - 1) // CHOSEN
     for piece in prange(heads * pieces):
         h, first = piece // pieces, piece % pieces * CHOSEN
         last = min(first + CHOSEN, n)
-        own, code_of, weight_of = tokens[h], codes[h * head :], weights[h * weight_head :]
         touched = np.float32(0)  # has all that is wanted on its way from memory at once
         for i in range(first, last):
-            touched += code_of[own[i] * size] + weight_of[own[i] * blocks]
+            touched += codes[np.uint64(h * head + tokens[h, i] * size)]
+            touched += weights[np.uint64(h * weight_head + tokens[h, i] * blocks)]
         out[h, first] = touched
         for i in range(first, last):
-            code, weight, total = code_of[own[i] * size :][:size], weight_of[own[i] * blocks :][:blocks], np.float32(0)
+            code, total = codes[h * head + tokens[h, i] * size :][:size], np.float32(0)
+            weight = weights[h * weight_head + tokens[h, i] * blocks :][:blocks]
             for b in range(blocks):
-                block = np.float32(0)
-                for c in range(b * BYTES, b * BYTES + BYTES):
-                    block += table[h, c, code[c]]
-                total += weight[b] * block
+                c = b * BYTES
+                at = h * size + c
+                low = _look_up(table, at, code[c]) + _look_up(table, at + 1, code[c + 1])
+                high = _look_up(table, at + 2, code[c + 2]) + _look_up(table, at + 3, code[c + 3])
+                total += weight[b] * (low + high)
             out[h, i] = total
 
 
@@ -139,31 +157,28 @@ def population(signs: Tensor) -> Tensor:
 
 def worth(products: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
     """Rank the centroids of each block: how many of the tiers' `ends`, ascending, keys ranked before do not reach."""
-    out = torch.empty(products.shape, dtype=torch.int32)
-    run(_worth, 8 * products.numel(), products.contiguous(), counts, np.array(ends), out)
+    out = torch.empty(products.shape, dtype=torch.uint8)
+    run(_worth, 8 * products.numel(), products.contiguous().view(torch.int32), counts, np.array(ends), out)
     return out
 
 
 def votes(signs: Tensor, worth: Tensor) -> Tensor:
     """Add up over the blocks of a key what its patterns are worth."""
-    out, own = torch.empty(signs.shape[:2], dtype=torch.int32), flat(signs)
-    if signs.shape[2] % WORD == 0 and own.storage_offset() % WORD == 0 and sys.byteorder == "little":
-        run(_word_votes, signs.numel(), own.view(torch.uint64), signs.stride(0) // WORD, worth.to(torch.uint8), out)
-    else:
-        run(_votes, signs.numel(), own, signs.stride(0), worth, out)
+    out = torch.empty(signs.shape[:2], dtype=torch.int32)
+    run(_votes, signs.numel(), flat(signs), signs.stride(0), flat(worth), signs.shape[2], out)
     return out
 
 
-def most(votes: Tensor, count: int) -> Tensor:
-    """Choose the keys with the most votes: whole numbers, of which there are few."""
+def most(votes: Tensor, count: int, highest: int) -> Tensor:
+    """Choose the keys with the most votes: whole numbers up to the `highest`, of which there are few."""
     out = torch.empty(len(votes), count, dtype=torch.int64)
-    run(_most, votes.numel(), votes, 1 + int(votes.max()), out)
+    run(_most, votes.numel(), flat(votes), votes.shape[1], 1 + highest, out)
     return out
 
 
 def products(table: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
     """Add up what the codes of the tokens stand for, block by block by its weight."""
-    out = torch.empty(tokens.shape)
+    out, size = torch.empty(tokens.shape), table.shape[1]
     by_head = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
-    run(_products, tokens.numel() * table.shape[1], table, *by_head, tokens, out)
+    run(_products, tokens.numel() * size, flat(table), *by_head, tokens, size, out)
     return out

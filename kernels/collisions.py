@@ -114,7 +114,9 @@ def sign_patterns(device: torch.device) -> Tensor:
 
 def most_votes(votes: Tensor, count: int) -> Tensor:
     """Choose the `count` keys with the most votes, int32 [Hk, n], ties to the lower key: [Hk, count]."""
-    return collision_rows.most(votes, count) if serves(votes, dtype=torch.int32) else topk_pages(votes.float(), count)
+    if serves(votes, dtype=torch.int32) and votes.is_contiguous():
+        return collision_rows.most(votes, count, int(votes.max()))
+    return topk_pages(votes.float(), count)
 
 
 def estimated_products(q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
