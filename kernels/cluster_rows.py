@@ -5,7 +5,7 @@ torch sorts all clusters and all slots for it, and looks at every token several 
     divide     weights [Hk, C] fp32, none below 0, sizes [Hk, C] int32 -> clusters read, and estimated, bool [Hk, C]
     marked     cluster [Hk, n] int32, clusters read [Hk, C] -> tokens, bool [Hk, n]
     listed     marks [Hk, n], the first of them token `first` -> tokens [Hk, m] int64, EMPTY behind, and how many [Hk]
-    resolve    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and which were missing, bool [Hk, m]
+    resolve    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
@@ -81,7 +82,9 @@ def _list(marks: Any, first: int, empty: int, out: Any) -> None:
 
 
 @compiled
-def _resolve(tokens: Any, most: int, step: int, empty: int, resident: Any, used: Any, slots: Any, missing: Any) -> None:
+def _resolve(
+    tokens: Any, most: int, step: int, empty: int, resident: Any, used: Any, slots: Any, gone: Any, counts: Any
+) -> None:
     heads, size = resident.shape
     for h in prange(heads):
         held, misses = np.full(most, empty, np.int32), 0  # the slot of each token
@@ -89,14 +92,15 @@ def _resolve(tokens: Any, most: int, step: int, empty: int, resident: Any, used:
             if resident[h, slot] != empty:
                 held[resident[h, slot]] = slot
         for i in range(tokens.shape[1]):
-            slots[h, i], missing[h, i] = empty, False
+            slots[h, i] = empty
             if tokens[h, i] != empty:
                 slots[h, i] = held[tokens[h, i]]
-                missing[h, i] = slots[h, i] == empty
-                if missing[h, i]:
+                if slots[h, i] == empty:
+                    gone[0, h, misses] = i  # gone[1] is the slot that it gets
                     misses += 1
                 else:
                     used[h, slots[h, i]] = step
+        counts[h] = misses
         if misses == 0:
             continue
         begins, order = np.zeros(step + 2, np.int64), np.empty(size, np.int64)  # what was read longest ago first
@@ -107,11 +111,10 @@ def _resolve(tokens: Any, most: int, step: int, empty: int, resident: Any, used:
         for slot in range(size):
             order[begins[used[h, slot]]] = slot
             begins[used[h, slot]] += 1
-        at = 0
-        for i in range(tokens.shape[1]):
-            if missing[h, i]:
-                slot, at = order[at], at + 1
-                resident[h, slot], used[h, slot], slots[h, i] = tokens[h, i], step, slot
+        for j in range(misses):
+            i, slot = gone[0, h, j], order[j]
+            resident[h, slot], used[h, slot], slots[h, i] = tokens[h, i], step, slot
+            gone[0, h, j], gone[1, h, j] = tokens[h, i], slot
 
 
 def suits(cluster: Tensor) -> bool:
@@ -147,11 +150,12 @@ def listed(marks: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return out, counts
 
 
-def resolve(tokens: Tensor, length: int, step: int, resident: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+def resolve(tokens: Tensor, length: int, step: int, resident: Tensor, used: Tensor) -> tuple[Tensor, Misses]:
     """Find tokens below `length`, or EMPTY, in the slots of the cache, and give slots to those that are missing.
 
     What was `used` least recently, at steps up to this one, makes room, of equals the lower slot.
     """
-    slots, missing = torch.empty_like(tokens), torch.empty(tokens.shape, dtype=torch.bool)
-    run(_resolve, len(tokens) * length, tokens, length, step, EMPTY, resident, used, slots, missing)
-    return slots, missing
+    slots, gone = torch.empty_like(tokens), torch.empty(2, *tokens.shape, dtype=torch.int64)
+    counts = torch.empty(len(tokens), dtype=torch.int64)
+    run(_resolve, len(tokens) * length, tokens, length, step, EMPTY, resident, used, slots, gone, counts)
+    return slots, Misses.first_of(counts, gone[1], gone[0])

@@ -25,9 +25,14 @@ def counted_attention(
     if rows is not None and not by_loops:
         k, v = (x.take_along_dim(rows[..., None], 1) for x in (k, v))
     products = softmax.scores(few_rows.products(q, k, rows)) if by_loops else attention_scores(q, k, softmax)
-    scores = products + log_counts  # [Hk, G, n]
+    return mix_counted(products + log_counts, v, rows if by_loops else None)
+
+
+def mix_counted(scores: Tensor, v: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Do so by scores [Hk, G, n] in fp32 that have the log counts in them; rows only where loops serve."""
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
+    by_loops = rows is not None or few_rows.suits(weights, v)
     return few_rows.mixtures(weights, v, rows) if by_loops else weights @ v.to(weights.dtype), lse
 
 

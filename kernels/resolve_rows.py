@@ -54,6 +54,4 @@ def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
     counts = torch.empty(len(resident), dtype=torch.int64)
     tokens, slots = torch.empty(2, *selected.shape, dtype=torch.int64)
     run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, tokens, slots, counts)
-    heads = torch.arange(len(resident)).repeat_interleave(counts)
-    slots, tokens = (torch.cat([row[:m] for row, m in zip(x, counts.tolist(), strict=True)]) for x in (slots, tokens))
-    return Misses(heads, slots, tokens)
+    return Misses.first_of(counts, slots, tokens)

@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from kvcli.kernels import cluster_rows
 from kvcli.kernels.block_attention import merge_blocks
-from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.counted_attention import attend_beside, counted_attention, mix_counted
+from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
@@ -100,16 +101,15 @@ class ClusteredTokenCache(TokensOnHost):
         if cluster_rows.suits_marks(retrieved):
             self.chosen, counts = cluster_rows.listed(retrieved, self.budget.sink)
             held = self.resident, self.used
-            self.slots, missing = cluster_rows.resolve(self.chosen, self.length, self.step, *held)
-            heads, tokens, slots = missing.nonzero()[:, 0], self.chosen[missing], self.slots[missing]
+            self.slots, misses = cluster_rows.resolve(self.chosen, self.length, self.step, *held)
         else:
             counts = retrieved.sum(1)
-            missing, heads, tokens, slots = self._resolve(retrieved, int(counts.max()))
-        self.pool.bring(tokens, heads, self.kv[:, :, :, None], slots)
-        return counts.tolist(), missing.sum(1).tolist(), len(tokens) * self.pool.block_bytes
+            misses = self._resolve(retrieved, int(counts.max()))
+        self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots)
+        return counts.tolist(), misses.by_head(len(counts)), len(misses.pages) * self.pool.block_bytes
 
-    def _resolve(self, retrieved: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Give every token its slot: which are missing, bool [Hk, m], and of these heads, tokens and slots."""
+    def _resolve(self, retrieved: Tensor, most: int) -> Misses:
+        """Give every token its slot, and say which are missing."""
         heads, tokens, place = numbered(retrieved)
         chosen = self.choose(heads, tokens + self.budget.sink, place, most)
         held = self.resident.new_full((len(retrieved), self.length + 1), EMPTY)  # the slot of token t in column t + 1
@@ -124,15 +124,14 @@ class ClusteredTokenCache(TokensOnHost):
         heads, _, place = numbered(missing)
         slots, tokens = self.used.argsort(dim=1, stable=True)[heads, place], chosen[missing]
         self.resident[heads, slots], self.used[heads, slots], self.slots[missing] = tokens, self.step, slots
-        return missing, heads, tokens, slots
+        return Misses(heads, slots, tokens)
 
     def attend_zones(self, q: Tensor, zones: Zones, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to the steady zone and what was recalled, and estimate what `zones` says -> [H, d]."""
         assert self.chosen is not None
         assert self.slots is not None
-        heads, known = q.view(len(self.k), -1, q.shape[-1]), slice(self.index.clusters)
-        centroids, values = self.index.centroids[:, known], self.index.values[:, known]
-        estimate = counted_attention(heads, centroids, values, zones.log_counts[:, None], softmax)
+        heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
+        estimate = mix_counted(zones.scores + zones.log_counts[:, None], values)
         once = torch.zeros(self.chosen.shape, device=q.device).masked_fill_(self.chosen == EMPTY, float("-inf"))
         rows = self.slots.clamp_min(0)
         recalled = counted_attention(heads, self.k, self.v, once[:, None], softmax, rows)

@@ -35,11 +35,12 @@ class Clustering(NamedTuple):
 class Zones(NamedTuple):
     """Of the clustered tokens, bool [Hk, n], those read exactly; log counts [Hk, C] of the clusters that are estimated.
 
-    The log count of a cluster that is not is -inf.
+    The log count of a cluster that is not is -inf. `scores` [Hk, G, C] are those of all centroids.
     """
 
     retrieved: Tensor
     log_counts: Tensor
+    scores: Tensor
 
 
 class WaveIndex:
@@ -79,14 +80,15 @@ class WaveIndex:
         weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
         if cluster_rows.suits(cluster := self.cluster[:, : self.tokens]):
             read, counted = cluster_rows.divide(weights, sizes, room, round(estimated * self.clusters))
-            return Zones(cluster_rows.marked(cluster, read), sizes.float().log().masked_fill_(~counted, float("-inf")))
+            log_counts = sizes.float().log().masked_fill_(~counted, float("-inf"))
+            return Zones(cluster_rows.marked(cluster, read), log_counts, scores)
         order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
         fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
         place, first = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
         follows = (place >= first) & (place < first + round(estimated * self.clusters))
         retrieved, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
         log_counts = sizes.float().log().masked_fill(~counted, float("-inf"))
-        return Zones(retrieved.gather(1, cluster.long()), log_counts)
+        return Zones(retrieved.gather(1, cluster.long()), log_counts, scores)
 
     def settled(self) -> list[Settled]:
         """Clusters do not change."""

@@ -361,7 +361,7 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
     for step in range(1, 30):
         rows = [noise(length, seed=97 * step + head).argsort()[: 1 + (step + head) % 5] for head in range(heads)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        found, missing = cluster_rows.resolve(tokens, length, step, resident, used)
+        found, misses = cluster_rows.resolve(tokens, length, step, resident, used)
         for head, row in enumerate(rows):
             own = known[head]
             held = {token: slot for slot, (_, token) in own.items()}
@@ -370,7 +370,8 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
             gone = [token for token in row.tolist() if token not in held]
             own |= {slot: (step, token) for slot, token in [(next(free), token) for token in gone]}
             assert [own[slot] for slot in found[head, : len(row)].tolist()] == [(step, t) for t in row.tolist()]
-            assert tokens[head][missing[head]].tolist() == gone
+            assert misses.pages[misses.heads == head].tolist() == gone
+            assert resident[head, misses.slots[misses.heads == head]].tolist() == gone
             assert (found[head, len(row) :] == -1).all()
 
 
