@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels import four_bit_rows
+from kvcli.kernels import four_bit_rows, nucleus_rows
 from kvcli.kernels._triton import takes
 from kvcli.kernels.counted_attention import attend_beside
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, attend_rows
@@ -108,9 +108,7 @@ class Int4EstimateCache(ResidentPageCache):
 
     def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
-        most = int(kept.sum(1).max())
-        first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # kept ones of a head, then others
-        rows, valid = self.taken = RaggedTokens(tokens.gather(1, first), kept.gather(1, first))
+        rows, valid = self.taken = RaggedTokens(*nucleus_rows.kept_first(tokens, kept))
         if attend_chosen_suits(q, self.k, self.v, rows):
             return attend_chosen(q, self.k, self.v, rows, softmax, valid)
         return ragged_attention(q, take(self.k, rows), take(self.v, rows), valid, softmax)

@@ -13,6 +13,7 @@ from kvcli.kernels import (
     dequantise_rows,
     few_rows,
     four_bit_rows,
+    nucleus_rows,
     one_bit_rows,
     quantised_rows,
     rebuild_rows,
@@ -179,6 +180,20 @@ def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, si
         exact = rotated(exact, misses.pages[:, None] * size + torch.arange(size), turning)
     torch.testing.assert_close(k[misses.heads, misses.slots], exact, atol=1e-5, rtol=1e-4)
     assert (k != 0).any((2, 3)).sum() == count
+
+
+@pytest.mark.parametrize("p", [0.05, 0.6, 0.9999999, 1.0])
+@pytest.mark.parametrize(("heads", "group", "n", "always"), [(1, 1, 1, 1), (2, 1, 7, 0), (3, 4, 900, 33)])
+def test_the_nucleus_of_a_group_is_that_of_torch(heads, group, n, always, p, monkeypatch):
+    weights = noise(heads, group, n, seed=1)
+    weights[:, :, ::3] = weights[:, :, :1]  # ties
+    weights, fixed = (3 * weights).softmax(-1), torch.arange(n) % max(1, n // 17) < always // 17
+    tokens = noise(heads, n, seed=2).argsort(-1)
+    kept = nucleus_rows.keep(weights, fixed, p)
+    found = nucleus_rows.kept_first(tokens, kept)
+    monkeypatch.setattr(_numba, "numba", None)
+    assert torch.equal(kept, nucleus_rows.keep(weights, fixed, p))
+    assert all(map(torch.equal, found, nucleus_rows.kept_first(tokens, kept)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import nucleus_rows
 from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.four_bit_keys import quantise_newest
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.nucleus import NucleusTally, keep_nucleus, nucleus
+from kvcli.kernels.nucleus import NucleusTally, keep_nucleus
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -61,7 +62,7 @@ class Nucleus(Rule):
             tokens, always = cache.tokens_of(pages)  # [Hk, n], [n]
             weights = step.softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
         with step.span("select"):
-            kept = nucleus(weights, always, self.p).any(1)  # [Hk, n]
+            kept = nucleus_rows.keep(weights, always, self.p)  # [Hk, n]
         counts: list[int] = kept.sum(1).tolist()
         tally = (len(counts), tokens.numel(), sum(counts), min(counts), max(counts))
         step.tally(**dict(zip(NucleusTally._fields, tally, strict=True)))
