@@ -186,7 +186,7 @@ def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, si
 @pytest.mark.parametrize(("heads", "group", "n", "always"), [(1, 1, 1, 1), (2, 1, 7, 0), (3, 4, 900, 33)])
 def test_the_nucleus_of_a_group_is_that_of_torch(heads, group, n, always, p, monkeypatch):
     weights = noise(heads, group, n, seed=1)
-    weights[:, :, ::3] = weights[:, :, :1]  # ties
+    weights[:, :, ::3] = weights[:, :, :1].clone()  # ties
     weights, fixed = (3 * weights).softmax(-1), torch.arange(n) % max(1, n // 17) < always // 17
     tokens = noise(heads, n, seed=2).argsort(-1)
     kept = nucleus_rows.keep(weights, fixed, p)
