@@ -52,6 +52,7 @@ def _attend_kernel(
     D: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -72,7 +73,7 @@ def _attend_kernel(
             return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     length = tl.load(lengths + b)
-    newest_page = (length - 1) // SIZE
+    newest_page = (length if EARLY else length - 1) // SIZE  # or the one that the next token goes into
     if resident is not None:
         resident += pair.to(tl.int64) * (first - sink)
     used = tl.minimum(num_rows, (newest_page + 1) * SIZE)  # slots fill from the first on
@@ -91,7 +92,7 @@ def _attend_kernel(
         if new_at is not None:
             new_row = tl.load(new_at + pair)
         else:
-            new_row = slot_of(newest_page, first, ring, low) * SIZE + (length - 1) % SIZE
+            new_row = slot_of((length - 1) // SIZE, first, ring, low) * SIZE + (length - 1) % SIZE
         new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)

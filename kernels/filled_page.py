@@ -2,7 +2,8 @@
 
 Every KV head's program looks at the length on the device and does nothing where no page was filled: a step takes no
 decision on the host. Shapes: rows as in `kvcli.kernels.slot_layout`, summaries [b, Hk, n, 2, d] as in
-`kvcli.kernels.page_summary`, host pages as in `kvcli.kernels.host_pages`, of keys alone where they are the values, too.
+`kvcli.kernels.page_summary`, host pages as in `kvcli.kernels.host_pages`, of values alone where keys are kept
+elsewhere, or are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def take_in_filled_page_ref(
         if summary is not None:
             summary[b, :, page] = digest(k[:, None])[:, 0]
         for h in range(len(k) if host is not None else 0):
-            for target, source in zip(host.block(b, page, h), (k[h], v[h]), strict=False):  # type: ignore[union-attr]
+            block = host.block(b, page, h)  # type: ignore[union-attr]
+            for target, source in zip(block, (k[h], v[h])[-len(block) :], strict=True):
                 target.copy_(source)
 
 
@@ -75,11 +77,13 @@ def _filled_kernel(
             inside = (row < SIZE)[:, None] & (c < D)[None, :]
             here = source + row.to(tl.int64)[:, None] * kv_row + c[None, :]
             there = row.to(tl.int64)[:, None] * host_row + c[None, :]
-            keys = tl.load(k + here, mask=inside)
+            values = tl.load(v + here, mask=inside)
             if PARTS == 2:
-                values = tl.load(v + here, mask=inside)
+                keys = tl.load(k + here, mask=inside)
                 tl.store(target + host_half + there, values, mask=inside)
-            tl.store(target + there, keys, mask=inside)
+                tl.store(target + there, keys, mask=inside)
+            else:
+                tl.store(target + there, values, mask=inside)
     if summary is not None:
         to = summary + (pair.to(tl.int64) * num_pages + page) * 2 * D
         store_bounds(k + source, kv_row, to, SIZE, D, BLOCK_R, BLOCK_D, CUBOID)

@@ -83,9 +83,14 @@ def rebuild_missing_keys_ref(
 
 def rotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     """Turn keys [.., n, d] to positions [n] in plain torch; in the precision of both."""
-    still = rotation.column < 0
-    cos, sin = (table[positions][..., rotation.column.clamp_min(0)] for table in rotation[:2])  # [m, c, d]
-    return keys * cos.masked_fill(still, 1) + keys[..., rotation.partner] * sin * rotation.sign
+    cos, sin = at_positions(positions, rotation)
+    return keys * cos + keys[..., rotation.partner] * sin
+
+
+def at_positions(positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Cosines of all channels at positions [..] and sines with their signs, [.., d]; 1 and 0 where nothing turns."""
+    cos, sin = (table[positions][..., rotation.column.clamp_min(0)] for table in rotation[:2])
+    return cos.masked_fill(rotation.column < 0, 1), sin * rotation.sign
 
 
 @jit

@@ -114,6 +114,7 @@ def slot_attention(
         D=d,
         SIZE=layout.size,
         GROUP=layout.group,
+        EARLY=layout.early,
         IN_PLACE=rows.in_place,
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions

@@ -13,8 +13,10 @@ window (pages of one token, no sinks, nothing selected); sinks and a window.
 
 Where tokens are indexed a `group` at a time, those of the unfilled group cannot be selected: the ring has slots for
 them, they are attended to in any case, and so many less are selected. The ring then takes all tokens as they come, and
-the first of them go into slots of their own as well. Rows may also lie `in_place`: k and v hold every
-token at its position, and the slots only say which of them are attended to.
+the first of them go into slots of their own as well. Where the oldest page leaves `early`, P = length / p: as soon as
+the newest page is full its successor has a slot, an empty one, and what that held is attended to no more; attention
+knows such rings. Rows may also lie `in_place`: k and v hold every token at its position, and the slots only say which
+of them are attended to.
 
 Lengths [b] are int32 and count the newest token; a sequence of length 0 takes no part. Page numbers are int32.
 """
@@ -40,6 +42,7 @@ class SlotLayout(NamedTuple):
     selected: int
     window: int
     group: int = 1
+    early: bool = False
 
     @classmethod
     def everything(cls, slots: int, size: int = 1) -> SlotLayout:
@@ -120,8 +123,8 @@ def distinct(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def page_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
-    """Pages that each sequence occupies, the partly filled one included: lengths [b] -> [b]."""
-    return -(-lengths // layout.size)
+    """Pages that each sequence occupies, the partly filled one included, or the empty one: lengths [b] -> [b]."""
+    return lengths // layout.size + 1 if layout.early else -(-lengths // layout.size)
 
 
 def active(lengths: Tensor, layout: SlotLayout) -> Tensor:
@@ -154,7 +157,7 @@ def slot_of_page(pages: Tensor, layout: SlotLayout) -> Tensor:
 def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = None) -> Tensor:
     """Tabulate the page in every slot, EMPTY or beyond the length where there is none: [b, Hk or 1, total]."""
     slot = torch.arange(layout.total, device=lengths.device)
-    newest = (lengths[:, None] - 1) // layout.size
+    newest = page_count(lengths, layout)[:, None] - 1
     lowest = slot - layout.first + layout.low
     ring = lowest + (newest - lowest).clamp_min(0) // layout.ring * layout.ring
     outgrown = active(lengths, layout)[:, None]

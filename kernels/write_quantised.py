@@ -1,7 +1,8 @@
 """Write-out of a page that the newest token has filled, quantised on its way (`filled_page`).
 
-Shapes as in `kvcli.kernels.filled_page`, blocks as in `kvcli.kernels.quantised_blocks`. The keys as they will be read
-go to `HostPages.held_keys` as well, for what scores pages has to know them.
+Shapes as in `kvcli.kernels.filled_page`, blocks, of values alone or of keys as well, as in
+`kvcli.kernels.quantised_blocks`. The keys as they will be read go to `HostPages.held_keys` as well, for what scores
+pages has to know them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ def write_quantised_ref(rows: PagedKV, host: HostPages) -> None:
     assert held is not None
     for b, page, start in filled_pages(rows):
         for h in range(rows.k.shape[1]):
-            parts = [x[b, h, start : start + form.size] for x in (rows.k, rows.v)]
+            parts = [x[b, h, start : start + form.size] for x in (rows.k, rows.v)[-form.parts :]]
             sizes = None if host.sizes is None else host.sizes[b, h, None]
             form.quantise(parts, host.block(b, page, h), sizes)
-            held[b, h] = form.rounded(parts[0], sizes=sizes)
+            if form.parts == 2:
+                held[b, h] = form.rounded(parts[0], sizes=sizes)
 
 
 @jit
@@ -158,23 +160,24 @@ def _write_quantised_kernel(
     block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
     scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
     source = b * kv_batch + h * kv_head + slot_of(page, first, ring, low).to(tl.int64) * SIZE * kv_row
-    if KEY_TOKENS > 1:
-        target = held + pair.to(tl.int64) * SIZE * W * (8 // BITS)
-        _write_by_channel(k + source, kv_row, block, scales, target, KEY_TOKENS, BITS, SIZE, W, BLOCK_W)
-    else:
-        own = sizes
-        if sizes is not None:
-            own += pair.to(tl.int64) * W * (8 // BITS)
-        _write_by_token(k + source, kv_row, block, scales, own, KEY_CHANNELS, BITS, SIZE, W, BLOCK_R, BLOCK_C)
-    block += SIZE * W
-    scales += 2 * KEY_SCALES
+    if PARTS == 2:
+        if KEY_TOKENS > 1:
+            target = held + pair.to(tl.int64) * SIZE * W * (8 // BITS)
+            _write_by_channel(k + source, kv_row, block, scales, target, KEY_TOKENS, BITS, SIZE, W, BLOCK_W)
+        else:
+            own = sizes
+            if sizes is not None:
+                own += pair.to(tl.int64) * W * (8 // BITS)
+            _write_by_token(k + source, kv_row, block, scales, own, KEY_CHANNELS, BITS, SIZE, W, BLOCK_R, BLOCK_C)
+        block += SIZE * W
+        scales += 2 * KEY_SCALES
     _write_by_token(v + source, kv_row, block, scales, None, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
 
 
 def write_quantised(rows: PagedKV, host: HostPages) -> None:
     """Quantise for `kvcli.kernels.filled_page.take_in_filled_page`, which has checked all this.
 
-    `host.held_keys` gets the keys of the page, as they will be read, where a page has several tokens.
+    `host.held_keys` gets the keys of the page, as they will be read, where it has keys and several tokens.
     """
     form = host.format
     assert form is not None

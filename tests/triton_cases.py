@@ -20,6 +20,7 @@ from kvcli.kernels import gather_pages as gather
 from kvcli.kernels import gather_quantised as gather_small
 from kvcli.kernels import host_tokens as whole
 from kvcli.kernels import kept_query as kept_queries
+from kvcli.kernels import leaving_chunk as leaving
 from kvcli.kernels import make_room as room
 from kvcli.kernels import move_keys as moving
 from kvcli.kernels import near_best as near
@@ -415,8 +416,9 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
 
 def _filled(draw: Draw, s: Sizes, variant: str) -> Call:
     """Bounds are the keys' own numbers; a cuboid is rounded."""
-    out = None if "written" in variant else draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
-    host = host_of(draw, s, variant[-3:]) if variant[-3:] in ("hnd", "nhd") else None
+    out = None if "written" in variant or "values" in variant else draw.poisoned(s.b, s.hk, s.pages, 2, s.d)
+    parts = 1 if "values" in variant else 2
+    host = host_of(draw, s, variant[-3:], parts) if variant[-3:] in ("hnd", "nhd") else None
     written = [piece for row in host.pieces for piece in row] if host is not None else []
     args = (rows_of(draw, s), out, host, "cuboid" in variant)
     return Call(args, written if out is None else [out, *written])
@@ -426,7 +428,7 @@ case(filled.take_in_filled_page, filled.take_in_filled_page_ref, ["cuboid"])(_fi
 case(
     filled.take_in_filled_page,
     filled.take_in_filled_page_ref,
-    ["bounds", "written hnd", "bounds nhd", "bounds hnd"],
+    ["bounds", "written hnd", "values hnd", "bounds nhd", "bounds hnd"],
     exact=True,
 )(_filled)
 
@@ -458,22 +460,23 @@ def _write_quantised(rows: PagedKV, host: HostPages) -> None:
     filled.take_in_filled_page(rows, host=host)
 
 
-@case(_write_quantised, write_small.write_quantised_ref, [each for each in QUANTISED if "values" not in each])
+@case(_write_quantised, write_small.write_quantised_ref, QUANTISED)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     s = _of_tokens(s, variant)
-    host = quantised_host_of(draw, s, variant.split()[-1])
+    host = quantised_host_of(draw, s, variant.split()[-1], 1 if "values" in variant else 2)
     held = [] if s.layout.size == 1 else [host.held_keys]
     return Call((rows_of(draw, s), host), [piece for row in host.pieces for piece in row] + held)
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
-ATTENTION += ["append at", "kept", "tokens", "in place append"]
+ATTENTION += ["append at", "kept", "tokens", "early append", "in place append"]
 
 
 @case(slot.slot_attention, slot.slot_attention_ref, ATTENTION)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     everything = SlotLayout.everything(s.pages, s.layout.size)
     layouts = {"ring": SlotLayout(1, 1, 0, 37), "everything": everything, "append at": everything}
+    layouts["early append"] = s.layout._replace(early=True)
     rows = rows_of(draw, s, TOKENS if "tokens" in variant else layouts.get(variant))
     if variant == "in place append":
         kv = draw(s.b, 2, s.hk, s.pages * s.layout.size, s.d)
@@ -568,6 +571,22 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     misses = misses_of(draw, s, k, n, full=True)
     args = (draw(s.b, n, c, rank), draw(s.b, s.hk, rank, s.d) / rank**0.5, misses, rotation, out, first)
     return Call(args, [out])
+
+
+@case(leaving.keep_leaving_chunk, leaving.keep_leaving_chunk_ref, ["none", "part", "pairs", "halves"])
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """One sequence takes no part, one loses no chunk, one has no room for it, and from the last one goes."""
+    layout = SlotLayout(3, 4, 0, 3, early=True) if s is ODD else SlotLayout(8, 304, 0, 5, early=True)
+    c, rank = layout.size, 37 if s is ODD else 160
+    s = s._replace(lengths=(0, 30, 41, 47) if s is ODD else (4095, 9007), layout=layout)
+    n = max(s.lengths) // c
+    rotation = None if variant == "none" else _tables(draw, s, n * c, variant)
+    numbers = [[n // 2] * s.b, [11 if b == 2 else n for b in range(s.b)], [-7] * s.b]
+    stored = leaving.StoredChunks(
+        draw.poisoned(s.b, n, c, rank), draw.poisoned(s.b, s.hk, n, s.d), *(draw.ints(each) for each in numbers)
+    )
+    rows = rows_of(draw, s)
+    return Call((rows, draw(s.b, s.hk, rank, s.d) / s.d**0.5, rotation, stored), stored)
 
 
 def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, candidates, r
 from kvcli.kernels.softmax import Softmax
 
 LAYOUTS = [SlotLayout(4, 2, 3, 2), SlotLayout(2, 1, 1, 1), SlotLayout(1, 0, 0, 7), SlotLayout(8, 1, 0, 3)]
+LAYOUTS += [SlotLayout(4, 2, 3, 2, early=True), SlotLayout(3, 5, 0, 3, early=True), SlotLayout(1, 1, 1, 2, early=True)]
 
 
 def lengths_of(*lengths):
@@ -28,7 +29,7 @@ def test_slots_hold_sinks_selection_and_window(layout):
         lengths = lengths_of(token + 1)
         slot = int(slot_of_page(lengths_of(token // size), layout))
         newest_in[slot * size + token % size] = token
-        last_page = token // size
+        last_page = (token + layout.early) // size  # an empty one, where the oldest leaves early
         selected = list(range(layout.sink, layout.first))
         if active(lengths, layout):
             allowed = candidates(lengths, layout, last_page + 1)[0].nonzero()[:, 0].tolist()
