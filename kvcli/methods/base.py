@@ -180,6 +180,11 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     def leave_phases(self) -> None:
         """Free what only phases need: from now on a batch is served over slots."""
 
+    @property
+    def stays_in_place(self) -> bool:
+        """Whether its settings and its caches let a step of this sequence be one CUDA graph, to the end."""
+        return self.config.stays_in_place and all(cache.keeps_form for cache in self.caches)
+
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         """Add what a layer's `Rule` has counted, by name, to what `statistics` says."""
 

@@ -67,8 +67,8 @@ STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
 GRAPH, PIECEWISE, BLOCKING = "graph", "piecewise", "blocking"
 
 
-def gpu_step_of(method: type[AnyMethod], config: MethodConfig) -> str:
-    """What runs a step of a method with these settings on a GPU, see `LEGEND`.
+def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> str:
+    """What runs a step of a method with these settings on a GPU, see `LEGEND`; or of a sequence, given its method.
 
     A graph where the method has a `step_plan` of its own; phase after phase where it listens between the layers.
     """

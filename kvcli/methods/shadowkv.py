@@ -34,7 +34,8 @@ from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.chunks import LandmarkScores, RebuiltKeys
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.shadow import ShadowCache, ShadowLayout
+from kvcli.store.shadow import ShadowCache
+from kvcli.store.shadow_layout import ShadowLayout
 from kvcli.store.shadow_stats import summarise
 
 
@@ -61,9 +62,7 @@ class ShadowKVConfig(HostKVConfig):
     @property
     @override
     def stays_in_place(self) -> bool:
-        return not (
-            self.plus or self.fp8
-        )  # a context that outgrows its room is divided on the way, and factorised anew
+        return not self.svd_refresh  # which factorises anew; a cache says whether it is divided on the way
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
@@ -114,7 +113,8 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(LandmarkScores(), fetch=FromHost(rebuild=RebuiltKeys, writes=False))
+        fetch = FromHost(rebuild=RebuiltKeys, writes=self.config.plus)
+        return StepPlan(LandmarkScores(), fetch=fetch, rounds=self.config.layout.rounded if self.config.fp8 else None)
 
     def statistics(self) -> dict[str, Any]:
         """Say how well the keys are kept and what that saves; nothing where nothing was factorised."""

@@ -35,8 +35,8 @@ def stepper_for(
         return BlockingStepper(hook, rope, rows)
     if pipeline == "compiled" and hook.model.device.type == "cpu":
         return CompiledStepper(hook, rope)
-    method = sequences[0].method
-    if gpu_step_of(type(method), method.config) == GRAPH and alike([each.method for each in sequences]):
+    methods = [each.method for each in sequences]
+    if all(gpu_step_of(type(method), method) == GRAPH for method in methods) and alike(methods):
         return SlotStepper(hook, sequences, rope, notice, pipeline == "compiled")
     return PiecewiseStepper(hook, sequences, rope, notice)
 

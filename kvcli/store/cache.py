@@ -121,6 +121,11 @@ class LayerCache(ABC):
         """Refer to pages that hold the first `tokens` tokens' keys and values, as `share` does; tell whether it can."""
         return False
 
+    @property
+    def keeps_form(self) -> bool:
+        """Whether its tensors keep their form for all tokens to come, so that steps over slots can go on to the end."""
+        return True
+
     def as_slots(self) -> LayerSlots | None:
         """Lay the cache out in slots and return its tensors, None where it has no such form.
 

@@ -11,7 +11,6 @@ j until there are more full chunks than places for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import Misses, resolve_pages
-from kvcli.kernels.slot_layout import EMPTY, SlotLayout
+from kvcli.kernels.slot_layout import EMPTY, SlotLayout, slot_of_page
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.cache import Footprint, LayerCache, ResidentCache, Tiers, Traffic, nbytes, token_mask
@@ -30,64 +29,10 @@ from kvcli.store.landmarks import Landmarks
 from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.pages import paged, take
+from kvcli.store.shadow_layout import ShadowLayout
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
-
-
-@dataclass(frozen=True)
-class ShadowLayout:
-    """Sizes in chunks of `size` tokens: `outliers`, `selected` and, at least, `local` ones; and the `rank` of the keys.
-
-    With `rolling` generated tokens leave the device as the local window moves on; else all of them stay. The keys are
-    factorised again after every `refresh` generated tokens.
-    """
-
-    size: int
-    outliers: int
-    selected: int
-    local: int
-    rank: int
-    rolling: bool = False
-    refresh: int | None = None
-    fp8: bool = False
-
-    @property
-    def total(self) -> int:
-        """Chunks of the prompt on the device once the context is divided, the partly filled one not counted."""
-        return self.outliers + self.selected + self.local
-
-    @property
-    def local_row(self) -> int:
-        """First row of the local chunks."""
-        return (self.outliers + self.selected) * self.size
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """Round keys or values to what fp8 can hold, where that is asked for; they keep their dtype."""
-        return x.to(torch.float8_e5m2).to(x.dtype) if self.fp8 else x
-
-    def active(self, length: int) -> bool:
-        """Tell whether a context of `length` tokens has to be divided."""
-        return length // self.size > self.total
-
-    def stored(self, capacity: int, prompt: int) -> int:
-        """The most chunks that leave the device, of a prompt of `prompt` tokens continued to `capacity`."""
-        longest = capacity if self.rolling else prompt
-        return longest // self.size - self.local if self.active(longest) else 0
-
-    def elements(self, tokens: int, width: int, rank: int) -> int:
-        """Count the numbers that a layer keeps on the device for S `tokens` whose keys are M = Hk*d = `width` wide.
-
-        S*M/C + 2(K+O)*C*M + S*r + r*M: landmarks, selected and outlier chunks, A and B (ShadowKV, appendix A.2,
-        corrected).
-        """
-        chunks = self.selected + self.outliers
-        return tokens * width // self.size + 2 * chunks * self.size * width + tokens * rank + rank * width
-
-    def rows(self, capacity: int, prompt: int) -> int:
-        """The most tokens on the device, of a prompt of `prompt` tokens continued to `capacity`."""
-        generated = 0 if self.rolling else capacity - prompt
-        return min(capacity, (self.total + 1) * self.size + generated)
 
 
 class ShadowCache(ResidentCache):
@@ -108,6 +53,7 @@ class ShadowCache(ResidentCache):
     ):
         heads, d = layer.num_kv_heads, layer.head_dim
         num_chunks = layout.stored(capacity, capacity if prompt is None else prompt)
+        self.divides = layout.divides_between(0 if prompt is None else prompt, capacity)  # unless the prompt was longer
         super().__init__(heads, d, layout.rows(capacity, 0 if prompt is None else prompt), tiers)
         self.layout, self.selected = layout, layout.selected  # chunks that a step selects
         self.num_chunks = 0  # those before the local window; none until the context is divided
@@ -196,18 +142,35 @@ class ShadowCache(ResidentCache):
         mask[:, : self.num_chunks * self.layout.size] = chunks.repeat_interleave(self.layout.size, 1)
         return mask
 
+    @property
+    @override
+    def keeps_form(self) -> bool:
+        return self.active or not self.divides
+
     @override
     def as_slots(self) -> LayerSlots:
-        """Lay the cache out in slots; the context has to be divided already, or never be."""
+        """Lay the cache out in slots; the context has to be divided already, or never be.
+
+        A rolling window becomes a ring, and the chunk that leaves it with the next token is stored: over slots that is
+        done one token before.
+        """
         layout, low_rank, marks = self.layout, self.keys, self.landmarks
+        rolls, room = layout.rolling and self.active, marks.means.shape[1]
+        selectable = self.num_chunks
+        if rolls and (self.length + 1) % layout.size == 0 and selectable < room:
+            self._store_oldest()
+            selectable += 1
+        if rolls:
+            self._turn_window()
         tensors = {"resident": self.resident.int(), "a": low_rank.a, "b": low_rank.b}
         tensors |= {"means": marks.means, "excluded": marks.excluded}
-        tensors["chunks"] = torch.tensor(self.num_chunks, dtype=torch.int32, device=self.k.device)
+        numbers = torch.tensor([selectable, room], dtype=torch.int32, device=self.k.device)
+        tensors["chunks"], tensors["room"] = numbers
         return LayerSlots(
             self.kv,
-            SlotLayout.everything(self.k.shape[1]),
+            layout.ring if rolls else SlotLayout.everything(self.k.shape[1]),
             tensors,
-            dropped=self.length - self._held,
+            dropped=0 if rolls else self.length - self._held,
             active_from=1 if self.active else NEVER,
             into=SlotLayout(layout.size, layout.outliers, layout.selected, 0),
             pieces=self.values.pieces,
@@ -278,14 +241,25 @@ class ShadowCache(ResidentCache):
         self.resident.fill_(EMPTY)
         return self.values.write(0, chunks_v)
 
-    def _offload_oldest(self) -> int:
+    def _store_oldest(self) -> int:
         """Represent the oldest local chunk and write its values to the host; returns the bytes written."""
         start, size = self.layout.local_row, self.layout.size
         k, v = (rows[:, start : start + size] for rows in (self.k, self.v))
         self.landmarks.fill(self.num_chunks, k[:, None])
         self.keys.put(self.num_chunks, k)
-        written = self.values.write(self.num_chunks, v[:, None])
-        held = self._held
+        return self.values.write(self.num_chunks, v[:, None])
+
+    def _turn_window(self) -> None:
+        """Put the local rows where the ring has them."""
+        start, size, held = self.layout.local_row, self.layout.size, self._held
+        positions = torch.arange(self.num_chunks * size, self.length, device=self.k.device)
+        rows = slot_of_page(positions // size, self.layout.ring) * size + positions % size
+        self.kv[:, :, rows] = self.kv[:, :, start:held].clone()
+
+    def _offload_oldest(self) -> int:
+        """Store the oldest local chunk, and move the others up; returns the bytes written."""
+        start, size, held = self.layout.local_row, self.layout.size, self._held
+        written = self._store_oldest()
         for rows in (self.k, self.v):
             rows[:, start : held - size] = rows[:, start + size : held].clone()
         self.num_chunks += 1

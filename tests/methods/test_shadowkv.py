@@ -16,7 +16,8 @@ from kvcli.kernels import _numba
 from kvcli.models.geometry import geometry_of
 from kvcli.store.offloaded_pages import OffloadedPageCache
 from kvcli.store.pages import PageBudget
-from kvcli.store.shadow import EMPTY, ShadowLayout
+from kvcli.store.shadow import EMPTY
+from kvcli.store.shadow_layout import ShadowLayout
 from kvcli.telemetry.counters import Count
 
 C, SELECTED, OUTLIERS, LOCAL, RANK = 3, 4, 2, 2, 11  # chunks of 3 tokens; keys are HK * D = 32 wide

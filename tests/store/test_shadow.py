@@ -12,7 +12,8 @@ from kvcli.store.cache import Tiers, nbytes
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
-from kvcli.store.shadow import EMPTY, ShadowCache, ShadowLayout
+from kvcli.store.shadow import EMPTY, ShadowCache
+from kvcli.store.shadow_layout import ShadowLayout
 
 HK, D, C = 2, 8, 3
 WIDTH = HK * D

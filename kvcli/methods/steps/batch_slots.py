@@ -75,7 +75,7 @@ class BatchSlots:
         for row, (cache, part) in enumerate(zip(caches, parts, strict=True)):
             own = {name: tensors[name][row][_corner(x)] for name, x in part.tensors.items()}
             cache.adopt_slots(part._replace(kv=kv[row][_corner(part.kv)], tensors=own))
-        longest = max((part.layout for part in parts), key=lambda layout: layout.total)
+        longest = max((part.layout for part in parts), key=lambda layout: layout.total * layout.size)
         resident = tensors.get("resident") if longest.selected else None
         k, v = kv[:, 0], kv[:, -1]
         arrived = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)

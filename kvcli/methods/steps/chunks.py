@@ -9,8 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.rebuild_keys import rebuild_missing_keys
+from kvcli.kernels.leaving_chunk import StoredChunks, keep_leaving_chunk
+from kvcli.kernels.rebuild_keys import Rotation, rebuild_missing_keys
 from kvcli.kernels.resolve_pages import MissList
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
@@ -37,12 +39,18 @@ class LandmarkScores(Index):
 
 
 class LandmarkScoresOverSlots(ScoredIndex):
-    """The same of a batch, by `means` and `excluded`. What is generated changes nothing."""
+    """The same of a batch, by `means` and `excluded`, of so many `chunks` as can be selected.
+
+    Where the window rolls, a chunk is stored with the token before the one that moves it out: the next step can select
+    it. Else what is generated changes nothing.
+    """
 
     needs_newest = False
 
     def __init__(self, slots: BatchSlots):
         self.slots, self.means, self.excluded = slots, slots.tensors["means"], slots.tensors["excluded"]
+        self.left = torch.zeros_like(slots.tensors["chunks"])
+        self.parts = rotations(slots)
 
     @property
     @override
@@ -57,7 +65,15 @@ class LandmarkScoresOverSlots(ScoredIndex):
         return out
 
     @override
-    def update(self, new: NewToken, host: HostPages | None) -> None: ...
+    def update(self, new: NewToken, host: HostPages | None) -> None:
+        if host is None:
+            return
+        tensors, kv = self.slots.tensors, self.slots.rows
+        stored = StoredChunks(tensors["a"], self.means, tensors["chunks"], tensors["room"], self.left)
+        for rows, rotation in self.parts:
+            own = kv._replace(k=kv.k[rows], v=kv.v[rows], lengths=kv.lengths[rows])
+            keep_leaving_chunk(own, tensors["b"][rows], rotation, StoredChunks(*(part[rows] for part in stored)))
+        take_in_filled_page(kv._replace(lengths=self.left), host=host)
 
 
 class RebuiltKeys:
@@ -65,13 +81,18 @@ class RebuiltKeys:
 
     def __init__(self, slots: BatchSlots):
         self.a, self.b, self.k, self.first = slots.tensors["a"], slots.tensors["b"], slots.rows.k, slots.into.sink
-        (one, *others), d = slots.rotary, self.k.shape[3]
-        rows = [slice(None)] if all(other is one for other in others) else [slice(i, i + 1) for i in range(len(self.k))]
-        rotations = [None if rotary is None else rotary.rotation(d) for rotary in slots.rotary[: len(rows)]]
-        self.parts = list(zip(rows, rotations, strict=True)) if self.a.numel() else []  # no sequence has any chunks
+        self.parts = rotations(slots) if self.a.numel() else []  # no sequence has any chunks
 
     def __call__(self, misses: MissList) -> None:
         """Rebuild what `misses` lists."""
         for rows, rotation in self.parts:
             own = MissList(*(part[rows] for part in misses))
             rebuild_missing_keys(self.a[rows], self.b[rows], own, rotation, self.k[rows], self.first)
+
+
+def rotations(slots: BatchSlots) -> list[tuple[slice, Rotation | None]]:
+    """How keys of each sequence are rotated, or of all at once where it is the same; None where they are not."""
+    (one, *others), (b, _, _, d) = slots.rotary, slots.rows.k.shape
+    rows = [slice(None)] if all(other is one for other in others) else [slice(i, i + 1) for i in range(b)]
+    known = [None if rotary is None else rotary.rotation(d) for rotary in slots.rotary[: len(rows)]]
+    return list(zip(rows, known, strict=True))

@@ -82,7 +82,7 @@ class FromHost(NamedTuple):
 
     Over slots by a kernel that reads pinned memory (gather), or copied one after another through one or two staging
     buffers. Where only values lie there, `rebuild` makes the keys that go with them. Pages that fill are written there
-    (`writes`).
+    (`writes`), at the latest when they leave the window.
     """
 
     recall: RecallBy = "gather"
@@ -121,8 +121,9 @@ class StepPlan:
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
     a layer ahead, by the query that the layer before foretells. `varies` says that scores decide how many are chosen.
     `prepare` is made for every layer of a batch and called before all else, to turn what is held to other positions;
-    `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `evict` makes room before
-    attention and looks back after it.
+    `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `rounds` new keys and values
+    [b, Hk, d] to what it keeps of them, also where nothing has to be chosen; `evict` makes room before attention and
+    looks back after it.
     """
 
     index: Index | None = None
@@ -133,6 +134,7 @@ class StepPlan:
     correction: Correction | None = None
     prepare: Callable[[BatchSlots], Callable[[], None]] | None = None
     turn: Coordinates | None = None
+    rounds: Callable[[Tensor], Tensor] | None = None
     evict: Evict | None = None
 
     @property

@@ -86,6 +86,8 @@ class PlannedLayer:
             return out
         if self.turn is not None:
             q, new = self.turn(q), new._replace(k=self.turn(new.k))
+        if self.plan.rounds is not None:
+            new = new._replace(k=self.plan.rounds(new.k), v=self.plan.rounds(new.v))
         if self.eviction is not None:
             at = self.eviction.make_room()
             slot_attention(q, self.eviction.rows, softmax, out, new._replace(at=at))

@@ -30,8 +30,8 @@ class LayerStepStats(NamedTuple):
 class LoggedLayer:
     """A layer that chooses: KV heads, the layout of what it chooses, bytes of a page of one head in host memory.
 
-    It writes pages that fill to host memory, or does not. A layer that `speculates` chooses as its `turn` says, others
-    at every step of a sequence that has `active_from` tokens or more.
+    It writes a page to host memory whenever one fills, in the sequences in which it `writes`. A layer that `speculates`
+    chooses as its `turn` says, others at every step of a sequence that has `active_from` tokens or more.
     """
 
     layer: int
@@ -39,7 +39,7 @@ class LoggedLayer:
     layout: SlotLayout
     active_from: tuple[int, ...]
     block_bytes: int
-    writes: bool
+    writes: tuple[bool, ...]
     speculates: bool
     varies: bool
 
@@ -119,7 +119,7 @@ def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepSta
     sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
     indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
     together = layer.num_kv_heads * layer.layout.group * layer.block_bytes
-    written = (lengths % indexed == 0) * (together if layer.writes else 0)
+    written = (lengths % indexed == 0) * torch.tensor(layer.writes) * together
     amounts = {
         **sums,
         Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),

@@ -63,7 +63,7 @@ class SlotPipeline:
         on: Callable[[torch.device], AbstractContextManager[None]] = lambda _: nullcontext(),
     ):
         plan = methods[0].step_plan
-        if plan is None or not methods[0].config.stays_in_place:
+        if plan is None or not all(method.stays_in_place for method in methods):
             raise ValueError("this method cannot be served over slots")
         self.methods, self.rates, self.on = methods, rates, on
         self.devices = [methods[0].context.device(layer) for layer in range(len(methods[0].caches))]
@@ -85,7 +85,7 @@ class SlotPipeline:
         self.lengths = of_device[self.devices[0]]
         self.forced: SyntheticDecisions | None = None
         self.layers = [
-            self._layer(layer, each, plan if layer in methods[0].retrieval and not _idle(plan, each) else StepPlan())
+            self._layer(layer, each, _plan_of(each, plan) if layer in methods[0].retrieval else StepPlan())
             for layer, each in enumerate(slots)
         ]
         self.turned = {layer: self._rotations(layer) for layer in self.foretold}
@@ -231,13 +231,17 @@ class SlotPipeline:
         return told
 
 
-def _idle(plan: StepPlan, slots: BatchSlots) -> bool:
-    """Whether a layer attends to all that it holds, and holds it in its place."""
-    return slots.holds_all and not isinstance(plan.fetch, Whole)
+def _plan_of(slots: BatchSlots, plan: StepPlan) -> StepPlan:
+    """What a layer does: nothing but attend where it holds everything in its place."""
+    idle = slots.holds_all and not isinstance(plan.fetch, Whole)
+    return StepPlan(rounds=plan.rounds) if idle else plan
 
 
 def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:
-    block_bytes = 0 if slots.host is None else slots.host.block_bytes
-    heads, writes = slots.rows.k.shape[1], isinstance(plan.fetch, FromHost) and plan.fetch.writes
+    heads, (block_bytes, writes) = slots.rows.k.shape[1], (0, (False,) * len(slots.active_from))
+    if slots.host is not None:
+        block_bytes = slots.host.block_bytes
+        does = isinstance(plan.fetch, FromHost) and plan.fetch.writes
+        writes = tuple(does and any(map(len, pieces)) for pieces in slots.host.pieces)  # where there is room for any
     speculates = plan.correction is not None
     return LoggedLayer(layer, heads, slots.into, tuple(slots.active_from), block_bytes, writes, speculates, plan.varies)

@@ -113,15 +113,53 @@ def test_steps_over_latents(name, wanted):
     assert_same(decoded(*case, over_slots=SerialStreams()), decoded(*case))
 
 
-@pytest.mark.parametrize("name", some(STATED, STATED[::2]))
-def test_a_sequence_that_leaves_changes_nothing_for_the_others(name):
-    model, ids = tiny_model("llama"), prompts(*LENGTHS)
-    (first, *others), _ = decoded(model, name, settings(name), ids, 12)
+LEAVING = [*[(name, {}) for name in STATED], ("shadowkv", {"plus": True})]
+
+
+@pytest.mark.parametrize("method", some(LEAVING, [*LEAVING[:-1:2], LEAVING[-1]]), ids=str)
+def test_a_sequence_that_leaves_changes_nothing_for_the_others(method):
+    name, wanted = method
+    model, ids, wanted = tiny_model("llama"), prompts(*LENGTHS), settings(name, **wanted)
+    (first, *others), _ = decoded(model, name, wanted, ids, 12)
     stop = next(token for token in first.token_ids[2:] if all(token not in each.token_ids for each in others))
-    case = (model, name, settings(name), ids, 12, (stop,))
+    case = (model, name, wanted, ids, 12, (stop,))
     overlapped, logits = decoded(*case, over_slots=SerialStreams())
     assert_same((overlapped, logits), decoded(*case))
     assert len(logits[-1]) < len(logits[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths", "wanted"),
+    [
+        ("llama", (84, 85, 86, 87), {}),
+        ("llama", (70, 71, 72, 9), {"chunk": 3, "local": 2}),
+        ("llama", (61, 64), {"chunk": 1, "local": 3}),
+        ("llama", (83, 68), {"kv_dtype": "int8"}),
+        ("llama", (83, 68), {"kv_dtype": "int4", "fp8": True}),
+        ("gpt_oss", (77, 70), {}),
+        ("llama4", (77, 70), {}),
+    ],
+    ids=str,
+)
+def test_what_leaves_a_rolling_window_is_kept_as_in_the_blocking_pipeline(family, lengths, wanted):
+    """From every place in a chunk on, and over several of them: the same means, low-rank keys, values and choice."""
+    case = (tiny_model(family), "shadowkv", settings("shadowkv", plus=True) | wanted, prompts(*lengths), STEPS)
+    over_slots, blocking = decoded(*case, over_slots=SerialStreams()), decoded(*case)
+    assert_same(over_slots, blocking, close=1e-2 if "kv_dtype" in wanted else 1e-3)
+    for sequence, reference in zip(over_slots[0], blocking[0], strict=True):
+        for layer, cache in reference.method.retrieval.items():
+            found, stored = sequence.method.caches[layer], cache.num_chunks
+            if not stored:
+                continue
+            assert torch.equal(found.resident.sort().values, cache.resident.sort().values)
+            for part, of_blocking in (
+                (found.landmarks.means[:, :stored], cache.landmarks.means[:, :stored]),
+                (found.keys.a[:stored], cache.keys.a[:stored]),
+                *((x[:stored], y[:stored]) for x, y in zip(found.values.pieces, cache.values.pieces, strict=True)),
+            ):
+                if part.dtype != torch.uint8:  # codes, which rounding of the model's sums decides
+                    torch.testing.assert_close(part, of_blocking, rtol=1e-4, atol=1e-4)
+    assert any(sequence.report().cache.bytes_to_host for sequence in over_slots[0])
 
 
 ALIKE = {"cake", "pyramidkv", "expected_attention", "kvzip", "full", "refreekv"}  # whose steps are those of snapkv
@@ -130,7 +168,7 @@ BY_KERNELS = [
 ]
 BY_KERNELS += [("freekv", "llama", {"kv_dtype": "int4"})]
 BY_KERNELS += [("freekv", "deepseek_v3", {}), pytest.param("raas", "deepseek_v3", {}, marks=pytest.mark.exhaustive)]
-BY_KERNELS += [("streaming", "llama", {"positions": "cache"})]
+BY_KERNELS += [("streaming", "llama", {"positions": "cache"}), ("shadowkv", "llama", {"plus": True, "fp8": True})]
 
 
 @pytest.mark.parametrize(("name", "family", "wanted"), BY_KERNELS, ids=str)

@@ -17,6 +17,7 @@ from kvcli.runtime.gpu.streams import CudaStreams
 LENGTH, LAYERS, STEPS = 42, 2, 2  # the second step fills a page
 PAGES = {"budget": 20, "sink": 4, "window": 4, "page_size": 4, "dense_layers": 0}
 ALL_TURN, NONE_TURN = ("freekv", PAGES | {"tau": 1.0}), ("freekv", PAGES | {"tau": 0.0})  # but for the first step
+SHADOW = ("shadowkv", {"budget": 20, "chunk": 4, "outliers": 2, "local": 1, "rank": 12, "plus": True})
 QUEST, INFINIGEN = ("quest", PAGES), ("infinigen", {"budget": 20, "dense_layers": 0})
 OFFLOAD = "offload", {}
 
@@ -45,7 +46,7 @@ def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None)
     return races.found
 
 
-@pytest.mark.parametrize("method", [ALL_TURN, NONE_TURN, OFFLOAD], ids=str)
+@pytest.mark.parametrize("method", [ALL_TURN, NONE_TURN, OFFLOAD, SHADOW], ids=str)
 def test_all_is_in_order(method, monkeypatch):
     """Of the other methods too: `test_every_method.py`."""
     assert steps(method, monkeypatch) == set()
@@ -86,6 +87,8 @@ class EarlyAfterCorrection(EarlyRecall):
         (OFFLOAD, NobodyWaits, r"reads in main what _bring_kernel writes in stream 1"),
         (OFFLOAD, EarlyRecall, r"_bring_kernel writes in stream 1 what \w+ reads in main"),
         (OFFLOAD, EarlyRecall, r"_bring_kernel reads in stream 1 what _store_kernel writes in main"),
+        (SHADOW, EarlyRecall, r"_leaving_kernel writes in stream \d what \w+ reads in main"),
+        (SHADOW, NoEnd, r"reads in main what _leaving_kernel writes in stream \d"),
     ],
     ids=str,
 )

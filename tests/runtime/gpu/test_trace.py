@@ -35,6 +35,8 @@ BUDGET = {
     "raas": (4, 2),
     "refreekv": (1, 0),
     "shadowkv": (6, 0),
+    "shadowkv-plus": (8, 0),
+    "shadowkv-fp8": (6, 4),
     "snapkv": (1, 0),
     "streaming": (1, 0),
     "streaming-positions": (2, 0),
