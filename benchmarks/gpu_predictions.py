@@ -83,13 +83,13 @@ def predicted(
     """Predict a step of one sequence: the parts of its time in ms, `step_ms` None where the host decides."""
     geometry, itemsize = subject.geometry, DTYPE.itemsize
     method = memory.planned_method(profile, geometry, context + OUTPUT, DTYPE, context)
-    graph = gpu_step_of(type(method), method.config) == GRAPH
+    graph = gpu_step_of(type(method), method) == GRAPH
     plan = method.step_plan if graph else None
     stays = plan is not None and isinstance(plan.fetch, FromHost)
     work = step_work(geometry, itemsize, [(method, context + 1)], TURNOVER if stays else 1.0)
     work |= foretold(subject, method)
     needed = memory.need(profile, geometry, DTYPE, [context], OUTPUT, 1, device=torch.device("cuda"))
-    row = {"method": label, "context": context, "gpu_step": gpu_step_of(type(method), method.config)}
+    row = {"method": label, "context": context, "gpu_step": gpu_step_of(type(method), method)}
     row |= {"fits": needed.on(torch.device("cuda"))["device"] <= gpu.memory}
     row |= {"read_bytes": sum(part.read for part in work.values())}
     row |= {"recalled_bytes": work["recall"].to_device, "floor_ms": 1000 * least_seconds(work, rates(gpu, 1.0), True)}

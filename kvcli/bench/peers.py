@@ -47,13 +47,15 @@ class Transformers:
     noise: RandomKV
     offloading: bool = False
     kind: str = "peer"
-    pipeline: None = None
     profile: None = None
 
     @property
     def label(self) -> str:
         """The name of the cache."""
         return _OFFLOADED if self.offloading else _RESIDENT
+
+    def pipeline(self, load: Load) -> None:
+        """Say nothing: its steps are transformers' own."""
 
     @torch.inference_mode()
     def run(self, load: Load, timeline: Timeline) -> TimedRun:  # noqa: ARG002

@@ -74,7 +74,7 @@ class Rounds:
     def _case(self, candidate: Candidate) -> Case:
         label, load = candidate.label, self.load
         profile = None if candidate.profile is None else candidate.profile.as_dict()
-        known = label, candidate.kind, load.context, load.batch, profile, candidate.pipeline
+        known = label, candidate.kind, load.context, load.batch, profile, candidate.pipeline(load)
         if label in self.errors:
             return Case(*known, error=self.errors[label])
         own, last = self.medians[label], self.last[label]

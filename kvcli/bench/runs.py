@@ -17,6 +17,7 @@ from typing_extensions import override
 from kvcli.bench.graph_trace import Kernel, parts_of, products_of, spans_of, traced
 from kvcli.bench.phases import StepParts
 from kvcli.bench.timelines import module_spans
+from kvcli.capacity.memory import planned_method
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
@@ -178,18 +179,20 @@ class Candidate(Protocol):
     def profile(self) -> Profile | None:
         """Method and settings, for those of kvcli."""
 
-    @property
-    def pipeline(self) -> str | None:
+    def pipeline(self, load: Load) -> str | None:
         """What runs its steps, as in `report.Case.pipeline`."""
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
 
 
-def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None) -> str:
-    """What runs the steps of a profile, as in `report.Case.pipeline`: blocking on several devices, and with a disk."""
+def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None, method: AnyMethod | None = None) -> str:
+    """What runs the steps of a profile, as in `report.Case.pipeline`: blocking on several devices, and with a disk.
+
+    `method` is that of a sequence, where that is known.
+    """
     captured = place.type == "cuda" and not isinstance(place, Placement) and disk is None
-    return gpu_step_of(get_method(profile.method), profile.settings) if captured else BLOCKING
+    return gpu_step_of(get_method(profile.method), method or profile.settings) if captured else BLOCKING
 
 
 @dataclass(frozen=True)
@@ -203,14 +206,16 @@ class Decoding:
     source: ContextSource
     disk: DiskTier | None = None
 
-    @property
-    def pipeline(self) -> str:
+    def pipeline(self, load: Load) -> str:
         """What serves the method on the model's device."""
-        return pipeline_on(self.model.place, self.profile, self.disk)
+        model = self.model
+        method = planned_method(self.profile, model.geometry, load.capacity, model.dtype, load.context)
+        return pipeline_on(model.place, self.profile, self.disk, method)
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode by the loop of `kvcli generate`, which is what is timed."""
         replays: list[list[Kernel]] = []
+        pipeline = self.pipeline(load)
         with ExitStack() as stack:
             stack.enter_context(self.disk or nullcontext())
             ready = stack.enter_context(engine(self.model, [load.capacity], disk=self.disk))
@@ -222,15 +227,15 @@ class Decoding:
                 ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
-            captured = self.pipeline == GRAPH
+            captured = pipeline == GRAPH
             if timeline.enabled and captured:
                 replays = stack.enter_context(traced())
-            elif timeline.enabled and self.pipeline == BLOCKING:  # there are no modules between pieces
+            elif timeline.enabled and pipeline == BLOCKING:  # there are no modules between pieces
                 stack.enter_context(module_spans(self.model.module, timeline))
             for _ in ready.decode(
                 sequences,
                 Timeline() if captured else timeline,
-                "blocking" if self.pipeline == BLOCKING else "overlapped",
+                "blocking" if pipeline == BLOCKING else "overlapped",
             ):
                 pass
         counters = [sequence.counters for sequence in sequences]

@@ -144,10 +144,9 @@ def need(
             kv += replace(held, shared=0).times(sequences)
     longest = max(counted).tokens
     reader = planned(longest)
-    in_graph = gpu_step_of(get_method(profile.method), profile.settings) == GRAPH and disk is None
-    if device.type == "cuda" and beside is None and in_graph:
+    kinds = [planned(size.tokens) for size in counted] if device.type == "cuda" and beside is None else []
+    if kinds and disk is None and all(gpu_step_of(type(method), method) == GRAPH for method in kinds):
         widest = max(layer.head_dim for layer in geometry.layers)
-        kinds = [planned(size.tokens) for size in counted]
         slots = _in_slots(kinds, counted.total() * samples, widest)
         kv = replace(kv, device=slots.device, by_device=slots.by_device)
     size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize

@@ -5,7 +5,8 @@ The rows on the device, k and v [Hk, rows, d], are in this order, and those that
     [ outlier chunks | selected chunks, one set a KV head | local chunks, the partly filled one last | generated ]
 
 The keys of the selected chunks are rebuilt, all others are exact. A short context is not divided so: row j holds token
-j until there are more full chunks than places for them.
+j until there are more full chunks than places for them. Over slots the local chunks of a rolling window lie in a ring,
+with one place more for the chunk that is being filled: no row moves (`ShadowLayout.ring`).
 """
 
 from __future__ import annotations

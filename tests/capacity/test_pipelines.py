@@ -50,3 +50,28 @@ def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promise
         steps = list(ready.decode([sequence], pipeline="overlapped"))
     assert [type(stepper).__name__ for stepper in made] == [STEPPERS[promised]]
     assert len(steps) == STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "served"), [([53], GRAPH), ([62], PIECEWISE), ([70, 64], GRAPH), ([70, 62], PIECEWISE)]
+)
+def test_a_context_that_is_divided_while_it_is_decoded_is_served_in_pieces(lengths, served, model, monkeypatch):
+    """ShadowKV+ has room for 64 tokens here; one that never gets there, or begins beyond, keeps its form."""
+    settings, made = {"plus": True, "budget": 48, "chunk": 4, "outliers": 2, "local": 1, "rank": 12}, []
+    for each in STEPPERS.values():
+        monkeypatch.setattr(steppers, each, watched(getattr(steppers, each), made))
+    texts = []
+    for pipeline in ("overlapped", "blocking"):
+        with engine(model, [length + STEPS for length in lengths]) as ready:
+            sequences = []
+            for length in lengths:
+                method = ready.method(
+                    resolve_profile(method="shadowkv", overrides=settings), ready.context(length, STEPS)
+                )
+                (logits,) = ready.prefill([token % VOCAB for token in range(3, 3 + length)], [method])
+                sequences.append(ready.sequence(method, Sampling(max_tokens=STEPS, ignore_eos=True)))
+                sequences[-1].accept(logits)
+            list(ready.decode(sequences, pipeline=pipeline))
+            texts.append([sequence.token_ids for sequence in sequences])
+    assert [type(stepper).__name__ for stepper in made] == [STEPPERS[served]]
+    assert texts[0] == texts[1]

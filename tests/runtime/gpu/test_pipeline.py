@@ -147,6 +147,9 @@ def test_what_has_no_slots_is_refused():
     layers = [LayerGeometry(0, 4, 2, 8, None, True)]
     with pytest.raises(ValueError, match="cannot be served"):
         SlotPipeline([new_method("infllm", {}, layers, 50)], [5], SerialStreams())
+    divided_later = new_method("shadowkv", {"plus": True, "budget": 8}, layers, 500, prompt_tokens=400)
+    with pytest.raises(ValueError, match="cannot be served"):
+        SlotPipeline([divided_later], [400], SerialStreams())
 
 
 def test_kernels_do_what_their_references_do(monkeypatch):
