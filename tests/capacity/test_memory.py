@@ -154,7 +154,14 @@ def test_a_sequence_that_torch_cannot_address_is_refused():
     assert caught.value.exit_code == ExitCode.WILL_NOT_FIT
 
 
-@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in STATED), ("streaming", {"positions": "cache"})])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, {}) for name in STATED),
+        ("streaming", {"positions": "cache"}),
+        ("shadowkv", {"plus": True, "local": 4}),
+    ],
+)
 def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name, more):
     """Its sequences, of different lengths, lie side by side as long as the longest; and what keys are rotated by."""
     model, lengths, made = tiny_model("llama"), (91, 33, 60), []

@@ -8,6 +8,7 @@ from kvcli.kernels.append_token import NewToken
 from kvcli.kernels.filled_page import take_in_filled_page
 from kvcli.kernels.gather_pages import gather_pages
 from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.leaving_chunk import StoredChunks, keep_leaving_chunk
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
 from kvcli.kernels.slot_attention import slot_attention
@@ -93,6 +94,15 @@ def test_what_does_not_fit_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             PagedKV(**whole | part).check()
+    rows, stored = (
+        PagedKV(**whole),
+        StoredChunks(torch.zeros(1, 3, 4, 5), torch.zeros(1, 2, 3, 8), *[lengths_of(0)] * 3),
+    )
+    with pytest.raises(ValueError, match="do not leave"):
+        keep_leaving_chunk(rows, torch.zeros(1, 2, 5, 8), None, stored)
+    gaps = torch.zeros(1, 6, 4, 5)[:, ::2]
+    with pytest.raises(ValueError, match="not one behind the other"):
+        keep_leaving_chunk(rows, torch.zeros(1, 2, 5, 8), None, stored._replace(a=gaps))
     pages = torch.zeros(3, 2, 2, 4, 8)
     with pytest.raises(ValueError, match="does not go with the first"):
         HostPages.of([[pages, pages.double()]], "hnd", kv.device)

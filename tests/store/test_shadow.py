@@ -4,6 +4,7 @@ import pytest
 import torch
 from driver import storage_bytes
 
+from kvcli.kernels.slot_layout import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store import landmarks as landmarks_module
@@ -159,6 +160,42 @@ def test_attends_to_what_it_should_hold(prompt, rolling, known):
         q = torch.randn(2 * HK, D, generator=torch.Generator().manual_seed(at))
         assert torch.allclose(cache.attend(q, SOFTMAX), dense(q, k, v, held), atol=1e-4)
     assert written == cache.num_chunks * HK * C * D * 4
+
+
+@pytest.mark.parametrize("length", range(24, 37))
+def test_over_slots_a_rolling_window_is_a_ring(length):
+    """And what leaves it with the next token is there already, if the sequence can get that far."""
+    k, v = tokens(length)
+    caches = [ShadowCache(GEOMETRY, room, length, layout(rolling=True), None, CPU) for room in (length, length + 9)]
+    for cache, leaves in zip(caches, (False, (length + 1) % C == 0), strict=True):
+        cache.load(k.clone(), v.clone())
+        away = cache.num_chunks
+        slots = cache.as_slots()
+        assert int(slots.tensors["chunks"]) == away + leaves
+        assert int(slots.tensors["room"]) == len(cache.keys.a)
+        ((positions,),) = row_positions(torch.tensor([length], dtype=torch.int32), slots.layout).tolist()
+        local = {position: row for row, position in enumerate(positions) if row >= cache.layout.local_row}
+        assert sorted({*local} - {-1}) == list(range(away * C, length))
+        for position in range(away * C, length):
+            assert torch.equal(slots.kv[0, :, local[position]], k[:, position])
+            assert torch.equal(slots.kv[1, :, local[position]], v[:, position])
+        if leaves:
+            oldest = slice(away * C, away * C + C)
+            assert torch.allclose(cache.landmarks.means[:, away], k[:, oldest].mean(1), atol=1e-6)
+            assert torch.equal(torch.cat(list(cache.values.pieces))[away, :, 0], v[:, oldest])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "capacity", "keeps"), [(5, 23, True), (5, 24, False), (23, 24, False), (24, 40, True)]
+)
+def test_only_a_context_that_is_divided_on_the_way_changes_its_form(prompt, capacity, keeps):
+    k, v = tokens(prompt)
+    for known in (prompt, None):
+        cache = ShadowCache(GEOMETRY, capacity, known, layout(rolling=True), None, CPU)
+        cache.load(k, v)
+        assert cache.keeps_form == keeps
+    assert ShadowCache(GEOMETRY, capacity, prompt, layout(rolling=True), None, META).keeps_form == keeps
+    assert ShadowCache(GEOMETRY, capacity, prompt, layout(), None, META).keeps_form
 
 
 def test_recall_counts_what_is_missing_and_moves_values_only():
