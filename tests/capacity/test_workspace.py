@@ -18,7 +18,7 @@ from kvcli.runtime import hidden_states
 from kvcli.store import prefill_offloader
 
 CUDA, GIB = torch.device("cuda"), 1 << 30
-CHUNK, LAYERS, MORE = 4096, 3, 256
+CHUNK, LAYERS, MORE = 4096, 4, 256  # an odd number of layers takes another buffer with the first step
 MILLION = 1 << 20
 SETTINGS = {"freekv": {"dense_layers": 0}, "arkvale": {"dense_layers": 0}}
 
