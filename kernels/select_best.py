@@ -51,8 +51,8 @@ def _select(bits: Any, k: int, shifts: Any, widths: Any, out: Any) -> None:
 
 
 def suits(scores: Tensor) -> bool:
-    """Tell whether this can select by these scores."""
-    return serves(scores)
+    """Tell whether this can select by these scores, each of which it looks at for every digit and at the end."""
+    return serves(scores, numbers=(len(DIGITS) + 1) * scores.numel())
 
 
 def select_best(scores: Tensor, k: int) -> Tensor:
