@@ -9,13 +9,21 @@ the KV heads.
 Shapes: probe [H, d], keys [n, Hk, d] -> scores [n] in at least fp32; scores [n] -> density.
 """
 
-from math import sqrt
+from __future__ import annotations
 
+from math import sqrt
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvcli.kernels import few_rows
+from kvcli.kernels._numba import compiled, prange, run, serves
+
+PIECE = 256  # keys that a thread takes at once
+SHORTEST = 1e-12  # length that a vector is taken to have at least, as in `normalize`
 
 
 def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
@@ -32,9 +40,27 @@ def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
 def cosine_scores(probe: Tensor, keys: Tensor) -> Tensor:
     """Cosines; zero for a probe or key of zero length."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
+    rows = keys.flatten(1)
+    if serves(rows) and rows.is_contiguous():  # keys are read once, and their unit vectors never written
+        by_kv_head = normalize(probe.flatten(), dim=0).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
+        out = rows.new_empty(len(rows))
+        run(_cosines, rows.numel(), by_kv_head.flatten(), rows, out)
+        return out / sqrt(probe.shape[0] // keys.shape[1])
     unit_keys = normalize(keys.to(dtype).flatten(1), dim=1).view(keys.shape)
     groups = probe.shape[0] // keys.shape[1]
     return dot_scores(normalize(probe.to(dtype).flatten(), dim=0).view_as(probe), unit_keys) / sqrt(groups)
+
+
+@compiled
+def _cosines(probe: Any, keys: Any, out: Any) -> None:
+    n, d = keys.shape
+    for piece in prange((n + PIECE - 1) // PIECE):
+        for j in range(piece * PIECE, min(piece * PIECE + PIECE, n)):
+            product, square = np.float32(0), np.float32(0)
+            for c in range(d):
+                product += probe[c] * keys[j, c]
+                square += keys[j, c] * keys[j, c]
+            out[j] = product / max(np.sqrt(square), np.float32(SHORTEST))
 
 
 def density(scores: Tensor) -> Tensor:

@@ -392,6 +392,6 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
 
 def test_loops_of_a_head_size_are_found_again_on_the_disk():
     """A loop that refers to another one would be compiled anew by every process."""
-    for loop in few_rows._loops(64):
+    for loop in (*few_rows._loops(64, 2), one_bit_rows._loop(64, 32, 2), four_bit_rows._loop(64, 2)):
         held = [cell.cell_contents for cell in loop.py_func.__closure__ or ()]
         assert all(isinstance(each, int) for each in held)
