@@ -68,19 +68,6 @@ def _mix_one(w: Any, v: Any, h: int, j: int, at: int, d: int, group: int, sums: 
             sums[g, c] += w[h, g, j] * v[at + np.uint64(c)]
 
 
-@inlined
-def _mix_in_order(
-    w: Any, v: Any, head: int, token: int, h: int, first: int, last: int, d: int, group: int, sums: Any
-) -> None:
-    part = (last - first) // 4  # four streams: a processor reads ahead in each
-    step = np.uint64(part * token)
-    for j in range(first, first + part):
-        at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
-        _mix(w, v, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, sums)
-    for j in range(first + 4 * part, last):
-        _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, sums)
-
-
 @cache
 def _loops(d: int, group: int) -> Loops:
     """Make the loops over rows of d numbers, for so many queries that share a KV head.
@@ -107,7 +94,14 @@ def _loops(d: int, group: int) -> Loops:
             h, first = piece // pieces, piece % pieces * PIECE
             sums = parts[h, piece % pieces]  # on a line's edge, as torch allocates; numba's own memory need not be
             sums[:] = 0
-            _mix_in_order(w, v, head, token, h, first, min(first + PIECE, n), d, group, sums)
+            last = min(first + PIECE, n)
+            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            step = np.uint64(part * token)
+            for j in range(first, first + part):
+                at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
+                _mix(w, v, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, sums)
+            for j in range(first + 4 * part, last):
+                _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, sums)
 
     @compiled
     def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
@@ -119,12 +113,19 @@ def _loops(d: int, group: int) -> Loops:
 
     @compiled
     def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
-        heads, n = len(w), w.shape[2]
+        heads, n, step = len(w), w.shape[2], np.uint64(token)
         for piece in prange(parts.shape[1]):
             parts[:, piece] = 0
-            for first in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n), ROWS):
+            first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
+            whole = last - (last - first) % 4
+            for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
                 for h in range(heads):
-                    _mix_in_order(w, v, head, token, h, first, min(first + ROWS, n), d, group, parts[h, piece])
+                    at = np.uint64(h * head + j * token)
+                    places = (at, at + step, at + step + step, at + step + step + step)
+                    _mix(w, v, h, j, 1, places, d, group, parts[h, piece])
+            for j in range(whole, last):
+                for h in range(heads):
+                    _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, parts[h, piece])
 
     @compiled
     def products_of(q: Any, k: Any, head: int, at: Any, out: Any) -> None:
