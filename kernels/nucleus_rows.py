@@ -85,7 +85,7 @@ def keep(weights: Tensor, always: Tensor, p: float) -> Tensor:
 def kept_first(tokens: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """List the tokens that are kept, and as many others as make all rows alike."""
     most = int(kept.sum(1).max())
-    if not serves(tokens, dtype=torch.int64):
+    if not serves(tokens, dtype=torch.int64, numbers=2 * tokens.numel()):
         first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         return tokens.gather(1, first), kept.gather(1, first)
     out, valid = (torch.empty(len(tokens), most, dtype=dtype) for dtype in (torch.int64, torch.bool))

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kvcli.kernels.near_best import NearTally, count_near_best
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import Selection, topk_pages_device
+from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Chosen, ScoredIndex, StepIndex
 from kvcli.methods.steps.plan import Rule
@@ -30,15 +30,21 @@ class Best(Rule):
     def pick(self, step: LayerStep, q: Tensor) -> Picked:
         scores, places = step.scores(q), step.cache.selected  # [Hk, n]
         if self.part is not None:
-            scores = -self._standing(scores, step.cache.resident - step.candidates.start, places)
+            with step.span("select"):
+                scores = self._standing(scores, step.cache.resident - step.candidates.start, places)
         return Picked(step.best(scores, places))
 
     def _standing(self, scores: Tensor, held: Tensor, places: int) -> Tensor:
-        """Rank candidates [Hk, n], 0 first, where those `held` [Hk, places] are on the device, below 0 for nothing."""
-        pages, first = scores.shape[1], self.first(places)
-        rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        resident = scores.new_zeros(scores.shape[0], pages + 1).bool().scatter(1, held.clamp_min(-1) + 1, True)[:, 1:]
-        return rank + pages * ~((rank < first) | resident)
+        """Put what is best or `held` before all else, each by its scores [Hk, n]: int64 [Hk, n], more is better.
+
+        held [Hk, places]: candidates on the device, below 0 for none. The bits of positive numbers, as whole numbers,
+        are in their order; those of negative ones are once all but the sign are turned over.
+        """
+        ahead = scores.new_zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)  # column 0 is of no page
+        ahead = ahead.scatter_(1, held.clamp_min(-1) + 1, True)[:, 1:]
+        ahead.scatter_(1, topk_pages(scores, self.first(places)), True)
+        bits = (scores.float() + 0.0).view(torch.int32)  # zeros of either sign are equal
+        return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + (ahead.long() << 33)
 
     def first(self, places: int) -> int:
         """How many are the best wherever they lie; 0: all."""
