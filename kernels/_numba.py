@@ -11,6 +11,7 @@ added without rounding in between; nothing else of the arithmetic is loosened, s
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -57,17 +58,20 @@ def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32, numbers: int = 
 
     `numbers`: how many a loop looks at, where they are more than those of the tensors.
     """
-    most = max(numbers, *(x.numel() for x in tensors))
-    if numba is None or torch.compiler.is_compiling() or most < LEAST:
+    if numba is None or torch.compiler.is_compiling():
         return False
-    return all(
-        type(x) is Tensor  # no parameter whose gradient is wanted, and nothing without numbers
-        and x.device.type == "cpu"
-        and x.dtype == dtype
-        and x.stride(-1) == 1
-        and x.numel() > 0
-        for x in tensors
-    )
+    most = numbers
+    for x in tensors:  # asked some hundred times a step
+        count = x.numel()
+        most = max(most, count)
+        # No parameter whose gradient is wanted, and nothing without numbers.
+        if type(x) is not Tensor or count == 0 or x.dtype != dtype or not x.is_cpu or x.stride(-1) != 1:
+            return False
+    return most >= LEAST
+
+
+_set = threading.local()
+"""How many threads numba was last told to take, which every thread is told for itself."""
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -96,7 +100,10 @@ os.register_at_fork(after_in_child=_leave_threads_to_the_parent)
 
 def run(loop: Any, numbers: int, *arguments: Any) -> None:
     """Run a loop that reads so many `numbers`, with as many threads as torch takes; tensors are given as arrays."""
-    numba.set_num_threads(min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD))
+    threads = min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD)
+    if getattr(_set, "threads", 0) != threads:
+        numba.set_num_threads(threads)
+        _set.threads = threads
     loop(*[x.numpy() if isinstance(x, Tensor) else x for x in arguments])
 
 
