@@ -2,13 +2,12 @@
 
     products      s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
     mixtures      o_hg = sum_j w_hgj v_hj          every value, weighted
-    row_products  y_mi = x_m . W_i                 a linear layer
 
-torch's own read at a half to a third of that rate for so few rows (`benchmarks/cpu_linear.py`). Where the heads of a
-token lie side by side, they are read together: a head alone would take every few lines of memory, and streams so far
-apart fall on the same places of a cache.
+torch's own read at a half to a third of that rate for so few rows; for linear layers there is `weight_rows`. Where the
+heads of a token lie side by side, they are read together: a head alone would take every few lines of memory, and
+streams so far apart fall on the same places of a cache.
 
-Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n], x [m, in], W [out, in]; all fp32.
+Shapes: q [Hk, G, d], k and v [Hk, n, d], w [Hk, G, n]; all fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ MOST_ROWS = 8
 
 PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
 TOKENS = 256  # with the keys or values of all heads
-ROWS = 32  # of a weight
 
 
 class Loops(NamedTuple):
@@ -40,6 +38,22 @@ class Loops(NamedTuple):
     mixtures_by_token: Any
     products_of: Any
     mixtures_of: Any
+
+
+@inlined
+def _dots(q: Any, k: Any, h: int, j: int, part: int, at: Any, d: int, group: int, out: Any) -> None:
+    a0, a1, a2, a3 = at
+    for g in range(group):
+        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for c in range(d):
+            i = np.uint64(c)
+            x = q[np.uint64(h), np.uint64(g), i]
+            s0 += x * k[a0 + i]
+            s1 += x * k[a1 + i]
+            s2 += x * k[a2 + i]
+            s3 += x * k[a3 + i]
+        row = out[h, g]
+        row[j], row[j + part], row[j + 2 * part], row[j + 3 * part] = s0, s1, s2, s3
 
 
 @inlined
@@ -84,7 +98,13 @@ def _loops(d: int, group: int) -> Loops:
         pieces = (n + PIECE - 1) // PIECE
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * PIECE
-            for j in range(first, min(first + PIECE, n)):
+            last = min(first + PIECE, n)
+            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            step = np.uint64(part * token)
+            for j in range(first, first + part):
+                at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
+                _dots(q, k, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, out)
+            for j in range(first + 4 * part, last):
                 _dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
 
     @compiled
@@ -95,19 +115,26 @@ def _loops(d: int, group: int) -> Loops:
             sums = parts[h, piece % pieces]  # on a line's edge, as torch allocates; numba's own memory need not be
             sums[:] = 0
             last = min(first + PIECE, n)
-            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            part = (last - first) // 4
             step = np.uint64(part * token)
             for j in range(first, first + part):
-                at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
+                at = np.uint64(h * head + j * token)
                 _mix(w, v, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, sums)
             for j in range(first + 4 * part, last):
                 _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, sums)
 
     @compiled
     def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
-        heads, _, n = out.shape
+        (heads, _, n), step = out.shape, np.uint64(token)
         for piece in prange((n + TOKENS - 1) // TOKENS):
-            for j in range(piece * TOKENS, min(piece * TOKENS + TOKENS, n)):
+            first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
+            whole = last - (last - first) % 4
+            for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
+                for h in range(heads):
+                    at = np.uint64(h * head + j * token)
+                    places = (at, at + step, at + step + step, at + step + step + step)
+                    _dots(q, k, h, j, 1, places, d, group, out)
+            for j in range(whole, last):
                 for h in range(heads):
                     _dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
 
@@ -118,7 +145,7 @@ def _loops(d: int, group: int) -> Loops:
             parts[:, piece] = 0
             first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
             whole = last - (last - first) % 4
-            for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
+            for j in range(first, whole, 4):
                 for h in range(heads):
                     at = np.uint64(h * head + j * token)
                     places = (at, at + step, at + step + step, at + step + step + step)
@@ -133,8 +160,17 @@ def _loops(d: int, group: int) -> Loops:
         pieces = (n + PIECE - 1) // PIECE
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * PIECE
-            begins = at[h % len(at)]
-            for j in range(first, min(first + PIECE, n)):
+            last, begins = min(first + PIECE, n), at[h % len(at)]
+            part = (last - first) // 4
+            for j in range(first, first + part):
+                places = (
+                    np.uint64(h * head + begins[j]),
+                    np.uint64(h * head + begins[j + part]),
+                    np.uint64(h * head + begins[j + 2 * part]),
+                    np.uint64(h * head + begins[j + 3 * part]),
+                )
+                _dots(q, k, h, j, part, places, d, group, out)
+            for j in range(first + 4 * part, last):
                 _dot(q, k, h, j, np.uint64(h * head + begins[j]), d, group, out)
 
     @compiled
@@ -160,29 +196,35 @@ def _loops(d: int, group: int) -> Loops:
 
 
 @compiled
-def _row_products(x: Any, weight: Any, out: Any) -> None:
-    n, d = weight.shape
-    for block in prange((n + ROWS - 1) // ROWS):
-        first = block * ROWS
-        last = min(first + ROWS, n)
+def _products_of_odd_rows(q: Any, k: Any, head: int, token: int, out: Any) -> None:
+    # Of rows that fill no register, a loop that knows their size is the slower one.
+    heads, group, d = q.shape
+    n = out.shape[2]
+    pieces = (n + PIECE - 1) // PIECE
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * PIECE
+        last, own = min(first + PIECE, n), k[h * head :]
         part = (last - first) // 4
-        for i in range(first, first + part):
-            w0, w1, w2, w3 = weight[i], weight[i + part], weight[i + 2 * part], weight[i + 3 * part]
-            for m in range(len(x)):
+        for j in range(first, first + part):
+            k0, k1 = own[j * token :][:d], own[(j + part) * token :][:d]
+            k2, k3 = own[(j + 2 * part) * token :][:d], own[(j + 3 * part) * token :][:d]
+            for g in range(group):
+                query = q[h, g]
                 s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
                 for c in range(d):
-                    s0 += x[m, c] * w0[c]
-                    s1 += x[m, c] * w1[c]
-                    s2 += x[m, c] * w2[c]
-                    s3 += x[m, c] * w3[c]
-                row = out[m]
-                row[i], row[i + part], row[i + 2 * part], row[i + 3 * part] = s0, s1, s2, s3
-        for i in range(first + 4 * part, last):
-            for m in range(len(x)):
+                    s0 += query[c] * k0[c]
+                    s1 += query[c] * k1[c]
+                    s2 += query[c] * k2[c]
+                    s3 += query[c] * k3[c]
+                row = out[h, g]
+                row[j], row[j + part], row[j + 2 * part], row[j + 3 * part] = s0, s1, s2, s3
+        for j in range(first + 4 * part, last):
+            key = own[j * token :][:d]
+            for g in range(group):
                 total = np.float32(0)
                 for c in range(d):
-                    total += x[m, c] * weight[i, c]
-                out[m, i] = total
+                    total += q[h, g, c] * key[c]
+                out[h, g, j] = total
 
 
 def suits(rows: Tensor, *matrices: Tensor) -> bool:
@@ -195,7 +237,8 @@ def products(q: Tensor, k: Tensor, rows: Tensor | None = None) -> Tensor:
     loops, q = _loops(k.shape[2], q.shape[1]), q.contiguous()
     out = q.new_empty(*q.shape[:2], k.shape[1] if rows is None else rows.shape[1])
     if rows is None:
-        run(loops.products_by_token if _by_token(k) else loops.products, k.numel(), q, flat(k), *k.stride()[:2], out)
+        by_size = loops.products_by_token if _by_token(k) else loops.products
+        run(_products_of_odd_rows if k.shape[2] % 8 else by_size, k.numel(), q, flat(k), *k.stride()[:2], out)
     else:
         run(loops.products_of, out[:, 0].numel() * k.shape[2], q, flat(k), k.stride(0), rows * k.stride(1), out)
     return out
@@ -211,13 +254,6 @@ def mixtures(w: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
     else:
         run(loops.mixtures_of, w[:, 0].numel() * d, w, flat(v), v.stride(0), rows * v.stride(1), parts)
     return parts.sum(1)
-
-
-def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply by a linear layer's weight, without gaps: [m, out]."""
-    out = x.new_empty(len(x), len(weight))
-    run(_row_products, weight.numel(), x.contiguous(), weight, out)
-    return out
 
 
 def attend(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
-from kvcli.kernels import few_rows
+from kvcli.kernels import few_rows, weight_rows
 from kvcli.models.quantising import is_plain
 
 Forward = Callable[[nn.Linear, Tensor], Tensor]
@@ -57,7 +57,7 @@ def _by_memory(module: nn.Linear, x: Tensor) -> Tensor:
         return functional.linear(x, module.weight, module.bias)
     weight = module.weight.detach()
     if few_rows.suits(rows := x.reshape(-1, x.shape[-1]), weight) and weight.is_contiguous():
-        out = few_rows.row_products(rows, weight).view(*x.shape[:-1], -1)
+        out = weight_rows.row_products(rows, weight).view(*x.shape[:-1], -1)
         return out if module.bias is None else out.add_(module.bias)
     return onednn_linear(x, module.weight, module.bias)
 

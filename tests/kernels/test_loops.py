@@ -19,6 +19,7 @@ from kvcli.kernels import (
     rebuild_rows,
     scatter_rows,
     select_best,
+    weight_rows,
 )
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
@@ -102,9 +103,9 @@ def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
 def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
     x, weight = noise(rows, d), noise(n, d, seed=1)
-    found = few_rows.row_products(x, weight)
+    found = weight_rows.row_products(x, weight)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
-    assert all(torch.equal(few_rows.row_products(x[[row]], weight)[0], found[row]) for row in range(rows))
+    assert all(torch.equal(weight_rows.row_products(x[[row]], weight)[0], found[row]) for row in range(rows))
 
 
 def test_what_is_not_finite_stays_so():
@@ -315,7 +316,7 @@ def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
 
 def test_a_process_that_is_forked_off_does_without():
     assert few_rows.suits(noise(2, 4), noise(3, 4))
-    few_rows.row_products(noise(2, 4), noise(3, 4))  # threads are there now
+    weight_rows.row_products(noise(2, 4), noise(3, 4))  # threads are there now
     if (child := os.fork()) == 0:
         os._exit(3 if few_rows.suits(noise(2, 4), noise(3, 4)) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
