@@ -195,7 +195,7 @@ def test_sigterm_and_status_and_metrics_of_a_run(other, started, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["in.jsonl", "-o", "out.jsonl", "--max-inflight", 2, "--max-tokens", 60, "--grace", 30]
+    arguments = ["in.jsonl", "-o", "out.jsonl", "--max-inflight", 2, "--max-tokens", 400, "--grace", 30]
     process = started(*arguments, "--metrics-port", port, "--log-json")
     wait_for(tmp_path / "out.jsonl", 2, process)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
