@@ -41,6 +41,24 @@ class Loops(NamedTuple):
 
 
 @inlined
+def _apart(first: int, step: int) -> Any:
+    # Where four rows begin; what is below 0 would count from the end, and asking costs pace.
+    a, b = np.uint64(first), np.uint64(step)
+    return a, a + b, a + b + b, a + b + b + b
+
+
+@inlined
+def _begins(begins: Any, start: int, j: int, part: int) -> Any:
+    # The same of rows that lie anywhere.
+    return (
+        np.uint64(start + begins[j]),
+        np.uint64(start + begins[j + part]),
+        np.uint64(start + begins[j + 2 * part]),
+        np.uint64(start + begins[j + 3 * part]),
+    )
+
+
+@inlined
 def _dots(q: Any, k: Any, h: int, j: int, part: int, at: Any, d: int, group: int, out: Any) -> None:
     a0, a1, a2, a3 = at
     for g in range(group):
@@ -100,10 +118,8 @@ def _loops(d: int, group: int) -> Loops:
             h, first = piece // pieces, piece % pieces * PIECE
             last = min(first + PIECE, n)
             part = (last - first) // 4  # four streams: a processor reads ahead in each
-            step = np.uint64(part * token)
             for j in range(first, first + part):
-                at = np.uint64(h * head + j * token)  # what is below 0 would count from the end, and asking costs pace
-                _dots(q, k, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, out)
+                _dots(q, k, h, j, part, _apart(h * head + j * token, part * token), d, group, out)
             for j in range(first + 4 * part, last):
                 _dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
 
@@ -116,40 +132,34 @@ def _loops(d: int, group: int) -> Loops:
             sums[:] = 0
             last = min(first + PIECE, n)
             part = (last - first) // 4
-            step = np.uint64(part * token)
             for j in range(first, first + part):
-                at = np.uint64(h * head + j * token)
-                _mix(w, v, h, j, part, (at, at + step, at + step + step, at + step + step + step), d, group, sums)
+                _mix(w, v, h, j, part, _apart(h * head + j * token, part * token), d, group, sums)
             for j in range(first + 4 * part, last):
                 _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, sums)
 
     @compiled
     def products_by_token(q: Any, k: Any, head: int, token: int, out: Any) -> None:
-        (heads, _, n), step = out.shape, np.uint64(token)
+        heads, _, n = out.shape
         for piece in prange((n + TOKENS - 1) // TOKENS):
             first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
             whole = last - (last - first) % 4
             for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
                 for h in range(heads):
-                    at = np.uint64(h * head + j * token)
-                    places = (at, at + step, at + step + step, at + step + step + step)
-                    _dots(q, k, h, j, 1, places, d, group, out)
+                    _dots(q, k, h, j, 1, _apart(h * head + j * token, token), d, group, out)
             for j in range(whole, last):
                 for h in range(heads):
                     _dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
 
     @compiled
     def mixtures_by_token(w: Any, v: Any, head: int, token: int, parts: Any) -> None:
-        heads, n, step = len(w), w.shape[2], np.uint64(token)
+        heads, n = len(w), w.shape[2]
         for piece in prange(parts.shape[1]):
             parts[:, piece] = 0
             first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
             whole = last - (last - first) % 4
             for j in range(first, whole, 4):
                 for h in range(heads):
-                    at = np.uint64(h * head + j * token)
-                    places = (at, at + step, at + step + step, at + step + step + step)
-                    _mix(w, v, h, j, 1, places, d, group, parts[h, piece])
+                    _mix(w, v, h, j, 1, _apart(h * head + j * token, token), d, group, parts[h, piece])
             for j in range(whole, last):
                 for h in range(heads):
                     _mix_one(w, v, h, j, np.uint64(h * head + j * token), d, group, parts[h, piece])
@@ -163,13 +173,7 @@ def _loops(d: int, group: int) -> Loops:
             last, begins = min(first + PIECE, n), at[h % len(at)]
             part = (last - first) // 4
             for j in range(first, first + part):
-                places = (
-                    np.uint64(h * head + begins[j]),
-                    np.uint64(h * head + begins[j + part]),
-                    np.uint64(h * head + begins[j + 2 * part]),
-                    np.uint64(h * head + begins[j + 3 * part]),
-                )
-                _dots(q, k, h, j, part, places, d, group, out)
+                _dots(q, k, h, j, part, _begins(begins, h * head, j, part), d, group, out)
             for j in range(first + 4 * part, last):
                 _dot(q, k, h, j, np.uint64(h * head + begins[j]), d, group, out)
 
@@ -182,13 +186,7 @@ def _loops(d: int, group: int) -> Loops:
             sums[:] = 0
             part = (last - first) // 4
             for j in range(first, first + part):
-                places = (
-                    np.uint64(h * head + begins[j]),
-                    np.uint64(h * head + begins[j + part]),
-                    np.uint64(h * head + begins[j + 2 * part]),
-                    np.uint64(h * head + begins[j + 3 * part]),
-                )
-                _mix(w, v, h, j, part, places, d, group, sums)
+                _mix(w, v, h, j, part, _begins(begins, h * head, j, part), d, group, sums)
             for j in range(first + 4 * part, last):
                 _mix_one(w, v, h, j, np.uint64(h * head + begins[j]), d, group, sums)
 

@@ -177,13 +177,14 @@ class SlotPipeline:
         self, lengths: Mapping[torch.device, StepLengths], streams: Mapping[torch.device, Streams]
     ) -> dict[torch.device, WholeLayers]:
         """Those layers of each device that come to it whole."""
-        for method in self.methods:
+        parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval}
+        for method in self.methods:  # whose buffers make room for those of the batch, once nothing is refused any more
             method.leave_phases()
         found = {}
         for device, its in lengths.items():
-            parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval if self.devices[layer] == device}
-            if parts:
-                found[device] = WholeLayers(parts, its, streams[device])
+            own = {layer: each for layer, each in parts.items() if self.devices[layer] == device}
+            if own:
+                found[device] = WholeLayers(own, its, streams[device])
         return found
 
     def _parts(self, layer: int) -> list[LayerSlots]:
