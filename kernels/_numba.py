@@ -23,8 +23,14 @@ try:
     import numba
     import numba.np.ufunc.omppool
     from numba import prange
+    from numba.extending import intrinsic
 except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
+
+    def intrinsic(function: Callable[..., Any]) -> Any:  # of loops that nobody runs
+        """Leave a function as it is."""
+        return function
+
 
 LEAST = 1 << 15
 """Numbers in the largest input from which on a loop is worth its loading, which takes each process some 50 ms."""
@@ -34,7 +40,7 @@ WORTH_A_THREAD = 1 << 16
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 
-__all__ = ["compiled", "flat", "in_order", "inlined", "prange", "run", "serves"]
+__all__ = ["compiled", "flat", "in_order", "inlined", "intrinsic", "prange", "run", "serves"]
 
 
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
@@ -99,12 +105,19 @@ os.register_at_fork(after_in_child=_leave_threads_to_the_parent)
 
 
 def run(loop: Any, numbers: int, *arguments: Any) -> None:
-    """Run a loop that reads so many `numbers`, with as many threads as torch takes; tensors are given as arrays."""
+    """Run a loop that reads so many `numbers`, with as many threads as torch takes.
+
+    Tensors are given as arrays, those in tuples, too.
+    """
     threads = min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD)
     if getattr(_set, "threads", 0) != threads:
         numba.set_num_threads(threads)
         _set.threads = threads
-    loop(*[x.numpy() if isinstance(x, Tensor) else x for x in arguments])
+    loop(*_arrays(arguments))
+
+
+def _arrays(given: tuple[Any, ...]) -> list[Any]:
+    return [x.numpy() if isinstance(x, Tensor) else tuple(_arrays(x)) if isinstance(x, tuple) else x for x in given]
 
 
 def flat(x: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels import few_rows
+from kvcli.kernels import attention_rows, few_rows
+from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
 
@@ -21,19 +22,22 @@ def counted_attention(
     q: Tensor, k: Tensor, v: Tensor, log_counts: Tensor | float, softmax: Softmax, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys, or to those in `rows` [Hk, m], by their counts; zeros and lse -inf where none counts."""
-    by_loops = few_rows.suits(q, k, v)
-    if rows is not None and not by_loops:
+    if few_rows.suits(q, k, v):
+        counts, more = (log_counts, 0.0) if isinstance(log_counts, Tensor) else (None, log_counts)
+        out, lse, *_ = attention_rows.attend([TokenSet(q, k, v, rows, log_counts=counts)], softmax)
+        return out, lse + more if more else lse
+    if rows is not None:
         k, v = (x.take_along_dim(rows[..., None], 1) for x in (k, v))
-    products = softmax.scores(few_rows.products(q, k, rows)) if by_loops else attention_scores(q, k, softmax)
-    return mix_counted(products + log_counts, v, rows if by_loops else None)
+    return mix_counted(attention_scores(q, k, softmax) + log_counts, v)
 
 
-def mix_counted(scores: Tensor, v: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do so by scores [Hk, G, n] in fp32 that have the log counts in them; rows only where loops serve."""
+def mix_counted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Do so by scores [Hk, G, n] in fp32 that have the log counts in them, and are not needed any more."""
+    if few_rows.suits(scores, v) and scores.is_contiguous():
+        return attention_rows.attend([TokenSet(scores, None, v)], Softmax(1.0))[:2]
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
-    by_loops = rows is not None or few_rows.suits(weights, v)
-    return few_rows.mixtures(weights, v, rows) if by_loops else weights @ v.to(weights.dtype), lse
+    return weights @ v.to(weights.dtype), lse
 
 
 def attend_beside(
@@ -49,10 +53,10 @@ def attend_beside(
     Of the keys, those that are `valid`, bool [Hk, n], at least one in each row; the others have to be finite.
     """
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
-    if mask is not None and few_rows.suits(heads, k, v):
-        out, lse = few_rows.attend(heads, k, v, softmax, mask)
+    if few_rows.suits(heads, k, v):
+        out, lse, *_ = attention_rows.attend([TokenSet(heads, k, v, valid=valid)], softmax)
     else:
+        mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
         out, lse = block_attention(heads, k, v, softmax, mask)
     if others is not None:
         out, lse = merge_blocks((out, lse), others)

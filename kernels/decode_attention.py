@@ -8,16 +8,14 @@ Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one
 import torch
 from torch import Tensor
 
-from kvcli.kernels import few_rows, quantised_rows
+from kvcli.kernels import attention_rows, few_rows, quantised_rows
 from kvcli.kernels._triton import same_strides, takes
+from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.slot_attention import slot_attention
 from kvcli.kernels.slot_layout import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
-
-MANY = 1 << 20
-"""Numbers in the keys from which on loops over them all are faster on a CPU than torch's fused kernel."""
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -30,8 +28,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
     if takes(q):
         return attend_rows(q, k, v, softmax)
     heads = _by_group(q, k)
-    if k.numel() >= MANY and few_rows.suits(heads, k, v):
-        return _finish(q, *few_rows.attend(heads, k, v, softmax), softmax)
+    if few_rows.suits(heads, k, v):
+        return _finish(q, *attention_rows.attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
     return _finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
@@ -44,9 +42,7 @@ def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax, valid: Tensor | None = None
 ) -> Tensor:
     """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy; to those `valid`, bool [Hk, m]."""
-    heads = _by_group(q, k)
-    mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
-    return _finish(q, *few_rows.attend(heads, k, v, softmax, mask, rows), softmax)
+    return _finish(q, *attention_rows.attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
 
 
 def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:

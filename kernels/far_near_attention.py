@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.kernels import few_rows
+from kvcli.kernels import attention_rows, few_rows
+from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.block_attention import add_sinks, attention_scores, block_attention, merge_blocks
 from kvcli.kernels.softmax import Softmax
 
@@ -50,15 +51,15 @@ def one_query_suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Do as `far_near_attention` for m = 1, several sets of far keys, each where it lies: out [H, 1, d], mass [n]."""
     parts = [FarTokens(q, k, v), *far]
-    scores = [softmax.scores(few_rows.products(_fold(each.q, k), each.k, each.rows)) for each in parts]
-    norm = torch.cat(scores, -1).logsumexp(-1, keepdim=True)  # [Hk, G, 1]
+    sets = [TokenSet(_fold(each.q, k), each.k, each.v, each.rows) for each in parts]
+    attended = attention_rows.attend(sets, softmax)
+    out, norm = attended.out, attended.lse
     if softmax.sinks is not None:
-        norm = torch.logaddexp(norm, softmax.sinks.view_as(norm))
-    weights = [each.sub_(norm).exp_() for each in scores]
-    mixed = [few_rows.mixtures(own, each.v, each.rows) for own, each in zip(weights, parts, strict=True)]
-    mass = weights[0].sum((0, 1))
+        sinks = softmax.sinks.view_as(norm)
+        out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
+    mass = attention_rows.mass(attended, norm)
     mass[-1] = 0  # its own
-    return torch.stack(mixed).sum(0).view_as(q), mass
+    return out.view_as(q), mass
 
 
 def windowed_attention(

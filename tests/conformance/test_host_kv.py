@@ -11,11 +11,10 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
-from kvcli.kernels import _numba, few_rows, quantised_rows
-from kvcli.kernels.far_near_attention import FarTokens
+from kvcli.kernels import _numba, attention_rows, quantised_rows
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
-from kvcli.store import blocks, clustered_tokens, recent_tokens, sampled_tokens
+from kvcli.store import recent_tokens
 
 STEPS = 16
 RECENT = 8
@@ -61,22 +60,19 @@ class Watch:
             self.reads.append((k, v, seen(k, mask)))
             return block_attention(q, k, v, softmax, mask, **named)
 
-        def watched_rows(q, k, v, softmax, mask=None, rows=None):
-            heads = torch.arange(len(k))[:, None]
-            taken = (k, v) if rows is None else (k[heads, rows], v[heads, rows])
-            self.reads.append((*taken, seen(taken[0], mask)))
-            return few_attend(q, k, v, softmax, mask, rows)
-
-        def watched_query(q, k, v, far, softmax):
-            for each in [FarTokens(q, k, v), *far]:
-                rows = torch.arange(each.k.shape[1])[None] if each.rows is None else each.rows
+        def watched_rows(sets, softmax):
+            for each in sets:
+                if each.k is None:
+                    continue
                 heads = torch.arange(len(each.k))[:, None]
-                self.reads.append((each.k[heads, rows], each.v[heads, rows], torch.ones(len(k), rows.shape[1]) > 0))
-            return one_query(q, k, v, far, softmax)
-
-        def watched_counts(q, k, v, *rest):
-            self.counted.append((k, v, seen(k, None)))
-            return counted_attention(q, k, v, *rest)
+                taken = (each.k, each.v) if each.rows is None else (each.k[heads, each.rows], each.v[heads, each.rows])
+                if each.log_counts is None:
+                    self.reads.append((*taken, seen(taken[0], None) if each.valid is None else each.valid))
+                elif each.rows is None:
+                    self.counted.append((*taken, seen(taken[0], None)))
+                else:
+                    self.reads.append((*taken, each.log_counts[:, 0] == 0))
+            return attend_rows(sets, softmax)
 
         def watched_bytes(q, bytes_, form, sizes, k, v, softmax):
             numbers = torch.empty(len(bytes_) * len(k), 2, 1, form.d)
@@ -87,20 +83,10 @@ class Watch:
             self.in_place += 1
             return attend_bytes(q, bytes_, form, sizes, k, v, softmax)
 
-        def watched_recall(q, k, v, counts, softmax, rows=None):
-            if rows is not None:
-                heads = torch.arange(len(k))[:, None]
-                self.reads.append((k[heads, rows], v[heads, rows], counts[:, 0] == 0))
-            return counted_attention(q, k, v, counts, softmax, rows)
-
         attend_bytes = quantised_rows.attend
         monkeypatch.setattr(quantised_rows, "attend", watched_bytes)
-        few_attend, counted_attention = few_rows.attend, sampled_tokens.counted_attention
-        monkeypatch.setattr(sampled_tokens, "counted_attention", watched_counts)
-        monkeypatch.setattr(clustered_tokens, "counted_attention", watched_recall)
-        one_query = blocks.one_query
-        monkeypatch.setattr(blocks, "one_query", watched_query)
-        monkeypatch.setattr(few_rows, "attend", watched_rows)
+        attend_rows = attention_rows.attend
+        monkeypatch.setattr(attention_rows, "attend", watched_rows)
         for module in list(sys.modules.values()):
             if getattr(module, "block_attention", None) is block_attention:
                 monkeypatch.setattr(module, "block_attention", watched)

@@ -12,15 +12,13 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
-from kvcli.kernels import _numba, few_rows
-from kvcli.kernels.far_near_attention import FarTokens
+from kvcli.kernels import _numba, attention_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import get_method, method_names, own_method_names
 from kvcli.methods.base import Method
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
-from kvcli.store import blocks, clustered_tokens
 from kvcli.store.restoring import Restoring
 from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
@@ -89,33 +87,23 @@ def loops_serve(monkeypatch):
 
 def on_block_attention(monkeypatch, note):
     """Show `note` which keys every call of the kernels that all attention goes through reads: bool [Hk, n]."""
-    block_attention, attend = kernels.block_attention, few_rows.attend
+    block_attention, attend = kernels.block_attention, attention_rows.attend
 
     def watched(q, k, v, softmax, mask=None, causal=False):
         by_head = mask is not None and mask.dim() == 3
         note(mask.any(1) if by_head else torch.ones(k.shape[:2], dtype=torch.bool))
         return block_attention(q, k, v, softmax, mask, causal)
 
-    def watched_rows(q, k, v, softmax, mask=None, rows=None):
-        asked = k.shape[:2] if rows is None else rows.shape
-        read = torch.ones(asked, dtype=torch.bool) if mask is None else mask.any(1)
-        note(read if rows is None else torch.zeros(k.shape[:2], dtype=torch.bool).scatter_(1, rows, read))
-        return attend(q, k, v, softmax, mask, rows)
+    def watched_rows(sets, softmax):
+        for each in sets:
+            counts_once = each.k is not None and (each.rows is not None or each.log_counts is None)
+            if not counts_once:  # keys that stand for several tokens, or for a part of one
+                continue
+            read = each.valid if each.log_counts is None else each.log_counts[:, 0] == 0  # once or not at all
+            note(torch.ones(len(each.k), each.shape[2], dtype=torch.bool) if read is None else read)
+        return attend(sets, softmax)
 
-    def watched_query(q, k, v, far, softmax):
-        for each in [FarTokens(q, k, v), *far]:
-            note(torch.ones(len(k), (each.k if each.rows is None else each.rows).shape[1], dtype=torch.bool))
-        return one_query(q, k, v, far, softmax)
-
-    def watched_recall(q, k, v, counts, softmax, rows=None):
-        if rows is not None:  # keys that count once or not at all
-            note(counts[:, 0] == 0)
-        return counted_attention(q, k, v, counts, softmax, rows)
-
-    one_query, counted_attention = blocks.one_query, clustered_tokens.counted_attention
-    monkeypatch.setattr(blocks, "one_query", watched_query)
-    monkeypatch.setattr(clustered_tokens, "counted_attention", watched_recall)
-    monkeypatch.setattr(few_rows, "attend", watched_rows)
+    monkeypatch.setattr(attention_rows, "attend", watched_rows)
     for module in list(sys.modules.values()):
         if getattr(module, "block_attention", None) is block_attention:
             monkeypatch.setattr(module, "block_attention", watched)

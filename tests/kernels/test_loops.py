@@ -3,11 +3,13 @@
 import math
 import os
 
+import numpy
 import pytest
 import torch
 
 from kvcli.kernels import (
     _numba,
+    attention_rows,
     cluster_rows,
     collision_rows,
     dequantise_rows,
@@ -21,10 +23,12 @@ from kvcli.kernels import (
     select_best,
     weight_rows,
 )
+from kvcli.kernels._exp import exp
+from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
 from kvcli.kernels.counted_attention import counted_attention
-from kvcli.kernels.decode_attention import MANY, decode_attention, decode_attention_ref
+from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
@@ -57,33 +61,85 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (3, 8, 33, 1025), (1, 2, 64, 2051), (2, 1,
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
-def test_products_and_mixtures_are_those_of_float64(heads, group, d, n):
-    q, k, w = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), noise(heads, group, n, seed=2)
+def test_products_are_those_of_float64(heads, group, d, n):
+    q, k = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1))
     exact = q.double() @ k.double().transpose(1, 2)
     torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(few_rows.mixtures(w, k).double(), w.double() @ k.double(), atol=2e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
 def test_attention_with_few_rows(heads, group, d, n):
     q, k, v = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), among_poison(noise(heads, n, d, seed=2))
-    mask = noise(heads, group, n, seed=3) > 0
-    mask[..., n // 2] = True
+    mask = noise(heads, n, seed=3) > 0
+    mask[:, n // 2] = True
     for softmax in (Softmax(0.3), Softmax(0.3, softcap=2.0)):
         for seen in (None, mask):
-            found = few_rows.attend(q, k, v, softmax, seen)
-            exact = block_attention_ref(q.double(), k.double(), v.double(), softmax, seen)
-            for one, other in zip(found, exact, strict=True):
+            found = attention_rows.attend([TokenSet(q, k, v, valid=seen)], softmax)
+            every = None if seen is None else seen[:, None].expand(-1, group, -1)
+            exact = block_attention_ref(q.double(), k.double(), v.double(), softmax, every)
+            for one, other in zip(found[:2], exact, strict=True):
                 torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
 def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
-    q, w = noise(heads, group, d), noise(heads, group, n, seed=2)
-    k = among_poison(noise(n, heads, d, seed=1)).transpose(0, 1)
+    q = noise(heads, group, d)
+    k, v = (among_poison(noise(n, heads, d, seed=seed)).transpose(0, 1) for seed in (1, 2))
     exact = q.double() @ k.double().transpose(1, 2)
     torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(few_rows.mixtures(w, k).double(), w.double() @ k.double(), atol=2e-4, rtol=1e-5)
+    out, lse, *_ = attention_rows.attend([TokenSet(q, k, v)], Softmax(0.3))
+    for one, other in zip(
+        (out, lse), block_attention_ref(q.double(), k.double(), v.double(), Softmax(0.3)), strict=True
+    ):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch):
+    """Rows anywhere, heads side by side, keys narrower values, queries of their own, scores that are known."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    heads, group, d, wide = 2, 3, 24, 40
+    q, other_q, softmax = noise(heads, group, d), noise(heads, group, d, seed=9), Softmax(0.3)
+    near_k, near_v = among_poison(noise(heads, 1500, d, seed=1)), among_poison(noise(heads, 1500, wide, seed=2))
+    far_k, far_v = (noise(3000, heads, size, seed=3).transpose(0, 1) for size in (d, wide))
+    rows, valid = noise(1, 3000, seed=4).argsort()[:, :1100], noise(heads, 1500, seed=5) > 0
+    known, means = noise(heads, group, 70, seed=6), noise(heads, 70, wide, seed=7)
+    counts = noise(heads, 1, 70, seed=8).masked_fill(noise(heads, 1, 70) > 1, -math.inf)
+    sets = [TokenSet(q, near_k, near_v, valid=valid), TokenSet(other_q, far_k, far_v, rows), TokenSet(q, far_k, far_v)]
+    found = attention_rows.attend([*sets, TokenSet(known.clone(), None, means, log_counts=counts)], softmax)
+    near = (0.3 * q.double() @ near_k.double().mT).masked_fill(~valid[:, None], -math.inf)
+    there = far_k[:, rows[0]], far_v[:, rows[0]]
+    far, every = (0.3 * x.double() @ k.double().mT for x, k in ((other_q, there[0]), (q, far_k)))
+    scores = torch.cat((near, far, every, known.double() + counts), -1)
+    values = torch.cat((near_v, there[1], far_v, means), 1).double()
+    torch.testing.assert_close(found.out.double(), scores.softmax(-1) @ values, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    given = scores.softmax(-1)[..., :1500].sum((0, 1))
+    torch.testing.assert_close(attention_rows.mass(found, found.lse).double(), given, atol=1e-6, rtol=1e-4)
+
+
+def test_who_attends_to_nobody_gets_zeros():
+    q, k, v = noise(1, 2, 8), noise(1, 5, 8, seed=1), noise(1, 5, 8, seed=2)
+    out, lse, *_ = attention_rows.attend([TokenSet(q, k, v, valid=torch.zeros(1, 5, dtype=torch.bool))], Softmax(1.0))
+    assert out.eq(0).all()
+    assert lse.eq(-math.inf).all()
+
+
+def test_attention_to_what_is_not_finite_is_not_finite():
+    for poison in (math.nan, math.inf):
+        k, v = noise(1, 9, 8, seed=1), noise(1, 9, 8, seed=2)
+        k[0, 3, 2] = poison
+        out, *_ = attention_rows.attend([TokenSet(torch.ones(1, 1, 8), k, v)], Softmax(1.0))
+        assert not out.isfinite().any()
+
+
+def test_e_to_the_x_is_that_of_float64():
+    for x in torch.linspace(-87, 88, 3001).tolist():
+        wanted = math.exp(float(numpy.float32(x)))
+        assert abs(exp(numpy.float32(x)) - wanted) <= 4e-7 * wanted
+    assert exp(numpy.float32(0)) == 1
+    assert exp(numpy.float32(-math.inf)) == exp(numpy.float32(-88)) == 0
+    assert math.isnan(exp(numpy.float32(math.nan)))
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
@@ -295,7 +351,7 @@ def test_rows_are_put_where_they_belong_and_nowhere_else(parts, n, d, m):
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):
-    q, k, v = noise(4, 64), noise(2, MANY // 64, 64, seed=1), noise(2, MANY // 64, 64, seed=2)
+    q, k, v = noise(4, 64), noise(2, 3000, 64, seed=1), noise(2, 3000, 64, seed=2)
     softmax = Softmax(0.125)
     by_loops = decode_attention(q, k, v, softmax), token_scores(q, k, 0.125)
     monkeypatch.setattr(_numba, "numba", None)
@@ -393,6 +449,11 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
 
 def test_loops_of_a_head_size_are_found_again_on_the_disk():
     """A loop that refers to another one would be compiled anew by every process."""
-    for loop in (*few_rows._loops(64, 2), one_bit_rows._loop(64, 32, 2), four_bit_rows._loop(64, 2)):
+    for loop in (
+        *few_rows._loops(64, 2),
+        *attention_rows._loops(64, 64, 2),
+        one_bit_rows._loop(64, 32, 2),
+        four_bit_rows._loop(64, 2),
+    ):
         held = [cell.cell_contents for cell in loop.py_func.__closure__ or ()]
         assert all(isinstance(each, int) for each in held)
