@@ -23,18 +23,14 @@ _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
 
 
 @intrinsic
-def _bits_as_float(_: Any, bits: Any) -> Any:  # noqa: ARG001
+def _float_of_bits(_: Any, __: Any) -> Any:
     """Read the 32 bits of a whole number as a float."""
-    import llvmlite.ir
     from numba import types
 
-    def read(__: Any, builder: Any, ___: Any, given: Any) -> Any:
-        return builder.bitcast(given[0], llvmlite.ir.FloatType())
+    def read(context: Any, builder: Any, ___: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), read
-
-
-_float_of_bits: Any = _bits_as_float  # called by what it is inside a loop, with the bits alone
 
 
 @inlined

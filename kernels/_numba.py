@@ -21,16 +21,11 @@ from torch import Tensor
 
 try:
     import numba
+    import numba.extending
     import numba.np.ufunc.omppool
     from numba import prange
-    from numba.extending import intrinsic
 except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
-
-    def intrinsic(function: Callable[..., Any]) -> Any:  # of loops that nobody runs
-        """Leave a function as it is."""
-        return function
-
 
 LEAST = 1 << 15
 """Numbers in the largest input from which on a loop is worth its loading, which takes each process some 50 ms."""
@@ -83,6 +78,11 @@ _set = threading.local()
 def inlined(function: Callable[..., Any]) -> Any:
     """Make a part of loops, which is compiled with each of them."""
     return function if numba is None else numba.njit(**ARITHMETIC)(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Make a part of loops of what writes the compiler's own instructions."""
+    return function if numba is None else numba.extending.intrinsic(function)
 
 
 @cache
