@@ -35,7 +35,7 @@ WORTH_A_THREAD = 1 << 16
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 
-__all__ = ["compiled", "flat", "in_order", "inlined", "intrinsic", "prange", "run", "serves"]
+__all__ = ["compiled", "flat", "in_order", "inlined", "intrinsic", "prange", "run", "run_alone", "serial", "serves"]
 
 
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
@@ -47,6 +47,11 @@ def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
         return numba.njit(cache=True, **kind)(function)
     except RuntimeError:  # there is no place on the disk to keep it
         return numba.njit(**kind)(function)
+
+
+def serial(function: Callable[..., Any]) -> Any:
+    """Make such a loop for one thread, to be run by `run_alone`."""
+    return compiled(function, {**ARITHMETIC, "parallel": False})
 
 
 def in_order(function: Callable[..., Any]) -> Any:
@@ -113,6 +118,11 @@ def run(loop: Any, numbers: int, *arguments: Any) -> None:
     if getattr(_set, "threads", 0) != threads:
         numba.set_num_threads(threads)
         _set.threads = threads
+    loop(*_arrays(arguments))
+
+
+def run_alone(loop: Any, *arguments: Any) -> None:
+    """Run a loop for one thread."""
     loop(*_arrays(arguments))
 
 

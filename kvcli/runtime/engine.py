@@ -20,11 +20,11 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
+from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.crossing import current
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.hidden_states import streamed
-from kvcli.runtime.linear import cpu_linears
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
 from kvcli.runtime.prefill import Branches, PrefillConsumer, prefill
@@ -292,7 +292,7 @@ def engine(
     with (
         current(model.device),
         attached(model.module, model.placement) as hook,
-        cpu_linears(model.module),
+        cpu_layers(model.module),
         installed(model.module, capacities, model.placement) as rope,
     ):
         yield Engine(model, hook, rope, notice, disk)

@@ -2,23 +2,28 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
-from kvcli.kernels import few_rows, weight_rows
+from kvcli.kernels import few_rows
+from kvcli.kernels._numba import serves
+from kvcli.kernels.weight_rows import row_products
 from kvcli.models.quantising import is_plain
 
-Forward = Callable[[nn.Linear, Tensor], Tensor]
+Forward = Callable[[Tensor], Tensor]
 
 
 @contextmanager
 def cpu_linears(model: nn.Module) -> Iterator[None]:
-    """Run a few rows by loops over the weights and others through oneDNN, where that is possible."""
-    with _run_by(_by_memory, (module for module in _linears(model) if onednn_suits(module.weight))):
+    """Run a few rows by loops over the weights and others through oneDNN, where that is possible.
+
+    Layers that have another forward already keep it.
+    """
+    own = (module for module in _linears(model) if onednn_suits(module.weight) and "forward" not in vars(module))
+    with _run_by(by_memory, own):
         yield
 
 
@@ -38,11 +43,11 @@ def _linears(model: nn.Module) -> list[nn.Linear]:
 
 
 @contextmanager
-def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
+def _run_by(make: Callable[[nn.Linear], Forward], linears: Iterable[nn.Linear]) -> Iterator[None]:
     """Put a function in the place of the layers' forward; what was there before comes back."""
     before = [(module, vars(module).get("forward")) for module in linears]
     for module, _ in before:
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = make(module)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -52,22 +57,48 @@ def _run_by(forward: Forward, linears: Iterable[nn.Linear]) -> Iterator[None]:
                 module.forward = replaced  # type: ignore[method-assign]
 
 
-def _by_memory(module: nn.Linear, x: Tensor) -> Tensor:
-    if x.requires_grad:  # which neither the loops nor oneDNN pass on
-        return functional.linear(x, module.weight, module.bias)
-    weight = module.weight.detach()
-    if few_rows.suits(rows := x.reshape(-1, x.shape[-1]), weight) and weight.is_contiguous():
-        out = weight_rows.row_products(rows, weight).view(*x.shape[:-1], -1)
-        return out if module.bias is None else out.add_(module.bias)
-    return onednn_linear(x, module.weight, module.bias)
+def few(x: Tensor) -> bool:
+    """Tell whether loops over weights may take the place of other code for x [.., in]; compilers see that code."""
+    return x.dtype == torch.float32 and x.is_cpu and not x.requires_grad and not torch.compiler.is_compiling()
 
 
-def _one_row(module: nn.Linear, x: Tensor) -> Tensor:
-    """x [..., in] -> [..., out]; sums are made in at least fp32."""
-    if x.numel() != x.shape[-1]:
-        return functional.linear(x, module.weight, module.bias)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = (module.weight.to(wide) * x.reshape(-1).to(wide)).sum(-1)
-    if module.bias is not None:
-        out = out + module.bias.to(wide)
-    return out.to(x.dtype).view(*x.shape[:-1], -1)
+def rows_of(x: Tensor) -> Tensor | None:
+    """View x [.., in] as rows [m, in], if these are few."""
+    size = x.shape[-1]
+    return x.reshape(-1, size) if x.numel() <= few_rows.MOST_ROWS * size else None
+
+
+def suits_rows(linear: nn.Linear) -> bool:
+    """Tell whether there is a loop for the weight of a layer."""
+    return serves(linear.weight.detach()) and linear.weight.is_contiguous()
+
+
+def by_memory(linear: nn.Linear) -> Forward:
+    """Make the forward of a layer, by a loop for a few rows, else through oneDNN."""
+    loops = suits_rows(linear)
+    arrays = (linear.weight.detach().numpy(),) if loops else ()
+
+    def forward(x: Tensor) -> Tensor:
+        if x.requires_grad:  # which neither the loops nor oneDNN pass on
+            return functional.linear(x, linear.weight, linear.bias)
+        if loops and few(x) and (rows := rows_of(x)) is not None:
+            out = row_products(rows, arrays).view(*x.shape[:-1], -1)
+            return out if linear.bias is None else out.add_(linear.bias)
+        return onednn_linear(x, linear.weight, linear.bias)
+
+    return forward
+
+
+def _one_row(linear: nn.Linear) -> Forward:
+    """Make the forward of a layer; sums are made in at least fp32."""
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() != x.shape[-1]:
+            return functional.linear(x, linear.weight, linear.bias)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out = (linear.weight.to(wide) * x.reshape(-1).to(wide)).sum(-1)
+        if linear.bias is not None:
+            out = out + linear.bias.to(wide)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    return forward

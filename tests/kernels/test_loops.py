@@ -10,6 +10,7 @@ import torch
 from kvcli.kernels import (
     _numba,
     attention_rows,
+    between_rows,
     cluster_rows,
     collision_rows,
     dequantise_rows,
@@ -35,6 +36,8 @@ from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.rebuild_keys import Rotation, rotated
 from kvcli.kernels.resolve_pages import Misses
+from kvcli.kernels.rms_norm import rms_norm_ref
+from kvcli.kernels.rotate import rotate_ref
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
@@ -159,9 +162,56 @@ def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
 def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
     x, weight = noise(rows, d), noise(n, d, seed=1)
-    found = weight_rows.row_products(x, weight)
+    found = weight_rows.row_products(x, (weight.numpy(),))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
-    assert all(torch.equal(weight_rows.row_products(x[[row]], weight)[0], found[row]) for row in range(rows))
+    assert all(torch.equal(weight_rows.row_products(x[[row]], (weight.numpy(),))[0], found[row]) for row in range(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
+@pytest.mark.parametrize(("sizes", "d"), [((1, 1, 1), 1), ((17, 3, 40), 33), ((130, 64), 65)])
+def test_layers_with_the_same_input_share_a_launch(rows, sizes, d):
+    x, weights = noise(rows, d), [noise(n, d, seed=n) for n in sizes]
+    found = weight_rows.row_products(x, tuple(weight.numpy() for weight in weights))
+    torch.testing.assert_close(found.double(), x.double() @ torch.cat(weights).double().T, atol=1e-4, rtol=1e-5)
+    alone = [weight_rows.row_products(x, (weight.numpy(),)) for weight in weights]
+    assert torch.equal(found, torch.cat(alone, -1))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 33), (130, 65)])
+def test_the_gate_of_an_mlp(rows, n, d):
+    x, gate, up = 40 * noise(rows, d), noise(n, d, seed=1), noise(n, d, seed=2)  # far on both sides, too
+    found = weight_rows.gated_products(x, gate.numpy(), up.numpy())
+    exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=1e-4)
+    x[0, 0] = math.nan
+    assert weight_rows.gated_products(x, gate.numpy(), up.numpy())[0].isnan().all()
+
+
+@pytest.mark.parametrize(("shape", "shift"), [((1, 1, 64), 0.0), ((2, 3, 5, 33), 1.0)])
+def test_norms_of_rows(shape, shift):
+    x, weight = among_poison(noise(*shape)), noise(shape[-1], seed=1)
+    found = between_rows.norm_rows(x, weight, 1e-6, shift)
+    torch.testing.assert_close(found, rms_norm_ref(x, weight, 1e-6, shift), atol=1e-6, rtol=1e-5)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours", "part"])
+def test_rotations_of_rows(pairs):
+    """Queries and keys as projections leave them, heads in front of tokens, what stands beside them as it was."""
+    b, heads, kv_heads, n, d, wide = 2, 4, 2, 3, 16, 16 if pairs != "part" else 8
+    partner, column, sign = torch.arange(d, dtype=torch.int32), torch.full((d,), -1, dtype=torch.int32), torch.zeros(d)
+    for c in range(wide):
+        half, other = (c ^ 1, c // 2) if pairs == "neighbours" else ((c + wide // 2) % wide, c % (wide // 2))
+        partner[c], column[c] = half, other
+        sign[c] = 1.0 if half < c else -1.0
+    cos, sin = noise(b, n, wide // 2), noise(b, n, wide // 2, seed=1)
+    made = noise(b, n, heads + 2 * kv_heads, d, seed=2)
+    q, k, _ = made.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    wanted, rotation = made.clone(), Rotation(cos, sin, partner, column, sign)
+    rotate_ref(*wanted.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)[:2], rotation)
+    between_rows.rotate_rows(q, k, rotation)
+    torch.testing.assert_close(made, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_what_is_not_finite_stays_so():
@@ -372,7 +422,7 @@ def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
 
 def test_a_process_that_is_forked_off_does_without():
     assert few_rows.suits(noise(2, 4), noise(3, 4))
-    weight_rows.row_products(noise(2, 4), noise(3, 4))  # threads are there now
+    weight_rows.row_products(noise(2, 4), (noise(3, 4).numpy(),))  # threads are there now
     if (child := os.fork()) == 0:
         os._exit(3 if few_rows.suits(noise(2, 4), noise(3, 4)) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

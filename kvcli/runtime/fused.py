@@ -1,0 +1,205 @@
+"""What lies between the attention of two layers, in fewer kernels: a model's own code launches some 37 a layer for it.
+
+Queries, keys and values are one product, and so are gate and up; norms, rotation and the gate are a kernel each. It is
+found by what modules do, not by their names: each is tried out and stays as it is where the outcome differs. The
+kernels are those of a GPU (`kvcli.runtime.gpu.fused`), or loops of a CPU (`kvcli.runtime.cpu_layers`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.rms_norm import rms_norm_ref
+from kvcli.models.quantising import is_plain
+
+Turn = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Kernels(Protocol):
+    """What the layers of a model are run by."""
+
+    def serve(self, x: Tensor) -> bool:
+        """Tell whether these kernels are for such rows; other rows go through the model's own code."""
+
+    def alone(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Make the function that multiplies by a single linear layer."""
+
+    def together(self, linears: Sequence[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
+        """Make the function that gives the products of the same rows with all of these."""
+
+    def gated(self, gate: nn.Linear, up: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Make the function silu(gate(x)) * up(x)."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+        """Normalise rows, see `kvcli.kernels.rms_norm`."""
+
+    def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> None:
+        """Turn queries and keys in place, see `kvcli.kernels.rotate`."""
+
+
+@contextmanager
+def fused_by(kernels: Kernels, model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the layers of a model run by these kernels; what they compute is the same within rounding."""
+    with ExitStack() as left:
+        for module in model.modules():
+            _fuse(module, kernels, left)
+        for name in {type(module).__module__ for module in model.modules()}:
+            turn = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
+            if turn is not None:
+                left.enter_context(_replaced(sys.modules[name], "apply_rotary_pos_emb", Turning(turn, kernels)))
+        yield
+
+
+def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
+    norm = _norm_of(module, kernels)
+    if norm is not None:
+        left.enter_context(_replaced(module, "forward", norm))
+    together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    if _alike(together):
+        first, *others = together
+        product = OneProduct(together, kernels)
+        left.enter_context(_replaced(first, "forward", product))
+        for index, other in enumerate(others, 1):
+            left.enter_context(_replaced(other, "forward", product.part(index, other)))
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if _alike([gate, up]) and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
+        gated, before = kernels.gated(gate, up), module.forward  # type: ignore[arg-type]
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = down(gated(x)) if kernels.serve(x) else before(x)
+            return out
+
+        left.enter_context(_replaced(module, "forward", forward))
+
+
+class OneProduct:
+    """The forward of the first of several linear layers with the same input: it makes the products of all of them."""
+
+    def __init__(self, linears: Sequence[Any], kernels: Kernels):
+        self.kernels, self.products, self.first = kernels, kernels.together(linears), kernels.alone(linears[0])
+        self.x: Tensor | None = None
+        self.parts: Sequence[Tensor] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, and keep what the other layers will be asked for."""
+        if not self.kernels.serve(x):
+            return self.first(x)
+        self.x, self.parts = x, self.products(x)
+        return self.parts[0]
+
+    def part(self, index: int, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Make the forward of another of them; asked for a product of something else, it multiplies itself."""
+
+        alone = self.kernels.alone(linear)
+
+        def forward(x: Tensor) -> Tensor:
+            if x is not self.x:
+                return alone(x)
+            found = self.parts[index]
+            if index == len(self.parts) - 1:
+                self.x, self.parts = None, ()
+            return found
+
+        return forward
+
+
+class Turning:
+    """A model's function that rotates queries and keys, by one kernel where its rule is one of pairs of channels."""
+
+    def __init__(self, turn: Turn, kernels: Kernels):
+        self.turn, self.kernels = turn, kernels
+        self.channels: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, Tensor] | None] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Rotate q [b, H, n, d] and k [b, Hk, n, d] by cos and sin [b, n, w]."""
+        key = q.shape[-1], cos.shape[-1], q.device
+        # Who turns single tensors wants them to stay as they are.
+        plain = not args and not kwargs and cos.dim() == 3 and cos.shape[:2] == (len(q), q.shape[2]) and k.shape[1] > 0
+        if not plain or not self.kernels.serve(q):
+            return self.turn(q, k, cos, sin, *args, **kwargs)
+        if key not in self.channels:
+            self.channels[key] = self._channels(*key)
+        channels = self.channels[key]
+        if channels is None:
+            return self.turn(q, k, cos, sin)
+        self.kernels.rotate(q, k, Rotation(cos, sin, *channels))
+        return q, k
+
+    def _channels(self, d: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+        tables = torch.ones(1, width, device=device), torch.zeros(1, width, device=device)
+        try:
+            found = Rotation.of(*tables, lambda x, cos, sin: self.turn(x, x[:, :0], cos, sin)[0], d, d)
+        except (ValueError, RuntimeError):
+            return None
+        return found.partner, found.column, found.sign
+
+
+def _norm_of(module: nn.Module, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
+    """Find the kernel that does what a module does, if it normalises rows by their root mean square."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or list(module.children()):
+        return None
+    x = torch.linspace(-2.0, 3.0, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
+    try:
+        wanted = module(x).float()
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    tolerance = 1e-4 if x.dtype == torch.float32 else 3e-2
+    for shift in (0.0, 1.0):
+        found = rms_norm_ref(x, weight, eps, shift).float()
+        if found.shape == wanted.shape and bool(((found - wanted).norm() <= tolerance * wanted.norm()).item()):
+            return _normalised(kernels, weight, eps, shift, module.forward)
+    return None
+
+
+def _normalised(
+    kernels: Kernels, weight: Tensor, eps: float, shift: float, before: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    return lambda x: kernels.norm(x, weight, eps, shift) if kernels.serve(x) else before(x)
+
+
+def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
+    """Tell whether an MLP is down(silu(gate) * up): tried out on numbers, without multiplying by a weight."""
+    x = torch.linspace(-1.0, 1.0, 64, device=gate.weight.device, dtype=gate.weight.dtype)[None]
+    with ExitStack() as stack:
+        for linear, product in ((gate, lambda x: 3 * x - 1), (up, lambda x: 2 - x), (down, lambda x: -x)):
+            stack.enter_context(_replaced(linear, "forward", product))
+        try:
+            wanted = mlp(x)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+    return isinstance(wanted, Tensor) and torch.equal(-(functional.silu(3 * x - 1) * (2 - x)), wanted)
+
+
+def _alike(linears: Sequence[Any]) -> bool:
+    """Tell whether these are plain linear layers that can be one."""
+    if any(not is_plain(linear) or "forward" in vars(linear) for linear in linears):
+        return False
+    first = linears[0]
+    return all(
+        (x.weight.dtype, x.in_features, x.bias is None) == (first.weight.dtype, first.in_features, first.bias is None)
+        for x in linears
+    )
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put a value in the place of an attribute; what was there before comes back."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,81 @@
+"""A model's layers by loops for a few rows: the same logits, prompts by the model's own code, nothing left behind."""
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, tiny_model
+
+from kvcli.kernels import _numba, weight_rows
+from kvcli.runtime import cpu_layers as layers
+from kvcli.runtime.cpu_layers import cpu_layers
+from kvcli.runtime.linear import cpu_linears
+
+pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+
+TOKENS = torch.randint(3, VOCAB, (2, 3), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_too_small(monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", 1)
+
+
+def logits(model, tokens=TOKENS):
+    with torch.inference_mode():
+        return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_same_and_modules_come_back(family):
+    model = tiny_model(family)
+    expected = logits(model)
+    with cpu_layers(model):
+        changed = [module for module in model.modules() if "forward" in vars(module)]
+        found = logits(model)
+    assert changed
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits(model), expected)
+    assert not any("forward" in vars(module) for module in changed)
+
+
+def launches(depth, monkeypatch):
+    launched, run = [], weight_rows.run
+
+    def noted(loop, *arguments):
+        launched.append(loop)
+        run(loop, *arguments)
+
+    model = tiny_model("llama", layers=depth)
+    with cpu_layers(model), monkeypatch.context() as patch:
+        patch.setattr(weight_rows, "run", noted)
+        logits(model, TOKENS[:1, :1])
+    return len(launched)
+
+
+def test_launches_of_a_layer(monkeypatch):
+    """Queries, keys and values; what attention gave; gate and up; down."""
+    assert launches(3, monkeypatch) - launches(2, monkeypatch) == 4
+
+
+def test_prompts_go_through_the_models_own_code(monkeypatch):
+    model, long = tiny_model("qwen2"), TOKENS.repeat(2, 20)  # whose projections have biases
+    with cpu_linears(model):
+        expected = logits(model, long)
+    monkeypatch.setattr(layers, "MOST", long.numel())  # fewer than the numbers of any activation
+    with cpu_layers(model):
+        assert torch.equal(logits(model, long), expected)
+
+
+def test_what_a_compiler_reads_is_the_models_own_code(monkeypatch):
+    model = tiny_model("llama")
+    expected = logits(model)
+    with cpu_layers(model):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(weight_rows, "run", None)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_small_models_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", 1 << 40)
+    model = tiny_model("llama")
+    with cpu_layers(model):
+        assert "forward" not in vars(model.model.layers[0].mlp)
