@@ -213,20 +213,20 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
         pieces = (n + TOKENS - 1) // TOKENS
         for own in prange(pieces):
             first, last = own * TOKENS, min(own * TOKENS + TOKENS, n)
-            whole = last - (last - first) % 4
-            for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
+            part = (last - first) // 4
+            for j in range(first, first + part):  # of all heads, so that memory is read in its order
                 for h in range(heads):
-                    dots(q, k, h, j, 1, apart(h * k_head + j * k_token, k_token), d, group, scores)
-            for j in range(whole, last):
+                    dots(q, k, h, j, part, apart(h * k_head + j * k_token, part * k_token), d, group, scores)
+            for j in range(first + 4 * part, last):
                 for h in range(heads):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
             for h in range(heads):
                 _weigh(scores, h, first, last, form, log_counts, valid, parts[h, begin + own])
-            for j in range(first, whole, 4):
+            for j in range(first, first + part):
                 for h in range(heads):
-                    at = apart(h * v_head + j * v_token, v_token)
-                    _mix(scores, v, h, j, 1, at, d_v, group, parts[h, begin + own])
-            for j in range(whole, last):
+                    at = apart(h * v_head + j * v_token, part * v_token)
+                    _mix(scores, v, h, j, part, at, d_v, group, parts[h, begin + own])
+            for j in range(first + 4 * part, last):
                 for h in range(heads):
                     at_one = np.uint64(h * v_head + j * v_token)
                     _mix_one(scores, v, h, j, at_one, d_v, group, parts[h, begin + own])

@@ -88,11 +88,11 @@ def _loops(d: int, group: int) -> tuple[Any, Any]:
         heads, _, n = out.shape
         for piece in prange((n + TOKENS - 1) // TOKENS):
             first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
-            whole = last - (last - first) % 4
-            for j in range(first, whole, 4):  # of all heads, so that memory is read in its order
+            part = (last - first) // 4
+            for j in range(first, first + part):  # of all heads, so that memory is read in its order
                 for h in range(heads):
-                    dots(q, k, h, j, 1, apart(h * head + j * token, token), d, group, out)
-            for j in range(whole, last):
+                    dots(q, k, h, j, part, apart(h * head + j * token, part * token), d, group, out)
+            for j in range(first + 4 * part, last):
                 for h in range(heads):
                     dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
 
