@@ -8,10 +8,10 @@ the oldest stamp is evicted for good. The prompt's pages are protected: its toke
 A page's score is the softmax, over the pages held, of the bound of q.k that its keys allow (as in Quest); a new page
 counts as used. Decided where the paper is silent: pages are kept per KV head, by the largest score of its query heads
 (FreeKV's comparison does the same, arXiv 2505.13109, appendix A); sinks and the newest pages are never evicted; a
-prompt that leaves no room for them within the budget is kept nevertheless, and they beside it. The threshold is that
-of the paper's first version; its second, and the reference code, mark the better half of the pages instead. In that
-code pages have 16 tokens, too, and the newest is never evicted; it has no sinks and leaves no layer dense, as is done
-here with the first.
+prompt that leaves no room for them within the budget is kept nevertheless, and they beside it: a single page can then
+be evicted, and none is scored. The threshold is that of the paper's first version; its second, and the reference code,
+mark the better half of the pages instead. In that code pages have 16 tokens, too, and the newest is never evicted; it
+has no sinks and leaves no layer dense, as is done here with the first.
 """
 
 from typing import Any, Literal

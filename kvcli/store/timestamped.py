@@ -18,7 +18,7 @@ from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes
-from kvcli.store.layer_slots import LayerSlots
+from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.pages import PageBudget, paged
 from kvcli.store.state import Settled
 
@@ -53,6 +53,11 @@ class TimestampedPageCache(LayerCache):
     def evicted(self) -> int:
         """Pages that each KV head has evicted."""
         return max(0, self.budget.count(self.length) - self.num_slots)
+
+    @property
+    def contested(self) -> bool:
+        """Whether there are pages to choose from when one has to leave: else nobody asks for their stamps."""
+        return self.num_slots - self.budget.window > self.protected
 
     @property
     def summaries(self) -> Tensor:
@@ -117,7 +122,7 @@ class TimestampedPageCache(LayerCache):
         tensors = {name: torch.tensor(size, device=self.k.device) for name, size in sizes.items()}
         tensors |= {"bounds": self.bounds, "stamps": self.stamps, "pages": self.pages}
         layout = SlotLayout.everything(self.k.shape[1], self.budget.size)
-        return LayerSlots(self.kv.flatten(2, 3), layout, tensors)
+        return LayerSlots(self.kv.flatten(2, 3), layout, tensors, active_from=None if self.contested else NEVER)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
@@ -131,13 +136,13 @@ class TimestampedPageCache(LayerCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count the full pages held, which are scored, and the comparison of their timestamps."""
+        """Count the full pages held, which are scored where stamps are asked for, and the comparison of these."""
         size = self.budget.size
         held = length - max(0, self.budget.count(length) - self.num_slots) * size
         return Traffic(
             attended=nbytes(self.kv.flatten(2, 3)[:, :, :held]),
-            scored=nbytes(self.bounds[:, : held // size]),
-            scores=4 * self.k.shape[0] * (held // size),
+            scored=nbytes(self.bounds[:, : held // size]) if self.contested else 0,
+            scores=4 * self.k.shape[0] * (held // size) if self.contested else 0,
         )
 
     @property

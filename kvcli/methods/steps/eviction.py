@@ -101,7 +101,8 @@ class StalestPage(Evict):
 
     @override
     def look_back(self, cache: Any, q: Tensor, softmax: Softmax) -> None:
-        cache.stamp(page_scores(q, cache.summaries, softmax.scale, self.pooling) > self.threshold)  # [Hk, pages]
+        if cache.contested:
+            cache.stamp(page_scores(q, cache.summaries, softmax.scale, self.pooling) > self.threshold)  # [Hk, pages]
 
     @override
     def over_slots(self, slots: BatchSlots) -> Eviction:
@@ -118,7 +119,7 @@ class StalestPageOverSlots(Eviction):
         self.counts = PageCounts(
             tensors["protected"], tensors["slots"], seen, torch.zeros_like(seen), torch.zeros_like(seen)
         )
-        self.rows = slots.rows._replace(lengths=self.counts.held)
+        self.rows, self.contested = slots.rows._replace(lengths=self.counts.held), not slots.holds_all
 
     @override
     def make_room(self) -> None:
@@ -126,6 +127,8 @@ class StalestPageOverSlots(Eviction):
 
     @override
     def look_back(self, q: Tensor, softmax: Softmax) -> None:
+        if not self.contested:
+            return
         bounds, stamps = self.held.bounds, self.held.stamps
         take_in_filled_page(self.rows, bounds)
         layout = SlotLayout(self.size, 0, 0, 0)  # all full pages are scored

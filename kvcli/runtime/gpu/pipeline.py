@@ -233,8 +233,8 @@ class SlotPipeline:
 
 
 def _plan_of(slots: BatchSlots, plan: StepPlan) -> StepPlan:
-    """What a layer does: nothing but attend where it holds everything in its place."""
-    idle = slots.holds_all and not isinstance(plan.fetch, Whole)
+    """What a layer does: nothing but attend where it holds everything in its place, and always will."""
+    idle = slots.holds_all and not isinstance(plan.fetch, Whole) and plan.evict is None
     return StepPlan(rounds=plan.rounds) if idle else plan
 
 
