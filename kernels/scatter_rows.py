@@ -10,34 +10,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, prange, run, serves
 
-PIECE = 64  # rows that a thread takes at once
-LINE = 16  # numbers that come from memory together
+PIECE = 1 << 13  # numbers that a thread takes at once, in whole rows
 
 
 @compiled
-def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, touched: Any) -> None:
-    size, width = blocks.shape[1], k.shape[1]
-    for piece in prange(len(touched)):
-        first = piece * PIECE
-        last = min(first + PIECE, len(rows))
-        total = np.float32(0)  # has all lines of them on their way from memory at once
-        for i in range(first, last):
-            row = blocks[rows[i]]
-            for c in range(0, size, LINE):
-                total += row[c]
-        touched[piece] = total
-        for i in range(first, last):
+def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
+    half, apart = blocks.shape[1] // 2, blocks.shape[1] > k.shape[1]
+    for piece in prange((len(rows) + at_once - 1) // at_once):
+        for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
-            for c in range(width):
-                key[c] = source[c]
-            if size > width:
-                for c in range(width):
-                    value[c] = source[size - width + c]
+            # Two at once: a compiler calls a library's copy for a single one, which short rows wait for.
+            if apart:
+                for c in range(half):
+                    key[c] = source[c]
+                    value[c] = source[half + c]
+            else:
+                for c in range(half):
+                    key[c] = source[c]
+                    key[half + c] = source[half + c]
+                if len(key) > 2 * half:
+                    key[2 * half] = source[2 * half]
 
 
 def suits(blocks: Tensor, *targets: Tensor) -> bool:
@@ -49,6 +45,7 @@ def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Ten
     """Put blocks [n, w] into k and v [slots, p], which may be the same; False where it does not suit."""
     if not suits(blocks, k, v):
         return False
-    touched = k.new_empty(-(-len(rows) // PIECE))
-    run(_scatter, len(rows) * blocks.shape[1], blocks, rows.contiguous(), k, v, places.contiguous(), touched)
+    at_once = max(1, PIECE // blocks.shape[1])
+    numbers = rows.shape[0] * blocks.shape[1]
+    run(_scatter, numbers, blocks, rows.contiguous(), k, v, places.contiguous(), at_once)
     return True
