@@ -8,10 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import flat, run_alone, serial
+from kvcli.kernels._numba import compiled, flat, prange, run, run_alone, serial
 from kvcli.kernels.rebuild_keys import Rotation
+
+Arrays = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.kernels.rebuild_keys`."""
 
 
 @serial
@@ -42,6 +46,21 @@ def _rotations(q: Any, k: Any, steps: Any, angles: Any, channels: Any, turned: A
                 row[c] = turned[c]
 
 
+@compiled
+def _turns(x: Any, positions: Any, angles: Any, channels: Any, forth: Any, scale: Any, out: Any) -> None:
+    (cos, sin), (partner, column, sign) = angles, channels
+    rows, n, d = x.shape
+    for i in prange(rows * n):
+        row, token = i // n, i % n
+        at, own, turned = positions[row % len(positions), token], x[row, token], out[row, token]
+        for c in range(d):
+            if column[c] >= 0:
+                crossed = own[partner[c]] * sin[at, column[c]] * sign[c]
+                turned[c] = (own[c] * cos[at, column[c]] + forth * crossed) * scale
+            else:
+                turned[c] = own[c]
+
+
 def norm_rows(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """Normalise every row of x [.., n] -> [.., n] without gaps."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -57,3 +76,20 @@ def rotate_rows(q: Tensor, k: Tensor, rotation: Rotation) -> None:
     cos, sin = (angle.reshape(b * n, -1) for angle in (rotation.cos, rotation.sin))
     channels = rotation.partner, rotation.column, rotation.sign
     run_alone(_rotations, flat(q), flat(k), steps, (cos, sin), channels, q.new_empty(d))
+
+
+def arrays_of(rotation: Rotation) -> Arrays:
+    """Give the tables of a rotation as loops take them."""
+    cos, sin, *channels = (table.numpy() for table in rotation)
+    return (cos, sin), tuple(channels)
+
+
+def turn_rows(x: Tensor, positions: Tensor, tables: Arrays, back: bool = False, scale: float = 1.0) -> Tensor:
+    """Turn x [.., n, d] to positions [n], or [.., n], or `back` from them, the turned channels times a scale.
+
+    The tables have the cosines and sines of all positions.
+    """
+    rows, each = x.reshape(-1, *x.shape[-2:]).contiguous(), positions.reshape(-1, x.shape[-2]).contiguous()
+    out = torch.empty_like(rows)
+    run(_turns, rows.numel(), rows, each, *tables, np.float32(-1 if back else 1), np.float32(scale), out)
+    return out.view(x.shape)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from kvcli.kernels._numba import serves
+from kvcli.kernels.between_rows import Arrays, arrays_of, turn_rows
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.models.auto import Angles, rotate_halves, rotate_neighbours
 from kvcli.models.frequencies import Frequencies, RopeTable
@@ -177,6 +179,7 @@ class Rotary:
         self.attention_scaling = float(cos[0, 0])  # the cosine of position 0 is one
         self._rotated = head_dim
         self._tables: Rotation | None = None
+        self._arrays: dict[int, Arrays | None] = {}  # by head size
         try:
             self._turn(torch.empty(1, 1, 1, head_dim, device=cos.device), cos[None], sin[None])
         except RuntimeError:  # models that cut the rotated part off before they call the function (phi, stablelm)
@@ -191,13 +194,17 @@ class Rotary:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; returns float32."""
+        if (tables := self._for_loops(x)) is not None:
+            return turn_rows(x, positions, tables)
         cos, sin = self._angles(positions.reshape(-1))
         return self._run(x, positions, cos, sin)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`: x [..., n, d] rotated to positions [n] or [..., n] -> unrotated, float32."""
-        cos, sin = self._angles(positions.reshape(-1))
         scaling = self.attention_scaling**2  # the rotation has put it in once, and the inverse once more
+        if (tables := self._for_loops(x)) is not None:
+            return turn_rows(x, positions, tables, back=True, scale=1 / scaling)
+        cos, sin = self._angles(positions.reshape(-1))
         return self._run(x, positions, cos / scaling, -sin / scaling)
 
     def rotate_on_average(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -205,6 +212,18 @@ class Rotary:
         cos, sin = (each.mean(0) for each in self._frequencies.at(positions, torch.float32, self._layer_type))
         n = x.shape[-2]
         return self._run(x, positions[:1].expand(n), cos.expand(n, -1), sin.expand(n, -1))  # linear in the angles
+
+    def _for_loops(self, x: Tensor) -> Arrays | None:
+        """Give the tables to those loops that can turn x; without them, or for pairs that they do not know, None."""
+        known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32
+        if known is None or not serves(x, numbers=known[0].numel()):
+            return None
+        if x.shape[-1] not in self._arrays:
+            try:
+                self._arrays[x.shape[-1]] = arrays_of(self.rotation(x.shape[-1]))
+            except ValueError:
+                self._arrays[x.shape[-1]] = None
+        return self._arrays[x.shape[-1]]
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32

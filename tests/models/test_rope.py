@@ -8,10 +8,17 @@ from families import (
 from rope_models import CONFIGS, model_of
 from transformers import AttentionInterface
 
+from kvcli.kernels import _numba
 from kvcli.models.frequencies import Frequencies, RopeTable
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope, installed
+
+
+@pytest.fixture(params=["loops", "torch"])
+def either_way(request, monkeypatch):
+    """By loops for a CPU, however few numbers there are, or by the model's own function."""
+    monkeypatch.setattr(_numba, "LEAST", 1 if request.param == "loops" else 1 << 40)
 
 
 def layer_types(rotary):
@@ -109,6 +116,7 @@ def captured(model, ids, positions):
     return [keys[index] for index in range(len(keys))]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_keys_come_out_of_their_rotation_and_back(name):
     model = model_of(name)
@@ -142,6 +150,7 @@ def test_layers_without_rotary_positions_have_none():
         assert [one is None for one in rotary] == [False, True, False, True]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("name", ["llama", "glm4", "gpt_oss", "phi", "longrope"])
 def test_positions_per_head(name):
     generator = torch.Generator().manual_seed(5)
@@ -159,6 +168,7 @@ def test_positions_per_head(name):
         assert torch.equal(shared[2, 1], rotary[0].rotate(x[2, 1], positions[0, 0]))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_attention_scaling_is_undone():
     with installed(model_of("longrope"), [97]) as rope:
         rotary = rope.rotary(97)
@@ -179,6 +189,7 @@ def test_bfloat16_keys_lose_no_more_than_their_rounding():
         assert (again - x.float()).abs().max() < 1e-5
 
 
+@pytest.mark.usefixtures("either_way")
 def test_rows_of_no_tokens_pass():
     with installed(model_of("llama"), [8]) as rope:
         rotary = rope.rotary(8)
