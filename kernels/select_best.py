@@ -17,6 +17,12 @@ from torch import Tensor
 from kvcli.kernels._numba import compiled, prange, run, serves
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # of 32 bits: where each begins, and how many bits it has
+SHORT_DIGITS = ((24, 8), (16, 8), (8, 8), (0, 8))
+SHORT = 1 << 13  # numbers in a row, for fewer of which more digits are looked at, and less is counted for each
+
+KEY = 64  # numbers that a score is made of, about
+
+_DIGITS, _SHORT_DIGITS = ([np.array(x) for x in zip(*each, strict=True)] for each in (DIGITS, SHORT_DIGITS))
 
 
 @compiled
@@ -51,19 +57,13 @@ def _select(bits: Any, k: int, shifts: Any, widths: Any, out: Any) -> None:
 
 
 def suits(scores: Tensor) -> bool:
-    """Tell whether this can select by these scores, each of which it looks at for every digit and at the end."""
-    return serves(scores, numbers=(len(DIGITS) + 1) * scores.numel())
+    """Tell whether this can select by these scores; keys that were scored have kept a loop busy before."""
+    return serves(scores, numbers=KEY * scores.numel())
 
 
 def select_best(scores: Tensor, k: int) -> Tensor:
     """Select the k best of each row."""
-    out = torch.empty(len(scores), k, dtype=torch.int64)
-    run(
-        _select,
-        scores.numel(),
-        scores.contiguous().view(torch.int32),
-        k,
-        *(np.array(x) for x in zip(*DIGITS, strict=True)),
-        out,
-    )
+    out = torch.empty(scores.shape[0], k, dtype=torch.int64)
+    digits = _SHORT_DIGITS if scores.shape[1] < SHORT else _DIGITS
+    run(_select, scores.numel(), scores.contiguous().view(torch.int32), k, *digits, out)
     return out

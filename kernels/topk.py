@@ -22,7 +22,7 @@ from kvcli.kernels.pick import BLOCK, pick
 from kvcli.kernels.resolve_pages import MissList, nothing_missing, resolve_head, resolve_pages_device_ref
 from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates, selected_count
 
-LONG = 4096
+LONG = 256
 """Scores of a row from which on a loop over them all is faster on a CPU than to divide them."""
 
 

@@ -223,13 +223,14 @@ def test_what_is_not_finite_stays_so():
     assert found[[0, 1, 2, 4, 6, 7]].tolist() == [4.0] * 6
 
 
+@pytest.mark.parametrize("n", [LONG, select_best.SHORT])
 @pytest.mark.parametrize("k", [1, 2, 100, LONG - 1, LONG])
-def test_selection_is_the_references_with_ties(k):
+def test_selection_is_the_references_with_ties(k, n):
     generator = torch.Generator().manual_seed(k)
-    scores = torch.randint(-40, 40, (3, LONG), generator=generator) / 8
+    scores = torch.randint(-40, 40, (3, n), generator=generator) / 8
     scores[0, ::7], scores[1] = -math.inf, 0.0
     scores[1, 5] = -0.0  # equals 0.0 by value
-    for each in (scores, noise(3, LONG, seed=k), noise(3, LONG, seed=k).abs() * 1e-40):
+    for each in (scores, noise(3, n, seed=k), noise(3, n, seed=k).abs() * 1e-40):
         expected = topk_pages_ref(each, k).sort(-1).values
         assert torch.equal(topk_pages(each, k), expected)
 
