@@ -121,9 +121,9 @@ def run(loop: Any, numbers: int, *arguments: Any) -> None:
     loop(*_arrays(arguments))
 
 
-def run_alone(loop: Any, *arguments: Any) -> None:
-    """Run a loop for one thread."""
-    loop(*_arrays(arguments))
+def run_alone(loop: Any, *arguments: Any) -> Any:
+    """Run a loop for one thread; gives what it returns."""
+    return loop(*_arrays(arguments))
 
 
 def _arrays(given: tuple[Any, ...]) -> list[Any]:

@@ -67,6 +67,17 @@ def resolve_pages(resident: Tensor, selected: Tensor) -> Misses:
     return Misses(heads, slots, selected[~_among(selected, resident)])
 
 
+def place_pages(resident: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every wanted page [k] a slot of resident [S]: its own, or the first that holds none of them -> slots [k].
+
+    Returns also which of the wanted pages have come newly: [m]. `resident` stays as it is.
+    """
+    same = wanted[:, None] == resident  # [k, S]
+    chosen, absent = same.int().argmax(1), (~same.any(1)).nonzero()[:, 0]
+    chosen[absent] = (~same.any(0)).nonzero()[: len(absent), 0]
+    return chosen, absent
+
+
 def _among(pages: Tensor, others: Tensor) -> Tensor:
     """Tell which `pages` [Hk, n] are among the `others` [Hk, k] of their head: bool [Hk, n]."""
     ascending = others.sort(-1).values

@@ -1,6 +1,6 @@
 """Which selected tokens are missing, and which slots make room for them, in loops on a CPU: one look at each.
 
-Shapes: resident [Hk, S] and selected [Hk, k] int64, tokens below n; EMPTY in `resident` is an empty slot.
+Shapes: resident [Hk, S] and selected [Hk, k] int64, tokens or pages below n; EMPTY is none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels._numba import compiled, prange, run, run_alone, serial, serves
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 
@@ -24,7 +24,8 @@ def _resolve(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slot
     for h in prange(heads):
         known = np.zeros(n, np.uint8)
         for i in range(selected.shape[1]):
-            known[selected[h, i]] = ASKED
+            if selected[h, i] != empty:
+                known[selected[h, i]] = ASKED
         free = 0
         for slot in range(size):
             token = resident[h, slot]
@@ -38,10 +39,35 @@ def _resolve(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slot
         missing = 0
         for i in range(selected.shape[1]):
             token = selected[h, i]
-            if known[token] == ASKED:
+            if token != empty and known[token] == ASKED:
                 tokens[h, missing] = resident[h, slots[h, missing]] = token
                 missing += 1
         out[h] = missing
+
+
+@serial
+def _place(resident: Any, wanted: Any, n: int, empty: int, chosen: Any, missing: Any) -> int:
+    place, taken = np.empty(n, np.int32), np.zeros(len(resident), np.uint8)
+    for i in range(len(wanted)):
+        place[wanted[i]] = i
+        chosen[i] = empty
+    for slot in range(len(resident)):
+        page = resident[slot]
+        if page != empty:
+            i = place[page]  # of a page that is not wanted, any number
+            if 0 <= i < len(wanted) and wanted[i] == page:
+                chosen[i] = slot
+                taken[slot] = 1
+    count, slot = 0, 0
+    for i in range(len(wanted)):
+        if chosen[i] == empty:
+            while taken[slot]:
+                slot += 1
+            chosen[i] = slot
+            missing[count] = i
+            count += 1
+            slot += 1
+    return count
 
 
 def suits(resident: Tensor, selected: Tensor, length: int) -> bool:
@@ -55,3 +81,10 @@ def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
     tokens, slots = torch.empty(2, *selected.shape, dtype=torch.int64)
     run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, tokens, slots, counts)
     return Misses.first_of(counts, slots, tokens)
+
+
+def place(resident: Tensor, wanted: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Do as `kvcli.kernels.resolve_pages.place_pages`, with pages below n."""
+    chosen, missing = torch.empty(2, wanted.shape[0], dtype=torch.int64)
+    count = run_alone(_place, resident, wanted, n, EMPTY, chosen, missing)
+    return chosen, missing[:count]

@@ -98,23 +98,25 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         """Choose blocks for the whole window, attend, then let what left the local window go."""
         cache.extend(k, v)
         with self.span("score", layer):
-            scores = self.window_scores(layer, cache, cache.unrotate(q, cache.length - q.shape[1]))
+            plain = cache.unrotate(q, cache.length - q.shape[1])
+            scores = self.window_scores(layer, cache, plain)
         self._recall(layer, cache, scores, cache.selected, self.usage[layer].prefill)
         with self.span("attention", layer):
-            out = cache.attend_newest(q, softmax)
+            out = cache.attend_newest(q, softmax, plain)
         self.count(layer, Count.BYTES_TO_HOST, cache.advance())
         return out
 
     def retrieve(self, layer: int, cache: BlockCache, q: Tensor, softmax: Softmax) -> Tensor:
         """Choose blocks for this token and attend."""
         with self.span("score", layer):
-            scores = self.step_scores(layer, cache, cache.unrotate(q[:, None], cache.length - 1)[:, 0])
+            plain = cache.unrotate(q[:, None], cache.length - 1)
+            scores = self.step_scores(layer, cache, plain[:, 0])
             wanted = cache.selected
             if len(scores) > wanted:
                 wanted = self.allot(layer, scores)
         self._recall(layer, cache, scores, wanted, self.usage[layer].decode)
         with self.span("attention", layer):
-            return cache.attend(q, softmax)
+            return cache.attend_newest(q[:, None], softmax, plain)[:, 0]
 
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:  # noqa: ARG002
         """Score every block for a window of the prompt with un-rotated queries [H, n, d] -> [blocks]."""

@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from kvcli.kernels import resolve_rows
+from kvcli.kernels._numba import serves
 from kvcli.kernels.far_near_attention import FarTokens, far_near_attention, one_query, one_query_suits
+from kvcli.kernels.resolve_pages import place_pages
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
@@ -129,23 +132,20 @@ class BlockCache(LayerCache):
 
         Returns the misses of each KV head, the same for all, and the bytes moved.
         """
-        chosen = self.places(blocks)
-        absent, leaving = chosen == EMPTY, self.resident.new_ones(self._open, dtype=torch.bool)
-        leaving[chosen[~absent]] = False
-        missing = blocks[absent]
-        slots = chosen[absent] = leaving.nonzero()[: len(missing), 0]
+        missing = self.bring(blocks).shape[0]
+        return [missing] * self.slots.shape[1], missing * self.pool.page_bytes
+
+    def bring(self, blocks: Tensor) -> Tensor:
+        """Do so, and say which of the blocks were missing: [m]."""
+        resident = self.resident[: self._open]
+        if serves(resident, blocks, dtype=torch.int64, numbers=self.slots.numel()):
+            self.chosen, absent = resolve_rows.place(resident, blocks, self.pool.num_pages)
+        else:
+            self.chosen, absent = place_pages(resident, blocks)
+        missing, slots = blocks[absent], self.chosen[absent]
         self.pool.bring_pages(missing, self.slots, slots)
         self._fill_slots(slots, missing)
-        self.chosen = chosen
-        return [len(missing)] * self.slots.shape[1], len(missing) * self.pool.page_bytes
-
-    def places(self, blocks: Tensor) -> Tensor:
-        """Say in which slots blocks [k] are, EMPTY where they are in none."""
-        resident = self.resident[: self._open]
-        slot_of = resident.new_full((self.pool.num_pages + 1,), EMPTY)  # of block n in row n + 1
-        slot_of[resident + 1] = torch.arange(len(resident), device=resident.device)
-        slot_of[0] = EMPTY
-        return slot_of[blocks + 1]
+        return absent
 
     def keep(self, k: Tensor, v: Tensor, first: int) -> None:
         """Attend to other tokens from now on, too: k and v [Hk, n, d] at positions from `first` on.
@@ -168,16 +168,17 @@ class BlockCache(LayerCache):
             return x
         return self.rotary.unrotate(x, torch.arange(first, first + x.shape[1], device=x.device))
 
-    def attend_newest(self, q: Tensor, softmax: Softmax) -> Tensor:
+    def attend_newest(self, q: Tensor, softmax: Softmax, plain: Tensor | None = None) -> Tensor:
         """Attend with the newest m tokens q [H, m, d] to sinks, recalled blocks and near tokens -> [H, m, d].
 
-        The weights that near tokens get are added to their mass.
+        The weights that near tokens get are added to their mass. `plain` are the queries without their rotation, where
+        they are known.
         """
         near, sinks = self.length - self.first, min(self.first, self.sink_k.shape[1])
         slots, tokens = self.chosen, len(self.chosen) * self.budget.size + self.kept
         if self.kept:
             slots = torch.cat((slots, torch.arange(self._open, len(self.slots), device=slots.device)))
-        far_q = self._far_queries(q) if sinks or tokens else q
+        far_q = self._far_queries(q, plain) if sinks or tokens else q
         sink_k, sink_v = self.sink_k[:, :sinks], self.sink_v[:, :sinks]
         if one_query_suits(q, self.k[:, :near], self.v[:, :near]):
             parts = [FarTokens(far_q, sink_k, sink_v)] if sinks else []
@@ -287,11 +288,12 @@ class BlockCache(LayerCache):
             return k
         return self.rotary.rotate(k, positions)
 
-    def _far_queries(self, q: Tensor) -> Tensor:
+    def _far_queries(self, q: Tensor, plain: Tensor | None) -> Tensor:
         """Rotate the newest queries [H, m, d] for attention to sinks and blocks."""
         if self.rotary is None or self.layout.positions == "original":
             return q
-        plain = self.unrotate(q, self.length - q.shape[1])
+        if plain is None:
+            plain = self.unrotate(q, self.length - q.shape[1])
         distance = torch.full((q.shape[1],), self.cap, device=q.device)
         if self.rotary.attention_scaling != 1:  # the keys, not being rotated, lack theirs: the queries get it
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.event_boundaries import surprise, surprising
-from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.topk import topk_pages
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.block_layout import BlockLayout
@@ -199,9 +198,9 @@ class EventCache(BlockCache):
         count = sum(map(self.events.size, events))
         tokens = torch.arange(count, device=device) + behind.repeat_interleave(sizes)
         of_event = torch.arange(len(events), device=device).repeat_interleave(sizes)
-        missing = of_event[self.places(tokens) == EMPTY]
-        misses, moved = self.recall(tokens)
-        return Recalled(misses, len(torch.unique(missing)), moved)
+        absent = self.bring(tokens)
+        misses, moved = [len(absent)] * self.slots.shape[1], len(absent) * self.pool.page_bytes
+        return Recalled(misses, len(torch.unique(of_event[absent])), moved)
 
     @override
     def _represent(self, blocks: range, first: int, k: Tensor, mass: Tensor) -> None:

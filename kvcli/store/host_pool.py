@@ -172,6 +172,10 @@ class HostPagePool:
 
     def bring_pages(self, pages: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring whole pages [m] to `slots` [m] of kv [slots, Hk, t, p, d]."""
+        if self._in_one_piece(kv) and self.format is None and kv.is_contiguous():
+            held, whole = self.pieces[0].flatten(1), kv.flatten(1)  # all heads at once
+            if scatter_rows.scatter_rows(held, pages, whole, whole, slots):
+                return
         all_heads = torch.arange(kv.shape[1], device=kv.device)
         heads, rows = all_heads.repeat(len(pages)), (slots[:, None] * len(all_heads) + all_heads).flatten()
         pages, targets = pages.repeat_interleave(len(all_heads)), kv.flatten(0, 1)  # [slots * Hk, t, p, d]
@@ -230,7 +234,7 @@ class HostPagePool:
 
     def _move_here(self, pages: Tensor, heads: Tensor, targets: Tensor, rows: Tensor) -> bool:
         """Put blocks into `rows` of targets [n, t, p, d] without a copy in between, where a loop on the CPU does so."""
-        if targets.device.type != "cpu" or self.on_disk is not None or self.layout != "hnd" or len(self.pieces) > 1:
+        if not self._in_one_piece(targets):
             return False
         held, numbers = self.pieces[0].flatten(0, 1), pages * self.page_shape[0] + heads
         if self.format is not None:
@@ -238,6 +242,11 @@ class HostPagePool:
         whole = targets.is_contiguous()
         parts = [targets.flatten(1)] if whole else [part.flatten(1) for part in targets.unbind(1)]
         return scatter_rows.scatter_rows(held.flatten(1), numbers, parts[0], parts[-1], rows)
+
+    def _in_one_piece(self, targets: Tensor) -> bool:
+        """Whether everything lies head by head in one piece of memory, and what it is for on the CPU, too."""
+        in_memory = targets.device.type == "cpu" and self.on_disk is None
+        return in_memory and self.layout == "hnd" and len(self.pieces) == 1
 
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
         """Ask for pieces from page `first` on, each with its first page."""

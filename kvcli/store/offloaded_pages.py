@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import resolve_rows
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_summary import page_summary
@@ -131,7 +132,10 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self._arrive()
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
-        misses = resolve_pages(self.resident, selected)
+        if resolve_rows.suits(self.resident, selected, self.length):
+            misses = resolve_rows.resolve(self.resident, selected, self.budget.count(self.length))
+        else:
+            misses = resolve_pages(self.resident, selected)
         if later and isinstance(self.pool, DiskPagePool):
             self.pool.announce(misses.pages, misses.heads)
             self.coming = misses

@@ -20,6 +20,7 @@ from kvcli.kernels import (
     one_bit_rows,
     quantised_rows,
     rebuild_rows,
+    resolve_rows,
     scatter_rows,
     select_best,
     weight_rows,
@@ -35,9 +36,10 @@ from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
 from kvcli.kernels.quantised_blocks import BlockFormat
 from kvcli.kernels.rebuild_keys import Rotation, rotated
-from kvcli.kernels.resolve_pages import Misses
+from kvcli.kernels.resolve_pages import Misses, place_pages, resolve_pages
 from kvcli.kernels.rms_norm import rms_norm_ref
 from kvcli.kernels.rotate import rotate_ref
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
@@ -474,6 +476,38 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
     for own, count, row in zip(tokens, counts, marks, strict=True):
         assert own[:count].tolist() == (5 + row.nonzero()[:, 0]).tolist()
         assert (own[count:] == -1).all()
+
+
+@pytest.mark.parametrize(("slots", "wanted"), [(7, 7), (9, 4), (1, 1), (60, 33)])
+def test_pages_are_given_slots_as_the_reference_gives_them(slots, wanted):
+    """Step after step; some slots are empty at first, and some keep pages that nobody wants."""
+    n = 3 * slots
+    resident = torch.full((slots,), EMPTY)
+    for step in range(12):
+        pages = noise(n, seed=step).argsort()[:wanted]
+        before = resident.clone()
+        chosen, absent = resolve_rows.place(resident, pages, n)
+        assert torch.equal(resident, before)
+        expected, missing = place_pages(resident, pages)
+        assert torch.equal(chosen, expected)
+        assert torch.equal(absent, missing)
+        resident[chosen] = pages
+
+
+def test_selections_are_resolved_as_the_reference_resolves_them():
+    """Also of heads that keep what they have, empty slots among it."""
+    heads, slots, n = 3, 8, 40
+    resident = torch.full((heads, slots), EMPTY)
+    for step in range(12):
+        selected = noise(heads, n, seed=step).argsort(1)[:, :slots]
+        if step % 3 == 1:
+            selected[1] = resident[1]
+        wanted = resolve_pages(resident, selected)
+        after = resident.clone()
+        after[wanted.heads, wanted.slots] = wanted.pages
+        found = resolve_rows.resolve(resident, selected, n)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert torch.equal(resident, after)
 
 
 def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
