@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels.resolve_pages import Misses
+from kvcli.kernels.resolve_rows import listed as list_misses
 from kvcli.kernels.slot_layout import EMPTY
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
@@ -158,4 +159,4 @@ def resolve(tokens: Tensor, length: int, step: int, resident: Tensor, used: Tens
     slots, gone = torch.empty_like(tokens), torch.empty(2, *tokens.shape, dtype=torch.int64)
     counts = torch.empty(len(tokens), dtype=torch.int64)
     run(_resolve, len(tokens) * length, tokens, length, step, EMPTY, resident, used, slots, gone, counts)
-    return slots, Misses.first_of(counts, gone[1], gone[0])
+    return slots, list_misses(counts, gone[1], gone[0])

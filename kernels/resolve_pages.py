@@ -29,13 +29,6 @@ class Misses(NamedTuple):
     slots: Tensor
     pages: Tensor
 
-    @classmethod
-    def first_of(cls, counts: Tensor, slots: Tensor, pages: Tensor) -> Misses:
-        """Make it of the first `counts` [Hk] of slots and pages [Hk, k] of each head."""
-        heads = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        firsts = ([row[:count] for row, count in zip(x, counts.tolist(), strict=True)] for x in (slots, pages))
-        return cls(heads, *map(torch.cat, firsts))
-
     def by_head(self, num_kv_heads: int) -> list[int]:
         """How many there are of each KV head: [Hk]."""
         return self.heads.bincount(minlength=num_kv_heads).tolist()

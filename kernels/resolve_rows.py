@@ -46,6 +46,16 @@ def _resolve(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slot
 
 
 @serial
+def _list(counts: Any, slots: Any, pages: Any, out: Any) -> int:
+    at = 0
+    for h in range(len(counts)):
+        for i in range(counts[h]):
+            out[0, at], out[1, at], out[2, at] = h, slots[h, i], pages[h, i]
+            at += 1
+    return at
+
+
+@serial
 def _place(resident: Any, wanted: Any, n: int, empty: int, chosen: Any, missing: Any) -> int:
     place, taken = np.empty(n, np.int32), np.zeros(len(resident), np.uint8)
     for i in range(len(wanted)):
@@ -80,7 +90,14 @@ def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
     counts = torch.empty(len(resident), dtype=torch.int64)
     tokens, slots = torch.empty(2, *selected.shape, dtype=torch.int64)
     run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, tokens, slots, counts)
-    return Misses.first_of(counts, slots, tokens)
+    return listed(counts, slots, tokens)
+
+
+def listed(counts: Tensor, slots: Tensor, pages: Tensor) -> Misses:
+    """List the first `counts` [Hk] of slots and pages [Hk, k] of each head."""
+    out = torch.empty(3, slots.numel(), dtype=torch.int64)
+    found = out[:, : run_alone(_list, counts, slots, pages, out)]
+    return Misses(found[0], found[1], found[2])
 
 
 def place(resident: Tensor, wanted: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,11 @@ KEY = 64  # numbers that a score is made of, about
 
 _DIGITS, _SHORT_DIGITS = ([np.array(x) for x in zip(*each, strict=True)] for each in (DIGITS, SHORT_DIGITS))
 
+_NO_NAMES = np.empty((0, 0), np.int64)
+
 
 @compiled
-def _select(bits: Any, k: int, shifts: Any, widths: Any, out: Any) -> None:
+def _select(bits: Any, k: int, shifts: Any, widths: Any, names: Any, first: int, out: Any) -> None:
     heads, n = bits.shape
     for h in prange(heads):
         keys = np.empty(n, np.uint32)  # rise with the scores
@@ -52,7 +54,7 @@ def _select(bits: Any, k: int, shifts: Any, widths: Any, out: Any) -> None:
         for i in range(n):
             if keys[i] > prefix or (keys[i] == prefix and wanted > 0):
                 wanted -= keys[i] == prefix
-                out[h, at] = i
+                out[h, at] = first + (names[h, i] if len(names) else i)
                 at += 1
 
 
@@ -61,9 +63,10 @@ def suits(scores: Tensor) -> bool:
     return serves(scores, numbers=KEY * scores.numel())
 
 
-def select_best(scores: Tensor, k: int) -> Tensor:
-    """Select the k best of each row."""
+def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int = 0) -> Tensor:
+    """Select the k best of each row: by their places in it or by their `names` [Hk, n], counted from the `first`."""
     out = torch.empty(scores.shape[0], k, dtype=torch.int64)
     digits = _SHORT_DIGITS if scores.shape[1] < SHORT else _DIGITS
-    run(_select, scores.numel(), scores.contiguous().view(torch.int32), k, *digits, out)
+    bits, known = scores.contiguous().view(torch.int32), _NO_NAMES if names is None else names.contiguous()
+    run(_select, scores.numel(), bits, k, *digits, known, first, out)
     return out

@@ -191,6 +191,13 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
     return selected
 
 
+def topk_named(scores: Tensor, k: int, names: Tensor, first: int = 0) -> Tensor:
+    """Select k of `names` [Hk, n] for every head by their scores, and add the number of the `first`."""
+    if scores.shape[1] >= LONG and not takes(scores) and select_best.suits(scores):
+        return select_best.select_best(scores, k, names, first)
+    return names.gather(1, topk_pages(scores, k)) + first
+
+
 def _partitioned(scores: np.ndarray, k: int) -> Tensor | None:
     """Select on a CPU, up to five times as fast as torch sorts; None where a page outside equals the k-th best."""
     selected = np.argpartition(scores, -k, axis=-1)[:, -k:]  # the k-th best comes first

@@ -19,7 +19,7 @@ from kvcli.kernels.collisions import (
     population,
     rotation,
 )
-from kvcli.kernels.topk import topk_pages
+from kvcli.kernels.topk import topk_named
 from kvcli.store.cache import Tiers, Traffic, nbytes
 from kvcli.store.pages import slices
 from kvcli.store.state import Settled
@@ -79,7 +79,7 @@ class CollisionIndex(TokenIndex):
         votes = collisions(query, self.signs[:, part], colliding, self._population(tokens))
         found = most_votes(votes, max(count, math.ceil(len(tokens) * reranked)))  # [Hk, c]
         products = estimated_products(query, self.codes[:, part], self.weights[:, part], found)
-        return found.gather(1, topk_pages(products, count)) + tokens.start
+        return topk_named(products, count, found, tokens.start)
 
     def parts_of(self, tokens: int) -> tuple[float, float]:
         """The part of so many tokens that is reranked, and the one that collides in a block."""

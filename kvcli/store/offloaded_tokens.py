@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import resolve_rows
+from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
@@ -115,6 +116,8 @@ class OffloadedTokenCache(TokenCache[IndexT]):
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
         self._arrive()
         self.chosen = selected
+        if selected.shape == self.resident.shape and self.length - self.candidates.stop == self.recent:
+            return decode_attention(q, self.k, self.v, softmax)  # all rows are attended to
         slots = torch.arange(self.resident.shape[1], device=q.device).expand_as(self.resident)
         if selected.shape != slots.shape:
             slots = slots[self.resident != EMPTY].view_as(selected)
