@@ -1,9 +1,10 @@
 """Votes and four-bit products of keys on a CPU: what `kvcli.kernels.collisions` adds up, in loops over the bytes.
 
-    population    signs [Hk, n, B] uint8 -> [Hk, B, 256] int64
+    population    signs [Hk, n, B] uint8, added to counts [Hk, B, 256] int64
     worth         products of the centroids [Hk, B, 256] fp32, their population, tiers' ends [t] -> [Hk, B, 256] uint8
     votes         signs, worth -> [Hk, n] int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
+    encode        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes and weights of them
     products      codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
 
 A byte of codes is two channels, whose part of a product is looked up in a table [Hk, C, 256] made for the query.
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
@@ -115,6 +116,34 @@ def _most(votes: Any, n: int, bins: int, out: Any) -> None:
         out[h] = taken[:count]
 
 
+@serial
+def _encode(keys: Any, turn: Any, levels: Any, thresholds: Any, signs: Any, codes: Any, weights: Any) -> None:
+    (heads, n, d), width = keys.shape, turn.shape[1]
+    turned = np.empty(width, np.float32)
+    for h in range(heads):
+        for i in range(n):
+            turned[:] = 0
+            for j in range(d):
+                for c in range(width):
+                    turned[c] += keys[h, i, j] * turn[j, c]
+            codes[h, i] = 0
+            for b in range(width // 8):
+                block, square, pattern = turned[8 * b : 8 * b + 8], np.float32(0), 0
+                for c in range(8):
+                    square += block[c] * block[c]
+                radius, alpha = np.sqrt(square), np.float32(0)
+                for c in range(8):
+                    magnitude, level = abs(block[c]) / max(radius, np.float32(1e-12)), 0
+                    for threshold in thresholds:
+                        level += magnitude > threshold
+                    alpha += levels[level] * magnitude
+                    if block[c] >= 0:
+                        pattern |= 1 << c
+                        level += 8
+                    codes[h, i, 4 * b + c // 2] |= level << (4 * (c % 2))
+                signs[h, i, b], weights[h, i, b] = pattern, radius / max(alpha, np.float32(1e-6))
+
+
 @in_order
 def _products(
     table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, size: int, out: Any
@@ -142,17 +171,17 @@ def _products(
             out[h, i] = total
 
 
-def suits(signs: Tensor, *beside: Tensor) -> bool:
-    """Tell whether this can count these, and read weights beside them: tokens one behind the other."""
+def suits(signs: Tensor, *beside: Tensor, numbers: int = 0) -> bool:
+    """Tell whether this can count these, of so many `numbers`, and read weights beside them: tokens in a row."""
     in_order = all(each.stride()[1:] == (each.shape[2], 1) for each in (signs, *beside))
-    return in_order and serves(signs, dtype=torch.uint8) and all(map(serves, beside))
+    return in_order and serves(signs, dtype=torch.uint8, numbers=numbers) and all(map(serves, beside))
 
 
-def population(signs: Tensor) -> Tensor:
-    """Count how often each pattern occurs in a block."""
-    (heads, n, blocks), out = signs.shape, torch.zeros(len(signs), signs.shape[2], 256, dtype=torch.int64)
-    run(_population, heads * n * blocks, flat(signs), signs.stride(0), n, out)
-    return out
+def population(signs: Tensor, counts: Tensor) -> Tensor:
+    """Add to the counts how often each pattern occurs in a block."""
+    heads, n, blocks = signs.shape
+    run(_population, heads * n * blocks, flat(signs), signs.stride(0), n, counts)
+    return counts
 
 
 def worth(products: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
@@ -174,6 +203,15 @@ def most(votes: Tensor, count: int, highest: int) -> Tensor:
     out = torch.empty(len(votes), count, dtype=torch.int64)
     run(_most, votes.numel(), flat(votes), votes.shape[1], 1 + highest, out)
     return out
+
+
+def encode(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode some keys: signs [Hk, n, B] and codes [Hk, n, w / 2], both uint8, and weights [Hk, n, B]."""
+    width, lead = turn.shape[1], keys.shape[:2]
+    signs, codes = (torch.empty(*lead, width // each, dtype=torch.uint8) for each in (8, 2))
+    weights = keys.new_empty(*lead, width // 8)
+    run_alone(_encode, keys.contiguous(), turn, levels, thresholds, signs, codes, weights)
+    return signs, codes, weights
 
 
 def products(table: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ from kvcli.kernels.topk import topk_pages
 
 BLOCK = 8
 LEVELS = 8
+FEW = 64
+"""Keys that one thread encodes as fast as torch's functions begin."""
+
 TIERS = ((0.05, 6), (0.15, 5), (0.3, 4), (0.5, 3), (0.75, 2), (1.0, 1))
 """Up to which part of the keys that may collide a centroid's rank counts, and how much."""
 
@@ -57,13 +60,18 @@ def magnitude_levels() -> tuple[Tensor, Tensor]:
     return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
 
 
-def encode_keys(keys: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def encode_keys(keys: Tensor, turn: Tensor, among: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Encode keys [.., d]: signs [.., B] and four-bit codes [.., w / 2], both uint8, and weights [.., B] in fp32.
+
+    `among`: how many keys there are altogether, if there are more to come.
 
     A sign byte has bit j set where channel j of its block is not negative. A code is the level, and 8 more where the
     channel is not negative; two channels share a byte, the even one its lower half.
     """
     levels, thresholds = (each.to(keys.device) for each in magnitude_levels())
+    few = keys.dim() == 3 and keys.shape[0] * keys.shape[1] <= FEW
+    if few and serves(keys, turn, numbers=among * keys.shape[-1]):
+        return collision_rows.encode(keys, turn, levels, thresholds)
     blocks = (keys.float() @ turn).unflatten(-1, (-1, BLOCK))  # type: ignore[no-untyped-call]  # [.., B, m]
     positive, radius = blocks >= 0, blocks.norm(dim=-1)
     magnitudes = F.normalize(blocks, dim=-1).abs()
@@ -76,12 +84,15 @@ def encode_keys(keys: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return signs, codes[..., ::2] | codes[..., 1::2] << 4, radius / alpha
 
 
-def population(signs: Tensor) -> Tensor:
-    """Count how many keys have each sign pattern in a block: signs [Hk, n, B] -> int64 [Hk, B, 256]."""
-    if collision_rows.suits(signs):
-        return collision_rows.population(signs)
+def population(signs: Tensor, counts: Tensor, among: int = 0) -> Tensor:
+    """Add to counts [Hk, B, 256], int64, how many keys have each sign pattern in a block: signs [Hk, n, B].
+
+    `among`: how many keys there are altogether, if these are a part of them.
+    """
+    if collision_rows.suits(signs, numbers=among * signs.shape[2]):
+        return collision_rows.population(signs, counts)
     own = signs.mT.long()  # [Hk, B, n]
-    return own.new_zeros(*own.shape[:2], 1 << BLOCK).scatter_add_(2, own, torch.ones_like(own))
+    return counts.scatter_add_(2, own, torch.ones_like(own))
 
 
 def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = None) -> Tensor:
@@ -93,7 +104,8 @@ def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = No
     """
     blocks, n = q.unflatten(-1, (-1, BLOCK)), signs.shape[1]  # type: ignore[no-untyped-call]
     products = blocks @ sign_patterns(q.device).T  # [Hk, B, 2^m]
-    counts = population(signs) if counts is None else counts
+    if counts is None:
+        counts = population(signs, products.new_zeros(products.shape, dtype=torch.int64))
     ends = [math.ceil(n * part * reach) for reach, _ in TIERS]
     if collision_rows.suits(signs):
         return collision_rows.votes(signs, collision_rows.worth(products, counts, ends))

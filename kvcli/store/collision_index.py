@@ -59,7 +59,7 @@ class CollisionIndex(TokenIndex):
         for part in slices(keys.shape[1], PIECE):
             self.filled = first + part.stop
             new = slice(first + part.start, self.filled)
-            self.signs[:, new], self.codes[:, new], self.weights[:, new] = encode_keys(keys[:, part], turn)
+            self.signs[:, new], self.codes[:, new], self.weights[:, new] = encode_keys(keys[:, part], turn, self.filled)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is indexed, by name."""
@@ -93,9 +93,8 @@ class CollisionIndex(TokenIndex):
             first, stop = tokens.start, tokens.start
         if stop == first:
             self.counts.zero_()
-        self.counts += population(self.signs[:, stop : tokens.stop])
         self.counted = first, tokens.stop
-        return self.counts
+        return population(self.signs[:, stop : tokens.stop], self.counts, tokens.stop)
 
     @override
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:

@@ -374,6 +374,17 @@ def test_most_votes_with_ties(n, k, least):
     assert torch.equal(most_votes(votes, k), expected)
 
 
+@pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 20), (2, 64, 32)])
+def test_a_few_keys_are_encoded_as_many_are(heads, d, n, monkeypatch):
+    keys, turn = among_poison(noise(heads, n, d)), rotation(d, 0, torch.device("cpu"))
+    keys[0, 0] = 0  # a key of no length
+    *found, weights = encode_keys(keys, turn, n)
+    monkeypatch.setattr(_numba, "numba", None)
+    *expected, exact = encode_keys(keys, turn, n)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    torch.testing.assert_close(weights, exact, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 1100), (2, 64, 300)])
 def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     turn = rotation(d, 0, torch.device("cpu"))
