@@ -1,7 +1,8 @@
 """Votes and four-bit products of keys on a CPU: what `kvcli.kernels.collisions` adds up, in loops over the bytes.
 
     population    signs [Hk, n, B] uint8, added to counts [Hk, B, 256] int64
-    worth         products of the centroids [Hk, B, 256] fp32, their population, tiers' ends [t] -> [Hk, B, 256] uint8
+    turned        queries [Hk, G, d] fp32, rotation [d, w] -> their mean, turned [Hk, w]
+    worth         a turned query [Hk, w], the centroids' population, tiers' ends [t] -> [Hk, B, 256] uint8
     votes         signs, worth -> [Hk, n] int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     encode        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes and weights of them
@@ -36,13 +37,35 @@ def _population(signs: Any, head: int, n: int, out: Any) -> None:
 
 
 @compiled
-def _worth(bits: Any, counts: Any, ends: Any, out: Any) -> None:
+def _turn(q: Any, turn: Any, out: Any) -> None:
+    (heads, group, d), width = q.shape, turn.shape[1]
+    for h in prange(heads):
+        out[h] = 0
+        for j in range(d):
+            mean = np.float32(0)
+            for g in range(group):
+                mean += q[h, g, j]
+            mean /= np.float32(group)
+            for c in range(width):
+                out[h, c] += mean * turn[j, c]
+
+
+@compiled
+def _worth(q: Any, counts: Any, ends: Any, products: Any, out: Any) -> None:
     heads, blocks, patterns = out.shape
     for row in prange(heads * blocks):
         h, b = row // blocks, row % blocks
         keys, order, other = np.empty(patterns, np.uint32), np.arange(patterns), np.empty(patterns, np.int64)
+        scores, block, least = products[row], q[h, 8 * b : 8 * b + 8], np.float32(0)
+        for c in range(8):
+            least -= block[c]  # of the pattern without a bit
+        scores[0] = least
+        for c in range(8):  # those with bit c on top are those without it, twice this channel more
+            for i in range(1 << c):
+                scores[(1 << c) + i] = scores[i] + np.float32(2) * block[c]
+        bits = scores.view(np.int32)
         for i in range(patterns):  # fall with the products, so that the best come first
-            x = np.uint32(bits[h, b, i])
+            x = np.uint32(bits[i])
             x = np.uint32(0) if x == np.uint32(0x80000000) else x  # minus zero equals zero
             keys[i] = x if x >> np.uint32(31) else ~(x | np.uint32(0x80000000))
         for digit in range(4):  # by which they are sorted in turn, and equal ones stay in order
@@ -184,10 +207,18 @@ def population(signs: Tensor, counts: Tensor) -> Tensor:
     return counts
 
 
-def worth(products: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
+def turned(q: Tensor, turn: Tensor) -> Tensor:
+    """Turn the mean query of each group: [Hk, w]."""
+    out = q.new_empty(q.shape[0], turn.shape[1])
+    run(_turn, q.shape[0] * turn.numel(), q.contiguous(), turn, out)
+    return out
+
+
+def worth(q: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
     """Rank the centroids of each block: how many of the tiers' `ends`, ascending, keys ranked before do not reach."""
-    out = torch.empty(products.shape, dtype=torch.uint8)
-    run(_worth, 8 * products.numel(), products.contiguous().view(torch.int32), counts, np.array(ends), out)
+    out = torch.empty(counts.shape, dtype=torch.uint8)
+    products = q.new_empty(out.shape[0] * out.shape[1], out.shape[2])
+    run(_worth, 8 * out.numel(), q.contiguous(), counts, np.array(ends), products, out)
     return out
 
 

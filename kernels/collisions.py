@@ -60,6 +60,13 @@ def magnitude_levels() -> tuple[Tensor, Tensor]:
     return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
 
 
+def turned_query(q: Tensor, turn: Tensor, among: int = 0) -> Tensor:
+    """Turn the mean query of each group, asked for so many keys: q [Hk, G, d], rotation [d, w] -> [Hk, w]."""
+    if serves(q, turn, numbers=among * q.shape[-1]):
+        return collision_rows.turned(q, turn)
+    return q.float().mean(1) @ turn
+
+
 def encode_keys(keys: Tensor, turn: Tensor, among: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Encode keys [.., d]: signs [.., B] and four-bit codes [.., w / 2], both uint8, and weights [.., B] in fp32.
 
@@ -102,13 +109,13 @@ def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = No
     `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up.
     `counts` are the population of the signs, where it is known.
     """
-    blocks, n = q.unflatten(-1, (-1, BLOCK)), signs.shape[1]  # type: ignore[no-untyped-call]
-    products = blocks @ sign_patterns(q.device).T  # [Hk, B, 2^m]
+    n = signs.shape[1]
     if counts is None:
-        counts = population(signs, products.new_zeros(products.shape, dtype=torch.int64))
+        counts = population(signs, torch.zeros(*signs.shape[::2], 1 << BLOCK, dtype=torch.int64, device=signs.device))
     ends = [math.ceil(n * part * reach) for reach, _ in TIERS]
     if collision_rows.suits(signs):
-        return collision_rows.votes(signs, collision_rows.worth(products, counts, ends))
+        return collision_rows.votes(signs, collision_rows.worth(q, counts, ends))
+    products = q.unflatten(-1, (-1, BLOCK)) @ sign_patterns(q.device).T  # type: ignore[no-untyped-call]  # [Hk, B, 2^m]
     order = products.argsort(dim=-1, descending=True, stable=True)
     ranked = counts.gather(2, order)
     before = ranked.cumsum(2) - ranked
@@ -124,10 +131,10 @@ def sign_patterns(device: torch.device) -> Tensor:
     return (patterns[:, None] >> torch.arange(BLOCK, device=device) & 1) * 2.0 - 1
 
 
-def most_votes(votes: Tensor, count: int) -> Tensor:
-    """Choose the `count` keys with the most votes, int32 [Hk, n], ties to the lower key: [Hk, count]."""
+def most_votes(votes: Tensor, count: int, blocks: int) -> Tensor:
+    """Choose the `count` keys with the most votes of `blocks`, int32 [Hk, n], ties to the lower key: [Hk, count]."""
     if serves(votes, dtype=torch.int32) and votes.is_contiguous():
-        return collision_rows.most(votes, count, int(votes.max()))
+        return collision_rows.most(votes, count, blocks * TIERS[0][1])
     return topk_pages(votes.float(), count)
 
 

@@ -18,6 +18,7 @@ from kvcli.kernels.collisions import (
     most_votes,
     population,
     rotation,
+    turned_query,
 )
 from kvcli.kernels.topk import topk_named
 from kvcli.store.cache import Tiers, Traffic, nbytes
@@ -72,12 +73,13 @@ class CollisionIndex(TokenIndex):
 
     def best(self, q: Tensor, tokens: range, count: int) -> Tensor:
         """Find `count` of consecutive tokens for q [H, d], which stands for its group by its mean: [Hk, count]."""
-        query = q.float().view(len(self.signs), -1, q.shape[-1]).mean(1)
-        query = query @ rotation(q.shape[-1], self.seed, q.device)  # [Hk, w]
+        heads = q.view(self.signs.shape[0], -1, q.shape[-1])
+        query = turned_query(heads, rotation(q.shape[-1], self.seed, q.device), len(tokens))  # [Hk, w]
         reranked, colliding = self.parts_of(len(tokens))
         part = slice(tokens.start, tokens.stop)
         votes = collisions(query, self.signs[:, part], colliding, self._population(tokens))
-        found = most_votes(votes, max(count, math.ceil(len(tokens) * reranked)))  # [Hk, c]
+        most = max(count, math.ceil(len(tokens) * reranked))
+        found = most_votes(votes, most, self.signs.shape[2])  # [Hk, c]
         products = estimated_products(query, self.codes[:, part], self.weights[:, part], found)
         return topk_named(products, count, found, tokens.start)
 

@@ -28,7 +28,7 @@ from kvcli.kernels import (
 from kvcli.kernels._exp import exp
 from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.block_attention import block_attention_ref
-from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation
+from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation, turned_query
 from kvcli.kernels.counted_attention import counted_attention
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
@@ -371,7 +371,13 @@ def test_most_votes_with_ties(n, k, least):
     votes = torch.randint(least, least + 9, (3, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
     votes[1] = 5
     expected = topk_pages_ref(votes.float(), k).sort(-1).values
-    assert torch.equal(most_votes(votes, k), expected)
+    assert torch.equal(most_votes(votes, k, 3), expected)
+
+
+@pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 5), (3, 4, 24), (2, 8, 64)])
+def test_the_mean_query_of_a_group_is_turned(heads, group, d):
+    q, turn = noise(heads, group, d), rotation(d, 0, torch.device("cpu"))
+    torch.testing.assert_close(turned_query(q, turn, 1), q.mean(1) @ turn, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 20), (2, 64, 32)])
