@@ -2,9 +2,9 @@
 
 torch sorts all clusters and all slots for it, and looks at every token several times.
 
-    divide     weights [Hk, C] fp32, none below 0, sizes [Hk, C] int32 -> clusters read, and estimated, bool [Hk, C]
-    marked     cluster [Hk, n] int32, clusters read [Hk, C] -> tokens, bool [Hk, n]
-    listed     marks [Hk, n], the first of them token `first` -> tokens [Hk, m] int64, EMPTY behind, and how many [Hk]
+    weighed    scores [Hk, G, C] fp32, sizes [Hk, C] int32 -> weights [Hk, C]
+    divide     weights, sizes -> clusters read, bool [Hk, C], log counts of those estimated [Hk, C], tokens read [Hk]
+    listed     cluster [Hk, n] int32 of each token, clusters read -> tokens [Hk, m] int64, EMPTY behind
     resolve    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
 """
 
@@ -16,19 +16,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels._exp import exp
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.resolve_rows import listed as list_misses
 from kvcli.kernels.slot_layout import EMPTY
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
-PIECE = 1 << 14  # tokens that a thread takes at once
 
 
 @compiled
-def _divide(bits: Any, sizes: Any, room: int, follow: int, retrieved: Any, estimated: Any) -> None:
+def _weigh(scores: Any, sizes: Any, weights: Any, out: Any) -> None:
+    heads, group, n = scores.shape
+    for h in prange(heads):
+        out[h] = 0
+        for g in range(group):
+            row, own = scores[h, g], weights[h]
+            top = np.float32(-np.inf)
+            for i in range(n):
+                top = row[i] if row[i] > top and sizes[h, i] > 0 else top
+            total = np.float32(0)
+            for i in range(n):
+                own[i] = exp(row[i] - top) if sizes[h, i] > 0 else np.float32(0)
+                total += own[i]
+            for i in range(n):
+                out[h, i] += own[i] / total
+
+
+@compiled
+def _divide(bits: Any, sizes: Any, room: int, follow: int, retrieved: Any, log_counts: Any, counts: Any) -> None:
     heads, n = bits.shape
     for h in prange(heads):
+        retrieved[h], log_counts[h] = False, -np.inf
         keys, order, other = np.empty(n, np.uint32), np.empty(n, np.int64), np.empty(n, np.int64)
         for i in range(n):
             keys[i], order[i] = ~np.uint32(bits[h, i]), i  # the best first; of equals the lower one
@@ -48,38 +67,20 @@ def _divide(bits: Any, sizes: Any, room: int, follow: int, retrieved: Any, estim
             tokens += sizes[h, order[place]]
             retrieved[h, order[place]] = True
             place += 1
+        counts[h] = tokens
         for i in range(place, min(n, place + follow)):
-            estimated[h, order[i]] = True
+            log_counts[h, order[i]] = np.log(np.float32(sizes[h, order[i]]))
 
 
 @compiled
-def _mark(cluster: Any, retrieved: Any, out: Any) -> None:
-    heads, n = cluster.shape
-    pieces = (n + PIECE - 1) // PIECE
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * PIECE
-        for j in range(first, min(first + PIECE, n)):
-            out[h, j] = retrieved[h, cluster[h, j]]
-
-
-@compiled
-def _count(marks: Any, out: Any) -> None:
-    for h in prange(len(marks)):
-        total = 0
-        for j in range(marks.shape[1]):
-            total += marks[h, j]
-        out[h] = total
-
-
-@compiled
-def _list(marks: Any, first: int, empty: int, out: Any) -> None:
-    for h in prange(len(marks)):
-        at = 0
-        for j in range(marks.shape[1]):
-            if marks[h, j]:
-                out[h, at] = first + j
-                at += 1
-        out[h, at:] = empty
+def _list(cluster: Any, retrieved: Any, first: int, empty: int, out: Any) -> None:
+    for h in prange(len(cluster)):
+        at, own = np.uint64(0), out[h]
+        for j in range(cluster.shape[1]):  # no branch could be foretold here: what is not wanted is written over
+            if at < len(own):
+                own[at] = first + j
+            at += np.uint64(retrieved[h, np.uint64(cluster[h, j])])
+        own[at:] = empty
 
 
 @compiled
@@ -123,32 +124,31 @@ def suits(cluster: Tensor) -> bool:
     return serves(cluster, dtype=torch.int32)
 
 
-def suits_marks(marks: Tensor) -> bool:
-    """Tell whether loops can look for the tokens marked."""
-    return serves(marks, dtype=torch.bool)
-
-
-def divide(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tensor, Tensor]:
-    """Mark the best clusters that have `room` tokens together, and the next `follow`."""
-    retrieved, estimated = (torch.zeros(weights.shape, dtype=torch.bool) for _ in range(2))
-    run(_divide, 8 * weights.numel(), weights.view(torch.uint32), sizes, room, follow, retrieved, estimated)
-    return retrieved, estimated
-
-
-def marked(cluster: Tensor, retrieved: Tensor) -> Tensor:
-    """Mark the tokens of the retrieved clusters."""
-    out = torch.empty(cluster.shape, dtype=torch.bool)
-    run(_mark, cluster.numel(), cluster, retrieved, out)
+def weighed(scores: Tensor, sizes: Tensor) -> Tensor:
+    """Add up the softmaxes of a group's scores over the clusters that have tokens."""
+    heads, _, n = scores.shape
+    weights, out = scores.new_empty(heads, n), scores.new_empty(heads, n)
+    run(_weigh, scores.numel(), scores.contiguous(), sizes, weights, out)
     return out
 
 
-def listed(marks: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """List the marked tokens of each head, numbered from `first`, and say how many they are."""
-    counts = torch.empty(len(marks), dtype=torch.int64)
-    run(_count, marks.numel(), marks, counts)
-    out = torch.empty(len(marks), int(counts.max()), dtype=torch.int64)
-    run(_list, marks.numel(), marks, first, EMPTY, out)
-    return out, counts
+def divide(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mark the best clusters that have `room` tokens together, and say how much the next `follow` count.
+
+    Returns also how many tokens the marked ones have.
+    """
+    retrieved, log_counts = torch.empty(weights.shape, dtype=torch.bool), torch.empty_like(weights)
+    counts = torch.empty(weights.shape[0], dtype=torch.int64)
+    bits = weights.view(torch.uint32)
+    run(_divide, 8 * weights.numel(), bits, sizes, room, follow, retrieved, log_counts, counts)
+    return retrieved, log_counts, counts
+
+
+def listed(cluster: Tensor, retrieved: Tensor, counts: Tensor, first: int) -> Tensor:
+    """List the tokens of the retrieved clusters, of which every head has so many, numbered from `first`."""
+    out = torch.empty(cluster.shape[0], int(counts.max()), dtype=torch.int64)
+    run(_list, cluster.numel(), cluster, retrieved, first, EMPTY, out)
+    return out
 
 
 def resolve(tokens: Tensor, length: int, step: int, resident: Tensor, used: Tensor) -> tuple[Tensor, Misses]:

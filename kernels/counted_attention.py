@@ -1,13 +1,15 @@
-"""Attention in which keys count more or less than once, beside keys that count as usual.
+"""Attention to several sets of tokens as if they were one, where some count more or less than once.
 
     out_h = sum_j c_hj e^(s_hj) v_j / norm_h      norm_h = sum_j c_hj e^(s_hj)      lse_h = log norm_h
 
 c_hj tokens stand behind key j (a mean token, a sampled one); their logarithm is added to its score, -inf for none.
 
-Shapes: q [Hk, G, d], k, v [Hk, n, d], log_counts [Hk, G or 1, n] or a number -> out [Hk, G, d], lse [Hk, G] in fp32.
+Shapes: q [H, d], sets of k, v [Hk, n, d] (see `TokenSet`) -> [H, d].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,48 +20,30 @@ from kvcli.kernels.block_attention import add_sinks, attention_scores, block_att
 from kvcli.kernels.softmax import Softmax
 
 
-def counted_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_counts: Tensor | float, softmax: Softmax, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attend to keys, or to those in `rows` [Hk, m], by their counts; zeros and lse -inf where none counts."""
-    if few_rows.suits(q, k, v):
-        counts, more = (log_counts, 0.0) if isinstance(log_counts, Tensor) else (None, log_counts)
-        out, lse, *_ = attention_rows.attend([TokenSet(q, k, v, rows, log_counts=counts)], softmax)
-        return out, lse + more if more else lse
-    if rows is not None:
-        k, v = (x.take_along_dim(rows[..., None], 1) for x in (k, v))
-    return mix_counted(attention_scores(q, k, softmax) + log_counts, v)
-
-
-def mix_counted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Do so by scores [Hk, G, n] in fp32 that have the log counts in them, and are not needed any more."""
-    if few_rows.suits(scores, v) and scores.is_contiguous():
-        return attention_rows.attend([TokenSet(scores, None, v)], Softmax(1.0))[:2]
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
-    return weights @ v.to(weights.dtype), lse
-
-
-def attend_beside(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    others: tuple[Tensor, Tensor] | None,
-    softmax: Softmax,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Attend with q [H, d] to keys k, v [Hk, n, d] that count once, and to what `others`, out and lse, are over.
-
-    Of the keys, those that are `valid`, bool [Hk, n], at least one in each row; the others have to be finite.
-    """
-    heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    if few_rows.suits(heads, k, v):
-        out, lse, *_ = attention_rows.attend([TokenSet(heads, k, v, valid=valid)], softmax)
+def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
+    """Attend with one query of each head; at least one token of a head counts."""
+    if all(few_rows.suits(each.q, each.v, *([] if each.k is None else [each.k])) for each in sets):
+        out, lse, *_ = attention_rows.attend(sets, softmax)
     else:
-        mask = None if valid is None else valid[:, None].expand(-1, heads.shape[1], -1)
-        out, lse = block_attention(heads, k, v, softmax, mask)
-    if others is not None:
-        out, lse = merge_blocks((out, lse), others)
+        out, lse = merge_blocks(*(counted_attention(each, softmax) for each in sets))
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks.view_as(lse))
     return out.to(q.dtype).reshape(q.shape[0], -1)
+
+
+def counted_attention(tokens: TokenSet, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend to one set by torch: out [Hk, G, d], lse [Hk, G] in fp32; zeros and lse -inf where nothing counts."""
+    q, k, v, rows, valid, log_counts = tokens
+    if rows is not None:
+        k, v = (None if x is None else x.take_along_dim(rows[..., None], 1) for x in (k, v))  # type: ignore[assignment]
+    if k is not None and log_counts is None:
+        mask = None if valid is None else valid[:, None].expand(-1, q.shape[1], -1)
+        return block_attention(q, k, v, softmax, mask)
+    scores = q if k is None else attention_scores(q, k, softmax)
+    if log_counts is not None:
+        scores = scores + log_counts
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
+    return weights @ v.to(weights.dtype), lse

@@ -110,7 +110,7 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
         with self.span("select", layer):
             zones = cache.zones(q, softmax, self.config.estimation)
         with self.span("recall", layer):
-            asked, misses, moved = cache.recall(zones.retrieved)
+            asked, misses, moved = cache.recall(zones)
         self.count_heads(layer, Count.PAGES_REQUESTED, asked)
         self.count_recalled(layer, misses, moved)
         self.selections += len(asked)

@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import cluster_rows
-from kvcli.kernels.block_attention import merge_blocks
-from kvcli.kernels.counted_attention import attend_beside, counted_attention, mix_counted
+from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels.counted_attention import attend_sets
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
@@ -90,29 +90,26 @@ class ClusteredTokenCache(TokensOnHost):
     def zones(self, q: Tensor, softmax: Softmax, estimated: float) -> Zones:
         """Divide the clusters for q [H, d]; see `WaveIndex.zones`."""
         heads = q.view(len(self.k), -1, q.shape[-1])
-        return self.index.zones(heads, softmax, self.budget.max_selected, estimated)
+        return self.index.zones(heads, softmax, self.budget.max_selected, estimated, self.budget.sink)
 
-    def recall(self, retrieved: Tensor) -> tuple[list[int], list[int], int]:
-        """Bring the tokens marked in `retrieved`, bool [Hk, n] of the clustered ones, into the block cache.
+    def recall(self, zones: Zones) -> tuple[list[int], list[int], int]:
+        """Bring the tokens that are retrieved into the block cache.
 
         Returns how many each KV head asked for, how many of them were missing, and the bytes moved.
         """
         self.step += 1
-        if cluster_rows.suits_marks(retrieved):
-            self.chosen, counts = cluster_rows.listed(retrieved, self.budget.sink)
+        self.chosen = zones.retrieved
+        if cluster_rows.suits(self.index.cluster):
             held = self.resident, self.used
             self.slots, misses = cluster_rows.resolve(self.chosen, self.length, self.step, *held)
         else:
-            counts = retrieved.sum(1)
-            misses = self._resolve(retrieved, int(counts.max()))
+            misses = self._resolve(self.chosen)
         self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots)
-        return counts.tolist(), misses.by_head(len(counts)), len(misses.pages) * self.pool.block_bytes
+        return zones.counts, misses.by_head(len(zones.counts)), len(misses.pages) * self.pool.block_bytes
 
-    def _resolve(self, retrieved: Tensor, most: int) -> Misses:
+    def _resolve(self, chosen: Tensor) -> Misses:
         """Give every token its slot, and say which are missing."""
-        heads, tokens, place = numbered(retrieved)
-        chosen = self.choose(heads, tokens + self.budget.sink, place, most)
-        held = self.resident.new_full((len(retrieved), self.length + 1), EMPTY)  # the slot of token t in column t + 1
+        held = self.resident.new_full((len(chosen), self.length + 1), EMPTY)  # the slot of token t in column t + 1
         held.scatter_(
             1, self.resident + 1, torch.arange(self.resident.shape[1], device=held.device).expand_as(self.used)
         )
@@ -131,13 +128,10 @@ class ClusteredTokenCache(TokensOnHost):
         assert self.chosen is not None
         assert self.slots is not None
         heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
-        estimate = mix_counted(zones.scores + zones.log_counts[:, None], values)
-        once = torch.zeros(self.chosen.shape, device=q.device).masked_fill_(self.chosen == EMPTY, float("-inf"))
-        rows = self.slots.clamp_min(0)
-        recalled = counted_attention(heads, self.k, self.v, once[:, None], softmax, rows)
-        steady = self.near.rows_of(self.steady)
-        k, v = self.near.k[:, steady], self.near.v[:, steady]
-        return attend_beside(q, k, v, merge_blocks(recalled, estimate), softmax)
+        estimated = TokenSet(zones.scores, None, values, log_counts=zones.log_counts[:, None])
+        retrieved = TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY)
+        steady = TokenSet(heads, self.near.k, self.near.v, self.near.rows_of(self.steady)[None])
+        return attend_sets(q, [steady, retrieved, estimated], softmax)
 
     @override
     def attended(self) -> Tensor:

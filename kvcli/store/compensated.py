@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels.counted_attention import attend_sets
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import DenseCache, Footprint, LayerCache, Tiers, Traffic, nbytes
 from kvcli.store.sliding import SlidingCache
@@ -116,5 +117,6 @@ def compensated_attention(
     log N is added to its score. f is the model's softcap. q [H, d], k, v [Hk, n, d] -> [H, d].
     """
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
-    mean = counted_attention(heads, mean_k[:, None], mean_v[:, None], math.log(count), softmax)
-    return attend_beside(q, k, v, mean, softmax)
+    often = mean_k.new_full((len(k), 1, 1), math.log(count), dtype=torch.float32)
+    mean = TokenSet(heads, mean_k[:, None], mean_v[:, None], log_counts=often)
+    return attend_sets(q, [TokenSet(heads, k, v), mean], softmax)

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from kvcli.kernels import four_bit_rows, nucleus_rows
 from kvcli.kernels._triton import takes
-from kvcli.kernels.counted_attention import attend_beside
+from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels.counted_attention import attend_sets
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, attend_rows
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
@@ -143,4 +144,4 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: So
     """
     if takes(q):
         return attend_rows(q, k, v, softmax, valid.contiguous())
-    return attend_beside(q, k, v, None, softmax, valid)
+    return attend_sets(q, [TokenSet(q.view(len(k), -1, q.shape[-1]), k, v, valid=valid)], softmax)

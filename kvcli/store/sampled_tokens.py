@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels.counted_attention import attend_sets
 from kvcli.kernels.lsh import colliding, directions, hash_codes, log_counts, sampling_chance
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
@@ -117,8 +118,8 @@ class SampledTokenCache(TokensOnHost):
         heads = q.view(len(sample.k), -1, q.shape[-1])  # [Hk, G, d]
         chances = self.hashing.bits, self.hashing.tables, LEAST_CHANCE
         counts = log_counts(heads, sample.k, self.centre, sample.own, *chances)  # [Hk, G, m]
-        sampled = counted_attention(heads, sample.k, sample.v, counts, softmax)
-        return attend_beside(q, *self.near.resident(), sampled, softmax)
+        near = TokenSet(heads, *self.near.resident())
+        return attend_sets(q, [near, TokenSet(heads, sample.k, sample.v, log_counts=counts)], softmax)
 
     @override
     def attended(self) -> Tensor:

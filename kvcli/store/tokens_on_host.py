@@ -49,12 +49,6 @@ class TokensOnHost(LayerCache):
         """Attend to what is on the device, as long as that is everything."""
         return self.near.attend(q, softmax)
 
-    def choose(self, heads: Tensor, tokens: Tensor, places: Tensor, most: int) -> Tensor:
-        """Note that KV head heads[i] reads token tokens[i] in places[i] of its row: [Hk, most]."""
-        self.chosen = tokens.new_full((len(self.near.k), most), EMPTY)
-        self.chosen[heads, places] = tokens
-        return self.chosen
-
     def with_chosen(self, mask: Tensor) -> Tensor:
         """Mark what was chosen in mask [Hk, length] bool, too."""
         if self.chosen is not None:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import cluster_rows
+from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.spherical_kmeans import cluster_sums, spherical_kmeans
 from kvcli.kernels.token_scores import token_scores
 from kvcli.store.cache import Tiers, nbytes
+from kvcli.store.pages import numbered
 from kvcli.store.state import Settled
 
 
@@ -33,12 +35,14 @@ class Clustering(NamedTuple):
 
 
 class Zones(NamedTuple):
-    """Of the clustered tokens, bool [Hk, n], those read exactly; log counts [Hk, C] of the clusters that are estimated.
+    """The tokens read exactly, [Hk, m] with EMPTY behind the `counts` of a head, and what of the others is estimated.
 
-    The log count of a cluster that is not is -inf. `scores` [Hk, G, C] are those of all centroids.
+    `log_counts` [Hk, C] are the logarithms of how many tokens a cluster has that is estimated, -inf of all others;
+    `scores` [Hk, G, C] are those of all centroids.
     """
 
     retrieved: Tensor
+    counts: list[int]
     log_counts: Tensor
     scores: Tensor
 
@@ -69,26 +73,31 @@ class WaveIndex:
             self.clusters += count
             self.tokens += keys.shape[1]
 
-    def zones(self, q: Tensor, softmax: Softmax, room: int, estimated: float) -> Zones:
+    def zones(self, q: Tensor, softmax: Softmax, room: int, estimated: float, first: int) -> Zones:
         """Rank clusters with q [Hk, G, d] by their centroids' softmaxed scores, added up over the group.
 
         Ties go to the lower cluster. Of the best, as many are retrieved as have `room` tokens together; of those that
-        follow, the part `estimated` of all clusters is estimated.
+        follow, the part `estimated` of all clusters is estimated. Tokens are numbered from the `first` on.
         """
         sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters]
         scores = softmax.scores(token_scores(q.flatten(0, 1), centroids, 1.0))  # [Hk, G, C]
+        follow, cluster = round(estimated * self.clusters), self.cluster[:, : self.tokens]
+        if cluster_rows.suits(cluster):
+            weights = cluster_rows.weighed(scores, sizes)
+            read, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
+            return Zones(cluster_rows.listed(cluster, read, counts, first), counts.tolist(), log_counts, scores)
         weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
-        if cluster_rows.suits(cluster := self.cluster[:, : self.tokens]):
-            read, counted = cluster_rows.divide(weights, sizes, room, round(estimated * self.clusters))
-            log_counts = sizes.float().log().masked_fill_(~counted, float("-inf"))
-            return Zones(cluster_rows.marked(cluster, read), log_counts, scores)
         order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
         fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
-        place, first = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
-        follows = (place >= first) & (place < first + round(estimated * self.clusters))
-        retrieved, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
+        place, behind = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
+        follows = (place >= behind) & (place < behind + follow)
+        read, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
         log_counts = sizes.float().log().masked_fill(~counted, float("-inf"))
-        return Zones(retrieved.gather(1, cluster.long()), log_counts, scores)
+        heads, tokens, places = numbered(read.gather(1, cluster.long()))
+        each = heads.bincount(minlength=len(read)).tolist()
+        retrieved = tokens.new_full((len(read), max(each)), EMPTY)
+        retrieved[heads, places] = tokens + first
+        return Zones(retrieved, each, log_counts, scores)
 
     def settled(self) -> list[Settled]:
         """Clusters do not change."""

@@ -153,9 +153,9 @@ def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
     counts = noise(heads, group, n, seed=3).masked_fill(noise(heads, group, n, seed=4) > 0, -math.inf)
     counts[0, 0] = -math.inf  # none for this query
     assert few_rows.suits(q, k, v)
-    found = counted_attention(q, k, v, counts, Softmax(0.3))
-    exact = counted_attention(q.double(), k.double(), v.double(), counts.double(), Softmax(0.3))
-    for one, other in zip(found, exact, strict=True):
+    found = attention_rows.attend([TokenSet(q, k, v, log_counts=counts)], Softmax(0.3))
+    exact = counted_attention(TokenSet(q.double(), k.double(), v.double(), log_counts=counts.double()), Softmax(0.3))
+    for one, other in zip(found[:2], exact, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
     assert found[0][0, 0].eq(0).all()
 
@@ -475,21 +475,26 @@ def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d,
 
 @pytest.mark.parametrize(("heads", "clusters", "room", "follow"), [(1, 1, 0, 0), (3, 700, 250, 90), (2, 40, 10**6, 7)])
 def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, room, follow):
-    weights = noise(heads, clusters).abs().softmax(-1)
-    weights[:, clusters // 2 :] = weights[:, : clusters - clusters // 2]  # ties
-    sizes = (3 * noise(heads, clusters, seed=1)).int().abs()
-    found = cluster_rows.divide(weights, sizes, room, follow)
+    scores = noise(heads, 2, clusters)
+    scores[:, :, clusters // 2 :] = scores[:, :, : clusters - clusters // 2]  # ties
+    cluster = (noise(heads, 900, seed=2).abs() * 1000).int() % clusters  # some have no token
+    sizes = torch.stack([row.bincount(minlength=clusters) for row in cluster]).int()
+    weights = cluster_rows.weighed(scores, sizes)
+    expected = scores.masked_fill(sizes[:, None] == 0, -math.inf).softmax(-1).sum(1)
+    torch.testing.assert_close(weights, expected, atol=1e-7, rtol=1e-5)
+    read, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     fits = sizes.gather(1, order).cumsum(1) <= room
     place, first = torch.arange(clusters), fits.sum(1, keepdim=True)
     follows = (place >= first) & (place < first + follow)
-    for one, ranked in zip(found, (fits, follows), strict=True):
+    for one, ranked in zip(
+        (read, log_counts != -math.inf), (fits, follows & (sizes.gather(1, order) > 0)), strict=True
+    ):
         assert torch.equal(one, torch.zeros_like(fits).scatter(1, order, ranked))
-    cluster = (noise(heads, 900, seed=2).abs() * 1000).int() % clusters
-    marks = cluster_rows.marked(cluster, found[0])
-    assert torch.equal(marks, found[0].gather(1, cluster.long()))
-    tokens, counts = cluster_rows.listed(marks, 5)
+    torch.testing.assert_close(log_counts.exp(), (sizes * (log_counts != -math.inf)).float(), atol=1e-4, rtol=1e-5)
+    marks = read.gather(1, cluster.long())
     assert counts.tolist() == marks.sum(1).tolist()
+    tokens = cluster_rows.listed(cluster, read, counts, 5)
     for own, count, row in zip(tokens, counts, marks, strict=True):
         assert own[:count].tolist() == (5 + row.nonzero()[:, 0]).tolist()
         assert (own[count:] == -1).all()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvcli.kernels import _numba
-from kvcli.kernels.counted_attention import attend_beside, counted_attention
+from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels.counted_attention import attend_sets, counted_attention
 from kvcli.kernels.lsh import colliding, directions, hash_codes, log_counts, sampling_chance
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
@@ -75,16 +76,18 @@ def test_nothing_collides(least, monkeypatch):
     assert (tokens.shape, own.shape) == ((2, 0), (2, 3, 0))
 
 
-def test_a_key_that_counts_three_times_is_three_keys():
+@pytest.mark.parametrize("least", [1, 1 << 40])
+def test_a_key_that_counts_three_times_is_three_keys(least, monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", least)
     q, k, v = (torch.randn(2, n, 8) for n in (3, 5, 5))
     counts = torch.tensor([3, 1, 0, 2, 1]).expand(2, 3, -1)
     softmax = Softmax(0.5, softcap=2.0)
-    out, lse = counted_attention(q, k, v, counts.log(), softmax)
+    out, lse = counted_attention(TokenSet(q, k, v, log_counts=counts.log()), softmax)
     rows = [0, 0, 0, 1, 3, 3, 4]
     scores = softmax.scores(q @ k[:, rows].mT)
     assert torch.allclose(out, scores.softmax(-1) @ v[:, rows], atol=1e-6)
     assert torch.allclose(lse, scores.logsumexp(-1))
-    nothing = counted_attention(q, k, v, torch.full((2, 3, 5), -torch.inf), softmax)
-    assert not nothing[0].any()
-    alone = attend_beside(q.flatten(0, 1), k, v, nothing, softmax)
+    nothing = TokenSet(q, k, v, log_counts=torch.full((2, 3, 5), -torch.inf))
+    assert not counted_attention(nothing, softmax)[0].any()
+    alone = attend_sets(q.flatten(0, 1), [TokenSet(q, k, v), nothing], softmax)
     assert torch.allclose(alone.view(2, 3, -1), softmax.scores(q @ k.mT).softmax(-1) @ v, atol=1e-6)
