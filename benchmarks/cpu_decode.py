@@ -37,6 +37,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvcli.bench.peers import TokenClock
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.state_cache import cache_argument
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.counters import Counters
@@ -89,7 +90,7 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{cache_argument(model): cache},
         max_new_tokens=steps + WARMUP + 1,
         do_sample=False,
         eos_token_id=None,

@@ -65,6 +65,8 @@ def place_pages(resident: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns also which of the wanted pages have come newly: [m]. `resident` stays as it is.
     """
+    if not len(wanted):  # where there are no slots, there is no first one to look for
+        return wanted, wanted
     same = wanted[:, None] == resident  # [k, S]
     chosen, absent = same.int().argmax(1), (~same.any(1)).nonzero()[:, 0]
     chosen[absent] = (~same.any(0)).nonzero()[: len(absent), 0]

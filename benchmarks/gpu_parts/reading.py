@@ -21,6 +21,7 @@ from gpu_parts.setting import Setting
 from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import Model
+from kvcli.models.state_cache import cache_argument
 from kvcli.runtime.engine import engine
 
 ROUNDS = 2
@@ -49,7 +50,8 @@ def by_kvcli(model: Model, ids: list[int]) -> object:
 def by_transformers(model: Model, ids: list[int]) -> object:
     """Read in one forward pass."""
     cache, tokens = DynamicCache(config=model.module.config), torch.tensor([ids], device=model.device)
-    return cache, model.module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    given = {cache_argument(model.module): cache, "use_cache": True}
+    return cache, model.module(input_ids=tokens, logits_to_keep=1, **given)
 
 
 def _measured(model: Model, ids: list[int], reader: Callable[[Model, list[int]], object]) -> Row:

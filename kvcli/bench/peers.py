@@ -20,6 +20,7 @@ from kvcli.bench.runs import Load, TimedRun
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.models.loading import Model
+from kvcli.models.state_cache import cache_argument
 from kvcli.telemetry.timeline import Timeline
 
 _RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"
@@ -70,7 +71,7 @@ class Transformers:
             generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **{cache_argument(self.model.module): cache},
                 max_new_tokens=load.max_tokens,
                 do_sample=False,
                 eos_token_id=None,

@@ -30,16 +30,14 @@ from kvcli.models.auto import angles_at
 from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
-from kvcli.models.state_cache import StateCache
+from kvcli.models.state_cache import CACHE_ARGUMENTS, StateCache
 from kvcli.models.watching import PeakBytes, UseOf
 
 _PROBE = "kvcli_probe"
 _FEW = 16  # tokens
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""What modules of transformers call their cache."""
 # What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
-_UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "past_key_values", "use_cache"}
+_UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "use_cache", *CACHE_ARGUMENTS}
 # The exact classes: what derives from them (indexed caches) stores more.
 _KEYS_AND_VALUES = (
     DynamicLayer,

@@ -5,10 +5,20 @@ stay. Keys and values pass through, because attention is kvcli's.
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""What modules of transformers call their cache: `cache` from 5.24 on."""
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Name the argument for its cache that a module which takes one has."""
+    taken = signature(module.forward).parameters
+    return next(name for name in CACHE_ARGUMENTS if name in taken)
 
 
 class StateCache(Cache):

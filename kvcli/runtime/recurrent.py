@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.models.checkpoint import quiet
-from kvcli.models.layers import CACHE_ARGUMENTS, StateGeometry
-from kvcli.models.state_cache import StateCache
+from kvcli.models.layers import StateGeometry
+from kvcli.models.state_cache import StateCache, cache_argument
 from kvcli.store.recurrent import RecurrentState
 
 Tensors = dict[str, Tensor]
@@ -163,7 +162,7 @@ def stateful(
 ) -> Iterator[None]:
     """Inside, these modules go on from the `current` states; where there are none, they know of no tokens before."""
     for module, layer in zip(modules, layers, strict=True):
-        module.forward = _stateful(module.forward, layer, current)
+        module.forward = _stateful(module.forward, cache_argument(module), layer, current)
     try:
         with quiet() if modules else nullcontext():  # they say on stderr which packages would make them faster
             yield
@@ -173,10 +172,8 @@ def stateful(
 
 
 def _stateful(
-    forward: Callable[..., Any], layer: StateGeometry, current: Callable[[], States | None]
+    forward: Callable[..., Any], argument: str, layer: StateGeometry, current: Callable[[], States | None]
 ) -> Callable[..., Any]:
-    argument = next(name for name in CACHE_ARGUMENTS if name in signature(forward).parameters)
-
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # hidden_states [b, n, D]
         states, tokens = current(), hidden_states.shape[1]
         if states is None:

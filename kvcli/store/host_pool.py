@@ -74,14 +74,10 @@ class HostPagePool:
         self.block_shape = (tensors, page_size, head_dim)
         sized = self.format is not None and self.format.sized
         self.sizes = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32) if sized else None
-        self.page_shape: tuple[int, ...]
-        if self.format is not None:
-            assert layout == "hnd"
-            self.page_shape = (num_kv_heads, self.format.bytes)
-        elif layout == "hnd":
-            self.page_shape = (num_kv_heads, tensors, page_size, head_dim)
-        else:
-            self.page_shape = (tensors, page_size, num_kv_heads, head_dim)
+        assert self.format is None or layout == "hnd"
+        block = self.block_shape if self.format is None else (self.format.bytes,)
+        by_token = tensors, page_size, num_kv_heads, head_dim
+        self.page_shape: tuple[int, ...] = by_token if layout == "nhd" else (num_kv_heads, *block)
         self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize
         self.block_bytes = self.page_bytes // num_kv_heads
         self.per_piece = max(1, num_pages if tiers.pinned is None else PIECE_BYTES // self.page_bytes)
@@ -226,8 +222,7 @@ class HostPagePool:
                 self._take(pieces[0], pages[part], heads[part], blocks)
                 return
             for (start, _), piece in zip(self._allocating, pieces, strict=True):
-                inside = (pages[part] >= start) & (pages[part] < start + len(piece))
-                here = inside.nonzero()[:, 0]
+                here = ((pages[part] >= start) & (pages[part] < start + len(piece))).nonzero()[:, 0]
                 blocks[here] = self._take(piece, pages[part][here] - start, heads[part][here])
 
         return gather
@@ -239,8 +234,7 @@ class HostPagePool:
         held, numbers = self.pieces[0].flatten(0, 1), pages * self.page_shape[0] + heads
         if self.format is not None:
             return self.format.move(held, numbers, targets, rows, self.sizes, heads)
-        whole = targets.is_contiguous()
-        parts = [targets.flatten(1)] if whole else [part.flatten(1) for part in targets.unbind(1)]
+        parts = [targets.flatten(1)] if targets.is_contiguous() else [part.flatten(1) for part in targets.unbind(1)]
         return scatter_rows.scatter_rows(held.flatten(1), numbers, parts[0], parts[-1], rows)
 
     def _in_one_piece(self, targets: Tensor) -> bool:

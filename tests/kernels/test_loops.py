@@ -516,6 +516,13 @@ def test_pages_are_given_slots_as_the_reference_gives_them(slots, wanted):
         resident[chosen] = pages
 
 
+def test_no_page_is_wanted_where_there_are_no_slots():
+    """A prefix that ends before the first block leaves the window."""
+    none = torch.empty(0, dtype=torch.long)
+    for given in place_pages(none, none):
+        assert given.shape == (0,)
+
+
 def test_selections_are_resolved_as_the_reference_resolves_them():
     """Also of heads that keep what they have, empty slots among it."""
     heads, slots, n = 3, 8, 40

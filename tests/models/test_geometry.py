@@ -179,11 +179,11 @@ def test_attention_modules_are_in_the_order_of_the_layers(family):
 @pytest.mark.parametrize("shape", shape_names())
 def test_shipped_shapes_have_the_published_size(shape):
     config = read_config(ModelSpec(shape, load_format="dummy"))
-    geometry = geometry_of(config, torch.bfloat16)
+    geometry = geometry_of(config, torch.float32)  # of which nothing is kept wider
     if shape in MADE_UP:
-        assert geometry.weight_bytes < 2**27
+        assert geometry.weight_bytes < 2**28
     else:
-        assert geometry.weight_bytes == 2 * PARAMETERS[shape]
+        assert geometry.weight_bytes == 4 * PARAMETERS[shape]
     assert {layer.head_dim for layer in geometry.layers} == {HEAD_DIMS.get(shape, 128)}
 
 
