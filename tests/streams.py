@@ -41,6 +41,9 @@ class Late(Streams):
         while self.waiting:
             self._one()
 
+    def forget(self):
+        self.waiting.clear()
+
     def _ready(self):
         first = {}
         for entry in self.waiting:

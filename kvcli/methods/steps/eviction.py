@@ -78,13 +78,14 @@ class LowestScoreOverSlots(Eviction):
 
     @override
     def look_back(self, q: Tensor, softmax: Softmax) -> None:
-        # A row that holds no token gets -inf; the score of a token that comes there begins at zero.
+        # A row that holds no token gets -inf, and keeps its score; a sequence that takes no part keeps all of them. The
+        # score of a token that comes there begins at zero.
         rows, layout = self.rows, SlotLayout(1, 0, 0, 0)  # all rows that hold one
         token_scores_device(q, rows.k, rows.lengths, layout, softmax, "mean_s", self.received)
         if self.summed:
-            self.scores.add_(self.received)
+            self.scores.add_(self.received.clamp_min_(0))
         else:
-            self.scores.copy_(self.received.expand_as(self.scores))
+            torch.where(self.received >= 0, self.received, self.scores, out=self.scores)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,11 @@ class SlotPipeline:
         """Have all streams of a device done before a step goes on elsewhere."""
         self.sides[device].streams.join()
 
+    def forget(self) -> None:
+        """Wait for nothing that a capture began which was broken off."""
+        for side in self.sides.values():
+            side.streams.forget()
+
     def count(self) -> None:
         """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""
         counters = [method.context.counters for method in self.methods]

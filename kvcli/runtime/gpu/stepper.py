@@ -135,6 +135,7 @@ class SlotStepper(Stepper):
             recorder.record(self._run, carried, self.pipeline.leave)
         except CaptureError as error:
             self.recorder = self.logits = None
+            self.pipeline.forget()
             notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {error}")
         except BaseException:
             self.left.close()

@@ -42,6 +42,10 @@ class Streams(ABC):
         Points from before are reached then: to wait for one is to wait for nothing.
         """
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Wait for nothing from before: the capture that it belonged to was broken off."""
+
 
 class SerialStreams(Streams):
     """Does all work at once, in the order in which it is given: for a CPU, which has nothing to overlap with."""
@@ -58,6 +62,9 @@ class SerialStreams(Streams):
 
     @override
     def join(self) -> None: ...
+
+    @override
+    def forget(self) -> None: ...
 
 
 class CudaStreams(Streams):
@@ -100,6 +107,10 @@ class CudaStreams(Streams):
     def join(self) -> None:
         for name in sorted(self.forked):
             torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
+        self.forget()
+
+    @override
+    def forget(self) -> None:
         self.forked.clear()
         self.joins += 1
 

@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
+from kvcli.runtime.gpu.streams import CudaStreams
 
 BROKEN = "operation not permitted when stream is capturing"
 DEVICE = torch.device("cuda", 0)
@@ -26,11 +25,13 @@ DEVICE = torch.device("cuda", 0)
 class Device:
     """What of a CUDA device a capture changes: its pools' users, who allocates from one, and the current stream.
 
-    Work that the device does not allow in a capture breaks it off (`break_off`): ending it fails, too.
+    Work that the device does not allow in a capture breaks it off (`break_off`): ending it fails, too. An event that
+    was recorded in a capture is waited for in that one alone.
     """
 
     def __init__(self, monkeypatch):
         self.pools, self.allocating, self.broken, self.streams = Counter(), [], False, [None]
+        self.captures = 0
         device = self
 
         class Graph:
@@ -40,6 +41,7 @@ class Device:
                 assert capture_error_mode == "thread_local"
                 assert device.streams[-1] is not None
                 device.pools[pool] += 1
+                device.captures += 1
                 device.allocating.append(pool)
                 self.pool, device.broken = pool, False
 
@@ -53,6 +55,17 @@ class Device:
                 if self.ended:
                     device.pools[self.pool] -= 1
 
+        class Stream:
+            def __init__(self, *_, **__): ...
+
+            def wait_stream(self, other): ...
+
+            def record_event(self):
+                return device.captures if device.allocating else None
+
+            def wait_event(self, event):
+                assert event is None or (device.allocating and event == device.captures)
+
         @contextmanager
         def stream(given):
             self.streams.append(given)
@@ -64,8 +77,8 @@ class Device:
         made = {
             "CUDAGraph": Graph,
             "stream": stream,
-            "Stream": lambda *_, **__: SimpleNamespace(wait_stream=lambda _: None),
-            "current_stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
+            "Stream": Stream,
+            "current_stream": lambda _: Stream(),
             "graph_pool_handle": lambda: (0, 1),
             "synchronize": lambda _: None,
         }
@@ -136,7 +149,7 @@ def test_what_fails_before_the_capture_is_no_capture_that_failed(device):
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("name", ["freekv", "infinigen", "h2o", "infllm"])
+@pytest.mark.parametrize("name", ["freekv", "infinigen", "h2o", "offload", "infllm"])
 def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatch):
     """Planted in a layer: one notice, nothing held, and the steps are those of the blocking pipeline."""
     generator = torch.Generator().manual_seed(3)
@@ -160,7 +173,7 @@ def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatc
         monkeypatch.setattr(Hook, "run", planted)
         if name == "infllm":
             return PiecewiseStepper(hook, sequences, rope, notices.append, recorder)
-        return SlotStepper(hook, sequences, rope, notices.append, streams=SerialStreams(), recorder=recorder)
+        return SlotStepper(hook, sequences, rope, notices.append, streams=CudaStreams(DEVICE), recorder=recorder)
 
     found = run(*case, step=step)
     assert device.as_before()

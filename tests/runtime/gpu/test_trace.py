@@ -25,7 +25,7 @@ BUDGET = {
     "freekv-score_scale": (8, 0),
     "freekv-double_buffer": (8, 0),
     "full": (1, 0),
-    "h2o": (4, 1),
+    "h2o": (4, 2),
     "infinigen": (10, 1),
     "kvzip": (1, 0),
     "loki": (6, 0),
@@ -41,7 +41,7 @@ BUDGET = {
     "streaming": (1, 0),
     "streaming-positions": (2, 0),
     "tokenselect": (5, 1),
-    "tova": (4, 1),
+    "tova": (4, 2),
     "twilight": (6, 0),
 }
 
