@@ -63,7 +63,8 @@ class CudaHostRegistrar:
 
     def settle(self) -> None:
         """Let this thread run near the device from now on, as far as the process may."""
-        with suppress(AttributeError, OSError):  # not every system places threads
+        # Not every system places threads or tells where a device is, and memory is pinned from anywhere.
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):
             cpus = nearby_cpus(self.device) & os.sched_getaffinity(0)
             if cpus:
                 os.sched_setaffinity(0, cpus)  # 0: of this thread alone

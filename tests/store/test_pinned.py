@@ -341,3 +341,16 @@ def test_the_pinning_thread_alone_moves_to_the_processors_near_the_device(there,
     memory.close()
     assert ran_on == [near if there else allowed]
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_memory_is_pinned_where_a_device_does_not_say_where_it_is(monkeypatch):
+    def refuses(_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuses)
+    registrar = CudaHostRegistrar(torch.device("cuda", 0))
+    monkeypatch.setattr(registrar, "register", lambda address, size: None)
+    monkeypatch.setattr(registrar, "unregister", lambda address: None)
+    memory = PinnedAllocator(registrar)
+    assert memory.allocate((4,), torch.float32).result(timeout=10).shape == (4,)
+    memory.close()
