@@ -20,13 +20,12 @@ from torch import Tensor
 
 from kvcli.kernels._exp import exp
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run
+from kvcli.kernels._prefetch import AHEAD, prefetch
 from kvcli.kernels.few_rows import PIECE, TOKENS, apart, dot, dots, heads_side_by_side
 from kvcli.kernels.softmax import Softmax
 
 _NONE = np.float32("-inf")
-_LINE = (
-    16  # numbers behind the d' of a part: its highest score and the sum of its weights, and room up to a line's edge
-)
+_LINE = 16  # numbers behind the d' of a part: its highest score and the sum of weights, and room up to a line's edge
 
 
 class TokenSet(NamedTuple):
@@ -76,8 +75,10 @@ class Attended(NamedTuple):
 
 
 @inlined
-def _begins(rows: Any, start: int, step: int, j: int, part: int) -> Any:
-    # Where four rows begin that lie anywhere.
+def _begins(x: Any, d: int, rows: Any, start: int, step: int, j: int, part: int) -> Any:
+    # Where four rows begin that lie anywhere; those some turns later have been asked for then.
+    for turn in range(4):
+        prefetch(x, start + rows[min(j + turn * part + AHEAD, len(rows) - 1)] * step, d)
     return (
         np.uint64(start + rows[j] * step),
         np.uint64(start + rows[j + part] * step),
@@ -181,7 +182,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
             if len(at) and len(k):
                 rows = at[h % len(at)]
                 for j in range(first, first + part):
-                    dots(q, k, h, j, part, _begins(rows, h * k_head, k_token, j, part), d, group, scores)
+                    dots(q, k, h, j, part, _begins(k, d, rows, h * k_head, k_token, j, part), d, group, scores)
                 for j in range(first + 4 * part, last):
                     dot(q, k, h, j, np.uint64(h * k_head + rows[j] * k_token), d, group, scores)
             elif len(k):
@@ -194,7 +195,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
             if len(at):
                 rows = at[h % len(at)]
                 for j in range(first, first + part):
-                    _mix(scores, v, h, j, part, _begins(rows, h * v_head, v_token, j, part), d_v, group, sums)
+                    _mix(scores, v, h, j, part, _begins(v, d_v, rows, h * v_head, v_token, j, part), d_v, group, sums)
                 for j in range(first + 4 * part, last):
                     _mix_one(scores, v, h, j, np.uint64(h * v_head + rows[j] * v_token), d_v, group, sums)
             else:

@@ -13,6 +13,7 @@ A byte of codes is two channels, whose part of a product is looked up in a table
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
+from kvcli.kernels._prefetch import prefetch
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
+CODES_AHEAD = 24  # keys whose codes are on their way: they are short
 BYTES = 4  # of codes in a block
 
 
@@ -167,31 +170,32 @@ def _encode(keys: Any, turn: Any, levels: Any, thresholds: Any, signs: Any, code
                 signs[h, i, b], weights[h, i, b] = pattern, radius / max(alpha, np.float32(1e-6))
 
 
-@in_order
-def _products(
-    table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, size: int, out: Any
-) -> None:
-    heads, n = tokens.shape
-    blocks = size // BYTES
-    pieces = (n + CHOSEN - 1) // CHOSEN
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * CHOSEN
-        last = min(first + CHOSEN, n)
-        touched = np.float32(0)  # has all that is wanted on its way from memory at once
-        for i in range(first, last):
-            touched += codes[np.uint64(h * head + tokens[h, i] * size)]
-            touched += weights[np.uint64(h * weight_head + tokens[h, i] * blocks)]
-        out[h, first] = touched
-        for i in range(first, last):
-            code, total = codes[h * head + tokens[h, i] * size :][:size], np.float32(0)
-            weight = weights[h * weight_head + tokens[h, i] * blocks :][:blocks]
-            for b in range(blocks):
-                c = b * BYTES
-                at = h * size + c
-                low = _look_up(table, at, code[c]) + _look_up(table, at + 1, code[c + 1])
-                high = _look_up(table, at + 2, code[c + 2]) + _look_up(table, at + 3, code[c + 3])
-                total += weight[b] * (low + high)
-            out[h, i] = total
+@cache
+def _multiplication(blocks: int) -> Any:
+    """Make the loop over keys of so many blocks."""
+    size = BYTES * blocks
+
+    @in_order
+    def products(table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, out: Any) -> None:
+        heads, n = tokens.shape
+        pieces = (n + CHOSEN - 1) // CHOSEN
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * CHOSEN
+            for i in range(first, min(first + CHOSEN, n)):
+                later = tokens[h, min(i + CODES_AHEAD, n - 1)]
+                prefetch(codes, h * head + later * size, size)
+                prefetch(weights, h * weight_head + later * blocks, blocks)
+                code, weight = h * head + tokens[h, i] * size, h * weight_head + tokens[h, i] * blocks
+                total = np.float32(0)
+                for b in range(blocks):
+                    at, own = h * size + BYTES * b, np.uint64(code + BYTES * b)
+                    low = _look_up(table, at, codes[own]) + _look_up(table, at + 1, codes[own + np.uint64(1)])
+                    high = _look_up(table, at + 2, codes[own + np.uint64(2)])
+                    high += _look_up(table, at + 3, codes[own + np.uint64(3)])
+                    total += weights[np.uint64(weight + b)] * (low + high)
+                out[h, i] = total
+
+    return products
 
 
 def suits(signs: Tensor, *beside: Tensor, numbers: int = 0) -> bool:
@@ -247,7 +251,7 @@ def encode(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -> tu
 
 def products(table: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
     """Add up what the codes of the tokens stand for, block by block by its weight."""
-    out, size = torch.empty(tokens.shape), table.shape[1]
+    out, blocks = torch.empty(tokens.shape), weights.shape[2]
     by_head = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
-    run(_products, tokens.numel() * size, flat(table), *by_head, tokens, size, out)
+    run(_multiplication(blocks), tokens.numel() * codes.shape[2], flat(table), *by_head, tokens, out)
     return out

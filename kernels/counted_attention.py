@@ -22,7 +22,8 @@ from kvcli.kernels.softmax import Softmax
 
 def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
     """Attend with one query of each head; at least one token of a head counts."""
-    if all(few_rows.suits(each.q, each.v, *([] if each.k is None else [each.k])) for each in sets):
+    numbers = sum(each.v.numel() for each in sets)  # some sets may be small
+    if all(few_rows.suits(each.q, each.v, *([] if each.k is None else [each.k]), numbers=numbers) for each in sets):
         out, lse, *_ = attention_rows.attend(sets, softmax)
     else:
         out, lse = merge_blocks(*(counted_attention(each, softmax) for each in sets))

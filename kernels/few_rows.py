@@ -131,9 +131,12 @@ def _products_of_odd_rows(q: Any, k: Any, head: int, token: int, out: Any) -> No
                 out[h, g, j] = total
 
 
-def suits(rows: Tensor, *matrices: Tensor) -> bool:
-    """Tell whether `rows` [.., m, d] are few, and these loops can take them with the matrices."""
-    return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices)
+def suits(rows: Tensor, *matrices: Tensor, numbers: int = 0) -> bool:
+    """Tell whether `rows` [.., m, d] are few, and these loops can take them with the matrices.
+
+    `numbers`: how many a loop looks at, where they are more than those of the tensors.
+    """
+    return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices, numbers=numbers)
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:

@@ -12,16 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._prefetch import AHEAD, prefetch
 
 PIECE = 1 << 13  # numbers that a thread takes at once, in whole rows
 
 
 @compiled
-def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
+def _scatter(blocks: Any, held: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
     half, apart = blocks.shape[1] // 2, blocks.shape[1] > k.shape[1]
     for piece in prange((len(rows) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
+            if i + AHEAD < len(rows):
+                prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
             # Two at once: a compiler calls a library's copy for a single one, which short rows wait for.
             if apart:
@@ -47,5 +50,5 @@ def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Ten
         return False
     at_once = max(1, PIECE // blocks.shape[1])
     numbers = rows.shape[0] * blocks.shape[1]
-    run(_scatter, numbers, blocks, rows.contiguous(), k, v, places.contiguous(), at_once)
+    run(_scatter, numbers, blocks, flat(blocks), rows.contiguous(), k, v, places.contiguous(), at_once)
     return True

@@ -39,13 +39,15 @@ class Hashing(NamedTuple):
 class Sample(NamedTuple):
     """What the KV heads sampled: k, v [Hk, m, d], of which each query head counts those that are its `own` [Hk, G, m].
 
-    `counts` are the tokens of each KV head; rows beyond them are empty.
+    `counts` are the tokens of each KV head; what is beyond them nobody counts. Where all tokens are in their place, k
+    and v are theirs, and the sample is in `rows` [Hk, m].
     """
 
     k: Tensor
     v: Tensor
     own: Tensor
     counts: list[int]
+    rows: Tensor | None = None
 
 
 class SampledTokenCache(TokensOnHost):
@@ -91,35 +93,39 @@ class SampledTokenCache(TokensOnHost):
         return written + self.near.append(k, v)
 
     def sample(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """List what the query heads of q [H, d] sample of the tokens between, numbered from 0, in host memory.
+        """List what the query heads of q [H, d] sample of the tokens between, in host memory.
 
         Returns what any query head of a KV head does, [Hk, m], EMPTY behind it, and whose own each is, bool [Hk, G, m].
         """
         heads = q.view(len(self.codes), -1, q.shape[-1])
         codes = hash_codes(heads, self._directions(q), self.hashing.bits)
-        return colliding(codes.to(self.codes.device), self.codes[:, : self.hashed])
+        return colliding(codes.to(self.codes.device), self.codes[:, : self.hashed], self.near.sink)
 
     def recall(self, tokens: Tensor, own: Tensor) -> tuple[Sample, int]:
-        """Bring a sample to the device; returns also the bytes moved."""
-        device = self.centre.device
-        heads, rows = (tokens != EMPTY).nonzero(as_tuple=True)
-        chosen = tokens[heads, rows] + self.near.sink
-        tokens[heads, rows] = chosen
-        self.chosen, counts = tokens.to(device), heads.bincount(minlength=len(tokens)).tolist()
+        """Bring a sample to the device; returns also the bytes moved.
+
+        What is read in its place counts as if it had been brought.
+        """
+        device, there = self.centre.device, tokens != EMPTY
+        self.chosen, counts = tokens.to(device), there.sum(1).tolist()
+        moved = sum(counts) * self.pool.block_bytes
+        if self.in_place is not None:
+            return Sample(*self.in_place, own, counts, tokens.clamp_min(0)), moved
+        heads, rows = there.nonzero(as_tuple=True)
         near = self.near.kv  # [t, Hk, .., d]
         kv = near.new_empty(*near.shape[:2], tokens.shape[1], near.shape[3])
         for head, count in enumerate(counts):
             kv[:, head, count:] = 0
-        self.pool.bring(chosen.to(device), heads.to(device), kv[:, :, :, None], rows.to(device))
-        return Sample(*both(kv), own.to(device), counts), len(heads) * self.pool.block_bytes
+        self.pool.bring(tokens[heads, rows].to(device), heads.to(device), kv[:, :, :, None], rows.to(device))
+        return Sample(*both(kv), own.to(device), counts), moved
 
     def attend_sample(self, q: Tensor, sample: Sample, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to sinks and window, and to each sampled token as often as 1 / its chance -> [H, d]."""
         heads = q.view(len(sample.k), -1, q.shape[-1])  # [Hk, G, d]
         chances = self.hashing.bits, self.hashing.tables, LEAST_CHANCE
-        counts = log_counts(heads, sample.k, self.centre, sample.own, *chances)  # [Hk, G, m]
+        counts = log_counts(heads, sample.k, self.centre, sample.own, *chances, sample.rows)  # [Hk, G, m]
         near = TokenSet(heads, *self.near.resident())
-        return attend_sets(q, [near, TokenSet(heads, sample.k, sample.v, log_counts=counts)], softmax)
+        return attend_sets(q, [near, TokenSet(heads, sample.k, sample.v, sample.rows, log_counts=counts)], softmax)
 
     @override
     def attended(self) -> Tensor:
@@ -142,7 +148,7 @@ class SampledTokenCache(TokensOnHost):
             attended=self.near.traffic(length).attended + sampled * nbytes(self.near.kv[:, :, :1]),
             scored=nbytes(self.codes[:, :far]),
             scores=far * len(self.codes),
-            recalled=sampled * self.pool.page_bytes,
+            recalled=0 if self.in_place is not None else sampled * self.pool.page_bytes,
         )
 
     def settled(self) -> list[Settled]:

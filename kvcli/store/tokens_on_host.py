@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import LayerCache, Tiers
+from kvcli.store.cache import LayerCache, Tiers, both
 from kvcli.store.disk_pool import page_pool
 from kvcli.store.host_pool import HostPagePool
 from kvcli.store.offloaded_tokens import SINKS
@@ -43,6 +43,14 @@ class TokensOnHost(LayerCache):
     def take(self, k: Tensor, v: Tensor) -> int:
         first, self.taken = self.taken, k.shape[1]
         return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
+
+    @property
+    def in_place(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of all tokens as they lie in host memory, [Hk, n, d], where a step can read them there."""
+        pool = self.pool
+        if not pool.tiers.one_memory or pool.format is not None or pool.on_disk is not None or len(pool.pieces) > 1:
+            return None
+        return both(pool.pieces[0][:, :, :, 0].movedim(0, 2).transpose(0, 1))  # [n, Hk, t, 1, d] -> [t, Hk, n, d]
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:

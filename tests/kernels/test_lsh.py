@@ -66,6 +66,10 @@ def test_counts_by_angle_in_fp64(heads, group, m, d, least, monkeypatch):
     expected = -sampling_chance(cosine, 4, 9).clamp_min(1e-2).log()
     torch.testing.assert_close(found[own].double(), expected[own], rtol=1e-4, atol=1e-4)
     assert (found[~own] == -math.inf).all()
+    order = torch.stack([torch.randperm(3 * m, generator=generator)[:m] for _ in range(heads)])
+    held = torch.full((3 * m, heads, 2, d), math.nan).movedim(0, 1)[:, :, 0]  # [Hk, 3 m, d], other numbers between
+    held.scatter_(1, order[..., None].expand(-1, -1, d), k)
+    assert torch.equal(log_counts(q, held, centre, own, 4, 9, 1e-2, order), found)
     assert math.isnan(log_counts(q * math.nan, k, centre, own, 4, 9, 1e-2)[0, 0, 0])
 
 

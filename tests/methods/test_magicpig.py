@@ -1,6 +1,7 @@
 """MagicPIG against a slow re-derivation in float64 and plain loops, sharing no code with it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from driver import HK, D, H, Stream, layers
 from engine import new_method
 from oracle import dot, group, same
 
+from kvcli.kernels import _numba
 from kvcli.kernels.softmax import Softmax
 
 K, L, SINK, WINDOW = 4, 12, 3, 9
@@ -90,6 +92,26 @@ def test_every_step_matches_the_oracle(prompt, centred):
         "sampled_part": oracle.sampled / oracle.candidates,
         "tokens_sampled_mean": oracle.read / (steps * HK),
     }
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40])  # by loops, and by torch
+def test_a_sample_that_is_read_in_its_place_is_the_one_that_is_brought(least, monkeypatch):
+    monkeypatch.setattr(_numba, "LEAST", least)
+    stream, found = Stream(61, steps=9, seed=6), []
+    for one_memory in (True, False):
+        method = new_method("magicpig", SETTINGS, layers(), 70)
+        method.context.tiers = replace(method.context.tiers, one_memory=one_memory)
+        method = type(method)(method.config, layers(), method.context)
+        method.prefill(1, stream.k[:, :61].clone(), stream.v[:, :61].clone(), stream.prompt_q[:, :0], Softmax(1))
+        assert (method.retrieval[1].in_place is not None) == one_memory
+        assert (method.traffic(1, 61).recalled == 0) == one_memory
+        for step, q in enumerate(stream.q):
+            method.context.counters.next_step()
+            found.append(method.attend(1, q, stream.k[:, 61 + step], stream.v[:, 61 + step], Softmax(D**-0.5)))
+        found.append(method.context.counters.cache())
+    *outs, counts = found[:10]
+    assert counts == found[-1]
+    torch.testing.assert_close(torch.stack(outs), torch.stack(found[10:-1]))
 
 
 def test_logits_without_value_join_the_estimate():
