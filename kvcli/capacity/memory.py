@@ -145,17 +145,19 @@ def need(
     longest = max(counted).tokens
     reader = planned(longest)
     kinds = [planned(size.tokens) for size in counted] if device.type == "cuda" and beside is None else []
+    total, stacked = counted.total() * samples, 0
     if kinds and disk is None and all(gpu_step_of(type(method), method) == GRAPH for method in kinds):
         widest = max(layer.head_dim for layer in geometry.layers)
-        slots = _in_slots(kinds, counted.total() * samples, widest)
+        slots = _in_slots(kinds, total, widest)
         kv = replace(kv, device=slots.device, by_device=slots.by_device)
+        stacked = max(_layers_in_slots(kinds, total)) if total > 1 else 0
     size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize
     workspace = Workspace.of(geometry, longest, reader.prefill_window, first_of(device), *size, reader)
-    if isinstance(device, Placement):  # what waits in host memory is not told apart by devices
-        workspace = replace(workspace, away=0)
+    away = 0 if isinstance(device, Placement) else workspace.away  # which is not told apart by devices
+    workspace = replace(workspace, away=away, stacked=stacked)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
-    states = counted.total() * samples * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
+    states = total * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
     return Need(geometry.weight_bytes, kv, workspace, states)
 
 
@@ -168,14 +170,19 @@ def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Fo
     held = methods[0].state_footprint().times(sequences)
     if plan is not None and isinstance(plan.fetch, Whole):
         held += _whole_layers(methods).times(sequences)
-    for layer in range(len(methods[0].caches)):
-        most = max(method.caches[layer].footprint().device for method in methods)
-        held += context.placed(Footprint(sequences * most), context.device(layer))
+    for layer, size in enumerate(_layers_in_slots(methods, sequences)):
+        held += context.placed(Footprint(size), context.device(layer))
     if plan is not None and plan.rotates:
         longest = max(method.context.capacity for method in methods)
         for device in dict.fromkeys(map(context.device, range(len(methods[0].caches)))):
             held += context.placed(Footprint(2 * longest * head_dim * torch.float32.itemsize), device)
     return held
+
+
+def _layers_in_slots(methods: Sequence[AnyMethod], sequences: int) -> list[int]:
+    """Bytes of each layer of a batch over slots."""
+    layers = range(len(methods[0].caches))
+    return [sequences * max(method.caches[layer].footprint().device for method in methods) for layer in layers]
 
 
 def _whole_layers(methods: Sequence[AnyMethod]) -> Footprint:

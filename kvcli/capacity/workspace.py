@@ -21,17 +21,19 @@ _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 class Workspace:
     """Bytes by what they are, on the `device` and in `host` memory beside one.
 
-    Meanwhile so many bytes of the caches on the device are `away`, which wait in host memory.
+    Meanwhile so many bytes of the caches on the device are `away`, which wait in host memory. When the prompts are read
+    so many bytes of them are `stacked`: a layer of a batch is there twice, as it was and side by side.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
     away: int = 0
+    stacked: int = 0
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device beside caches that are all there: while decoding, the rotary tables at least."""
-        return max(sum(self.device.values()) - self.away, self.device.get("rotary tables", 0))
+        """Bytes on the device beside caches that are all there: as decoding begins, the rotary tables at least."""
+        return max(sum(self.device.values()) - self.away, self.device.get("rotary tables", 0) + self.stacked)
 
     @property
     def on_host(self) -> int:

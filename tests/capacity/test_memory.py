@@ -181,6 +181,18 @@ def test_a_batch_over_slots_holds_what_a_gpu_is_planned_to_hold(name, more):
     assert 0.9 * wanted.kv.device <= storage_bytes(held) <= wanted.kv.device + 1024  # numbers of each sequence
 
 
+def test_a_layer_of_a_batch_is_there_twice_while_it_is_laid_side_by_side():
+    """Beside what a prefill holds; a sequence that is alone is not copied."""
+    geometry = geometry_of(tiny_config("llama"), torch.float32)
+    one, many = (
+        memory.need(profile("full"), geometry, torch.float32, {500: number}, 20, 1, device=torch.device("cuda"))
+        for number in (1, 1000)
+    )
+    tables = one.prefill.device["rotary tables"]
+    assert many.workspace == tables + many.kv.device // len(geometry.layers)
+    assert one.workspace == sum(one.prefill.device.values())
+
+
 def test_recurrences_before_the_first_attention_have_no_buffers_of_kv_beside_them():
     """Temporaries of a state are the most that a prompt takes; behind a layer of attention KV waits beside them."""
     config = tiny_config("qwen3_next")
