@@ -5,10 +5,11 @@
     python benchmarks/gpu.py --resume             # what the file lacks of this commit; again until it has all
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
-It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`), and needs torch, triton,
-transformers, pydantic and psutil, nothing else; `kernels` and `rates` do without transformers and pydantic.
-Without a package index in reach: `pip download -d DIR pydantic` elsewhere, for that machine's Python, and there
-`pip install --no-index --find-links DIR pydantic`.
+It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`). `machine`, `kernels` and
+`rates` need torch, triton, numpy and typing_extensions; the other parts need transformers, pydantic and psutil as well.
+A part whose package is not here says so and is not run; the others are.
+Without a package index in reach: `pip download -d DIR pydantic psutil` elsewhere, for that machine's Python, and there
+`pip install --no-index --find-links DIR pydantic psutil`.
 
 Every part runs in a process of its own within a limit of time, and the file is written after each: a part that hangs
 or fails leaves what it had found, and the others. What was not run is recorded as not run, with the reason.
@@ -161,7 +162,10 @@ def rows_of(name: str, setting: Setting, results: dict[str, Any]) -> Iterator[Ro
 
 
 def prepare() -> None:
-    """Get ready to fork: import what most parts need; those that can do without it go on without."""
+    """Get ready to fork: import what most parts need; those that can do without it go on without.
+
+    Any of these may be absent; nothing that a part imports for itself is imported before.
+    """
     # Asking whether there is a device must not start CUDA: a process that has started it cannot be forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # kvcli is imported by now. Further on, `kernels/` of a checkout on the path would shadow the package of that name
@@ -172,7 +176,7 @@ def prepare() -> None:
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     except ImportError as error:
-        print(f"all parts but machine, kernels and rates will fail: {error}", file=sys.stderr)
+        print(f"only machine, kernels and rates can run: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 Row = dict[str, Any]
 _ROOT = Path(__file__).parents[2]
+_OWN = ("kvcli", "gpu_parts", "common", "triton_cases")
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -107,10 +108,19 @@ def _send(work: Callable[[], Iterable[Row]], sender: Connection, leads: bool) ->
     except NotHere as reason:
         end = Ended(str(reason), not_here=True)
     except Exception as error:
-        traceback.print_exc()
-        end = Ended(describe(error))
+        if (package := absent(error)) is not None:
+            end = Ended(f"the package {package} is not here", not_here=True)
+        else:
+            traceback.print_exc()
+            end = Ended(describe(error))
     sys.stdout.flush()
     sender.send(end)
+
+
+def absent(error: BaseException) -> str | None:
+    """Name the package that an import did not find, if it is none of this repository's."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return package if package and package not in _OWN else None
 
 
 def describe(error: BaseException) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 
 from gpu_parts.frame import Row
@@ -15,7 +14,8 @@ from gpu_parts.setting import Setting
 
 def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     """Yield one row; fails where there is no such device."""
-    row: Row = {"host_bytes": psutil.virtual_memory().total, "cores": os.cpu_count()}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    row: Row = {"host_bytes": memory, "cores": os.cpu_count()}
     if setting.device.type == "cuda":
         of = torch.cuda.get_device_properties(setting.device)
         row |= {

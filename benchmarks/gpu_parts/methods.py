@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from gpu_parts.clock import in_turn
+from gpu_parts.contenders import SERVED
 from gpu_parts.frame import Row, describe
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase, compared, row_of, shown
-from kvcli.methods import method_names
-from kvcli.methods.card import GRAPH, read_card
 
-SERVED = [name for name in method_names() if name != "freekv" and read_card(name).gpu_step == GRAPH]
 FILLED = 0.85  # of what is free on the device, by the sequences of the largest batch
 
 

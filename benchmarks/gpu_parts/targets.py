@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from gpu_parts.contenders import SERVED
 from gpu_parts.frame import Row
-from gpu_parts.methods import SERVED
 
 Results = Mapping[str, Any]
 """Of each part its state, its error and its rows."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from kvcli.models.placement import Placement
+if TYPE_CHECKING:  # graphs of kernels alone do without a model
+    from transformers import PreTrainedModel
+
+    from kvcli.models.placement import Placement
 
 
 @runtime_checkable

@@ -12,7 +12,6 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class DiskFile:
             self.file.write(lines.view(-1), first * self.line_bytes)
         except OSError as error:
             raise self.tier.failed("writing", error, lines.numel()) from None
-        self._sums[first : first + len(lines)] = [xxhash.xxh3_64_intdigest(row.data) for row in lines.numpy()]
+        self._sums[first : first + len(lines)] = [_checksum(row) for row in lines.numpy()]
 
     def read(self, lines: Ints, rows: Rows) -> list[Future[int]]:
         """Have lines [n], ascending, read into rows of aligned memory, those that follow each other together."""
@@ -96,6 +95,12 @@ class DiskFile:
         """Read lines that follow each other into rows of memory, and hold them against their checksums."""
         self.file.read_scattered(rows, first * self.line_bytes)
         for line, row in enumerate(rows, first):
-            if xxhash.xxh3_64_intdigest(row.data) != int(self._sums[line]):
+            if _checksum(row) != int(self._sums[line]):
                 raise DamagedError("a checksum is wrong")
         return len(rows) * self.line_bytes
+
+
+def _checksum(row: NDArray[np.uint8]) -> int:
+    import xxhash  # here, as in `unbuffered`: what has no file does without
+
+    return xxhash.xxh3_64_intdigest(row.data)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +26,8 @@ class DamagedError(Exception):
 
 def checksum(block: Tensor) -> str:
     """Sixteen hexadecimal digits over bytes [n]."""
+    import xxhash  # here, as in `disk_file`: what has no file does without
+
     return xxhash.xxh3_64_hexdigest(_view(block))
 
 

@@ -1,7 +1,9 @@
 """`benchmarks/gpu.py` where there is no GPU: its frame, its arithmetic, and a part of its smoke run."""
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -207,6 +209,43 @@ def test_smoke(warm, tmp_path):
     assert "long context against short" in run.stdout
     assert smoke_of("--parts", "machine").returncode == 0
     assert json.loads(output.read_text())["parts"]["rates"] == found["parts"]["rates"]
+
+
+ABSENT = """
+import runpy, sys
+
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if (package := name.partition(".")[0]) in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{package!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+sys.argv, sys.path[0] = {arguments!r}, {folder!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("packages", [("xxhash", "pydantic", "psutil", "transformers", "numba", "rich"), ("pydantic",)])
+def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages):
+    output = tmp_path / "gpu.json"
+    arguments = [str(BENCHMARKS / "gpu.py"), "--smoke", "--parts", "machine,rates,kernels,speed", "-o", str(output)]
+    program = ABSENT.format(packages=packages, arguments=arguments, folder=str(BENCHMARKS))
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    parts = json.loads(output.read_text())["parts"]
+    assert all(parts[name]["state"] == "done" for name in ("machine", "rates", "kernels"))
+    speed = parts["speed"]
+    assert (speed["state"], speed["rows"]) == ("not run", [])
+    assert speed["error"] in {f"the package {each} is not here" for each in packages}
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("only machine, kernels and rates can run") == 1
+
+
+def test_an_import_of_its_own_that_fails_is_an_error():
+    (found,) = outcomes(broken=partial(rows, then=partial(importlib.import_module, "gpu_parts.nowhere"))).values()
+    assert found[-1].error.startswith("ModuleNotFoundError: No module named 'gpu_parts.nowhere'")
+    assert not found[-1].not_here
 
 
 def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
