@@ -28,6 +28,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     cases = [StepCase("streaming", "streaming", context)]
     cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.3, 1.0)]
     with workshop(setting, setting.shape, [context]) as place:
+        products = products_of(place.engine.model.module)
         for case in cases:
             one = Running(case, place)
             for _ in range(REPLAYS):
@@ -35,7 +36,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
             with traced() as replays:
                 for _ in range(REPLAYS):
                     one.work()
-            parts = parts_of(replays, products_of(place.engine.model.module))
+            parts = parts_of(replays, products)
             whole = statistics.median(sum(step.exposed.values()) for step in parts) / 1000
             rows = [
                 {

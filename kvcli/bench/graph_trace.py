@@ -2,7 +2,8 @@
 
 Inside a CUDA graph there are no clocks; the profiler's trace says when each kernel ran. What kernel belongs to which
 phase follows from its name where it is one of ours, and from its place in the step where it is a matrix product: they
-come layer by layer, those of attention first. Anything else goes with what ran before it.
+come layer by layer, those of attention first, as many as are left when layers are fused. Anything else goes with what
+ran before it.
 
 Phases overlap. A moment at which a kernel of the step's own lane runs is that kernel's; what retrieval does at the same
 time is hidden. A moment that retrieval has for itself is exposed, and one at which nothing runs is the host's.
@@ -12,7 +13,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -25,25 +26,29 @@ from transformers import PreTrainedModel
 from kvcli.bench.phases import STEP, StepParts
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
+from kvcli.runtime.fused import gate_and_up_of, projections_of
 from kvcli.telemetry.timeline import Span
 
-# Names of the Triton kernels (`kvcli.kernels`), and how they begin in a trace.
+# Names of the Triton kernels (`kvcli.kernels`), and how they begin in a trace. What indexes the newest token, or what
+# it has completed, is offload: one kernel does that and writes out.
 _PHASE_OF = {
     "_correct_kernel": "correction",
-    "_score_kernel": "score",
-    "_pool_kernel": "score",
-    "_token_kernel": "score",
-    "_one_bit_kernel": "score",
-    "_topk_kernel": "select",
-    "_resolve_kernel": "recall",
-    "_gather_kernel": "recall",
-    "_filled_kernel": "offload",
-    "_attend_kernel": "attention",
+    **dict.fromkeys(("_score_kernel", "_pool_kernel", "_token_kernel", "_one_bit_kernel"), "score"),
+    **dict.fromkeys(("_project_kernel", "_kept_kernel", "_rotate_newest_kernel"), "score"),
+    **dict.fromkeys(("_topk_kernel", "_near_kernel", "_nucleus_kernel", "_room_kernel", "_replace_kernel"), "select"),
+    **dict.fromkeys(("_resolve_kernel", "_gather_kernel", "_gather_quantised_kernel"), "recall"),
+    **dict.fromkeys(("_rebuild_kernel", "_bring_kernel"), "recall"),
+    **dict.fromkeys(("_filled_kernel", "_write_quantised_kernel", "_store_kernel", "_leaving_kernel"), "offload"),
+    **dict.fromkeys(("_newest_kernel", "_quantise_filled_kernel", "_quantise_kernel", "_prompt_kernel"), "offload"),
+    **dict.fromkeys(("_attend_kernel", "_append_kernel", "_move_kernel", "_tile_kernel"), "attention"),
+    "_silu_kernel": "mlp",
 }
+BY_PLACE = ("_norm_kernel", "_rotate_kernel")
+"""Triton kernels of several phases, which go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)  # the second half of a product that is split, "..._splitK"
-_CHOICE = re.compile(r"argmax", re.IGNORECASE)
+_CHOICE = re.compile(r"maxops", re.IGNORECASE)  # of argmax, and of a maximum with its place
 
 # A replay has at least so many kernels: what has fewer was launched by itself.
 _FEWEST = 16
@@ -83,22 +88,29 @@ def replays_of(events: Iterable[dict[str, Any]]) -> list[list[Kernel]]:
     return sorted(replays, key=lambda group: group[0].start)
 
 
-def products_of(model: PreTrainedModel) -> list[str]:
-    """Say the phase of every matrix product of a step, in order: of each layer's attention and MLP, then the head's."""
-    attention = set(attention_modules(model))
-    phases: list[str] = []
+def products_of(model: PreTrainedModel, foretold: Collection[int] = ()) -> list[str]:
+    """Say the phase of every matrix product of a fused step, in order: of each layer's attention and MLP, the head's.
+
+    The layer before one that is `foretold` its query makes that first. To be asked while the modules are as they came.
+    """
+    attention, phases = attention_modules(model), list[str]()
+    telling = {attention[layer - 1] for layer in foretold}
     for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-        inner = {id(part) for module in layer.modules() if module in attention for part in module.modules()}
-        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        own = sum(id(module) in inner for module in linears)
-        phases += ["projections"] * own + ["mlp"] * (len(linears) - own)
+        modules = list(layer.modules())
+        inner = {part for module in modules if module in attention for part in module.modules()}
+        joined = {each for module in modules for each in projections_of(module)[1:] + gate_and_up_of(module)[1:]}
+        linears = [module for module in modules if isinstance(module, nn.Linear) and module not in joined]
+        own, ahead = (
+            sum(module in those for module in among) for those, among in ((inner, linears), (telling, modules))
+        )
+        phases += ["projections"] * (ahead + own) + ["mlp"] * (len(linears) - own)
     return [*phases, "projections"]
 
 
 def phases_of(step: Sequence[Kernel], products: Sequence[str]) -> list[str]:
     """Find the phase of each kernel of a step; `products` as `products_of` has them.
 
-    Where the step has another number of products (experts, fused layers), all of them count as the MLP's.
+    Where the step has another number of products (experts, say), all of them count as the MLP's.
     """
     found = [bool(_PRODUCT.search(kernel.name)) and not _REDUCTION.search(kernel.name) for kernel in step]
     coming = iter(products if sum(found) == len(products) else ["mlp"] * sum(found))

@@ -250,11 +250,17 @@ class Decoding:
         footprint = sum((method.footprint() for method in methods), Footprint())
         parts = None
         if replays:
-            products = products_of(self.model.module)
+            products = products_of(self.model.module, foretold_by(methods[0]))
             parts = parts_of(replays, products)
             timeline.spans.extend(spans_of(replays, products))
         prefill_ms = self.source.prefill_ms(self.profile)
         return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, kv_bytes, parts, prefill_ms)
+
+
+def foretold_by(method: AnyMethod) -> list[int]:
+    """Layers of a method whose queries are made a layer ahead."""
+    plan = method.step_plan
+    return [layer for layer in method.retrieval if layer] if plan is not None and plan.when == "ahead" else []
 
 
 def _total(counters: Sequence[Counters], count: Count) -> int:

@@ -63,22 +63,35 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
     norm = _norm_of(module, kernels)
     if norm is not None:
         left.enter_context(_replaced(module, "forward", norm))
-    together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    if _alike(together):
-        first, *others = together
-        product = OneProduct(together, kernels)
+    if projections := projections_of(module):
+        first, *others = projections
+        product = OneProduct(projections, kernels)
         left.enter_context(_replaced(first, "forward", product))
         for index, other in enumerate(others, 1):
             left.enter_context(_replaced(other, "forward", product.part(index, other)))
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if _alike([gate, up]) and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
-        gated, before = kernels.gated(gate, up), module.forward  # type: ignore[arg-type]
+    if gate_and_up := gate_and_up_of(module):
+        gated, before = kernels.gated(*gate_and_up), module.forward
+        down: Any = module.down_proj
 
         def forward(x: Tensor) -> Tensor:
             out: Tensor = down(gated(x)) if kernels.serve(x) else before(x)
             return out
 
         left.enter_context(_replaced(module, "forward", forward))
+
+
+def projections_of(module: nn.Module) -> list[nn.Linear]:
+    """Linear layers for queries, keys and values of a module that are made one product; none where they cannot be."""
+    together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    return together if _alike(together) else []
+
+
+def gate_and_up_of(module: nn.Module) -> list[nn.Linear]:
+    """Linear layers of a gated MLP that are made one product; none where they cannot be."""
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not _alike([gate, up]) or not isinstance(down, nn.Linear) or not _gates(module, gate, up, down):  # type: ignore[arg-type]
+        return []
+    return [gate, up]  # type: ignore[list-item]
 
 
 class OneProduct:

@@ -1,9 +1,19 @@
 """Kernels of replays to parts of a step."""
 
-import pytest
-from families import tiny_model
+import re
+from pathlib import Path
 
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvcli.kernels
+from kvcli.bench import graph_trace
 from kvcli.bench.graph_trace import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
+from kvcli.capacity.roofline import PHASES
+from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.gpu.fused import fused_layers
 
 
 def kernel(name, start, end, stream=7):
@@ -83,7 +93,44 @@ def test_spans_have_a_lane_for_every_stream():
     assert [span.name for span in spans] == phases_of(STEP, PRODUCTS)
 
 
-def test_products_come_layer_by_layer():
+def test_products_come_layer_by_layer_as_fused_steps_make_them():
     model = tiny_model("llama")
-    layer = ["projections"] * 4 + ["mlp"] * 3
-    assert products_of(model) == layer * len(model.get_decoder().layers) + ["projections"]
+    depth = len(model.get_decoder().layers)
+    layer = ["projections", "projections", "mlp", "mlp"]  # queries, keys and values; out; gate and up; down
+    assert products_of(model) == layer * depth + ["projections"]
+    ahead = ["projections", *layer] * (depth - 1) + layer + ["projections"]
+    assert products_of(model, range(1, depth)) == ahead
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "gpt_oss")])
+def test_so_many_products_are_made_where_there_are_no_experts(family):
+    model = tiny_model(family)
+    with attached(model) as hook, fused_layers(model), Products() as products, torch.inference_mode():
+        token = torch.tensor([[3]])
+        hook.run(lambda layer, q, k, v, softmax: torch.empty_like(q.transpose(1, 2)), token, torch.zeros_like(token))
+    assert products.count == len(products_of(model))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "linear")
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_kernel_of_ours_has_a_phase():
+    sources = [path.read_text() for path in Path(kvcli.kernels.__path__[0]).glob("*.py")]
+    kernels = {name for text in sources for name in re.findall(r"^def (_\w+_kernel)\(", text, re.MULTILINE)}
+    assert len(kernels) > 30
+    assert kernels == {*graph_trace._PHASE_OF, *graph_trace.BY_PLACE}
+    assert set(graph_trace._PHASE_OF.values()) <= set(PHASES)
+
+
+def test_the_head_and_the_choice_of_a_greedy_step():
+    best = kernel(
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<bf16, at::native::MaxOps<bf16>>>", 50, 54
+    )
+    assert phases_of([*STEP[:-1], best], PRODUCTS)[-1] == "sampling"
