@@ -103,7 +103,11 @@ def compared(
     """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
 
     Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual.
+
+    Raises ValueError where some are compiled and others not: what one puts in a module's place the next one would run.
     """
+    if len({case.compiled for case in cases}) > 1:
+        raise ValueError("a model's modules cannot be compiled for some cases and not for others")
     running = [Running(case, place) for case in cases]
     calls = [1 if one.stepper.recorder is None else setting.calls for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
