@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
+from gpu_parts.clock import freed
 from gpu_parts.frame import Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
@@ -28,5 +28,5 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:
     ]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, several, found)
-        gc.collect()
+        freed(setting.device)
         yield from compared(place, setting, blocking, found, FEW)

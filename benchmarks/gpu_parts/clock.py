@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 from common import spread
 
 from kvcli.runtime.gpu.recorder import CudaRecorder
+from kvcli.store.pinned import pinned_allocator
 
 Work = Callable[[], Any]
 
@@ -53,6 +55,14 @@ def in_turn(
             if repeat:
                 times[name].append(taken)
     return times
+
+
+def freed(device: torch.device) -> None:
+    """Give back what nobody holds any more, and wait for it: what is timed next is not to run beside the unpinning."""
+    gc.collect()
+    if device.type == "cuda":
+        pinned_allocator(device).allocate((1,), torch.uint8).result()  # the last in a row: its thread works in order
+        torch.cuda.empty_cache()
 
 
 def captured(work: Work, device: torch.device) -> Work:

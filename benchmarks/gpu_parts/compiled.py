@@ -5,11 +5,11 @@ Both put something in the place of the model's own modules, so that one kind has
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gpu_parts.clock import freed
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
@@ -24,6 +24,6 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:
     plain = [StepCase("streaming", "streaming", context), StepCase.freekv("freekv", context)]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, plain, found)
-        gc.collect()
+        freed(setting.device)
         others = [replace(case, name=f"{case.name}, compiled", compiled=True) for case in plain]
         yield from compared(place, setting, others, found)

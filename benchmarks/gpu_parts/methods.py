@@ -10,13 +10,12 @@ freekv corrects and exchanges is forced (`steps.USUAL`, `steps.TURNOVER`).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gpu_parts.clock import in_turn
+from gpu_parts.clock import freed, in_turn
 from gpu_parts.contenders import SERVED
 from gpu_parts.frame import Row, describe
 from gpu_parts.made_up import Workshop, workshop
@@ -55,7 +54,7 @@ def beside_freekv(setting: Setting, found: Any, part: str, context: int, batch: 
             except (RuntimeError, ValueError) as error:  # out of memory, too
                 print(f"  {name}: {describe(error)}", flush=True)
                 yield {"case": name, "context": context, "batch": batch, "error": describe(error)}
-            freed(setting)
+            freed(setting.device)
 
 
 def throughput(setting: Setting, found: Any) -> Iterator[Row]:
@@ -70,7 +69,7 @@ def throughput(setting: Setting, found: Any) -> Iterator[Row]:
             yield shown(row_of(one, times[name], found) | extra)
             one.stepper.finish()
         del one, place
-        freed(setting)
+        freed(setting.device)
 
 
 def largest(place: Workshop, name: str, context: int) -> int:
@@ -81,12 +80,5 @@ def largest(place: Workshop, name: str, context: int) -> int:
     (sequence,) = place.sequences(place.profile(name), context)
     each = sequence.method.footprint().device
     del sequence
-    freed(setting)
+    freed(setting.device)
     return max(1, int(FILLED * torch.cuda.mem_get_info(setting.device)[0]) // each)
-
-
-def freed(setting: Setting) -> None:
-    """Give back what the last case had on the device."""
-    gc.collect()
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()

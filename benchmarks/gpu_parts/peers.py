@@ -6,7 +6,6 @@ model cannot be both at once. `static` is a compiled step over a `StaticCache`, 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from transformers import Cache, StaticCache
 
-from gpu_parts.clock import milliseconds
+from gpu_parts.clock import freed, milliseconds
 from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
@@ -37,7 +36,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:
         model, noise = place.engine.model, place.noise
         yield from compared(place, setting, cases, found)
     del place
-    gc.collect()
+    freed(setting.device)
     load = Load(context, batch=1, warmup=2, steps=8 if not setting.smoke else 2)
     yield _timed(Transformers(model, noise), load)
     if setting.device.type == "cuda":

@@ -15,7 +15,7 @@ import torch
 from common import spread
 from torch import Tensor
 
-from gpu_parts.clock import captured, in_turn, ratios
+from gpu_parts.clock import captured, freed, in_turn, ratios
 from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
 from kvcli.kernels.gather_pages import PROGRAMS, gather_pages, gather_pages_ref
@@ -64,6 +64,7 @@ def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     yield from plain_copies(setting)
     if setting.device.type == "cuda":
         yield shown(pinning(setting))
+        freed(setting.device)
     pool = pinned(setting, setting.pool // setting.dtype.itemsize)
     for layout in ("hnd", "nhd"):
         for part in (1.0, 0.2):

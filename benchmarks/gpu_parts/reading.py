@@ -7,7 +7,6 @@ intermediates of a chunk, so that what is related to KV is less.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from gpu_parts.clock import freed
 from gpu_parts.frame import Row
 from gpu_parts.made_up import dummy_model
 from gpu_parts.setting import Setting
@@ -55,10 +55,9 @@ def by_transformers(model: Model, ids: list[int]) -> object:
 
 
 def _measured(model: Model, ids: list[int], reader: Callable[[Model, list[int]], object]) -> Row:
-    gc.collect()
+    freed(model.device)  # the KV of the reading before, many GiB of pinned memory
     cuda = model.device.type == "cuda"
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     started = time.perf_counter()

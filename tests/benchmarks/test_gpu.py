@@ -13,16 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from registrar import FakeRegistrar
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from gpu_parts import ablation, agreement, clock, compiled, made_up, methods, steps, targets  # noqa: E402
+from gpu_parts import ablation, agreement, clock, compiled, made_up, methods, reading, steps, targets  # noqa: E402
 from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
 from gpu_parts.tables import target_line  # noqa: E402
 
+from kvcli.store.pinned import PinnedAllocator  # noqa: E402
 from kvcli.telemetry.counters import Count, Counters  # noqa: E402
 
 
@@ -181,6 +183,28 @@ def test_turns_are_taken_in_every_round():
     assert [len(late[name]) for name in "ab"] == [2, 2]
 
 
+def test_what_was_let_go_is_unpinned_before_the_next_clock_starts(monkeypatch):
+    notes = FakeRegistrar()
+    memory = PinnedAllocator(notes)
+    plain = notes.unregister
+    monkeypatch.setattr(notes, "unregister", lambda address: (time.sleep(0.02), plain(address)))
+    monkeypatch.setattr(clock, "pinned_allocator", lambda _: memory)
+    monkeypatch.setattr(reading, "freed", lambda _: clock.freed(torch.device("cuda")))
+    held = []
+
+    def reader(model, ids):
+        held.append(len(notes.held))
+        return [memory.allocate((8,), torch.uint8).result() for _ in range(10)]
+
+    model = made_up.dummy_model(smoke(), smoke().shape)
+    try:
+        for _ in range(2):
+            reading._measured(model, [1], reader)
+    finally:
+        memory.close()
+    assert max(held) <= 1  # the one that was waited for
+
+
 def test_shared_host_memory_begins_elsewhere_every_time():
     pool = torch.arange(5 * 4096.0)
     cpu = torch.device("cpu")
@@ -262,6 +286,7 @@ def test_no_case_runs_modules_that_another_has_compiled_or_fused(monkeypatch):
 
     monkeypatch.setattr(steps, "SlotStepper", Watched)
     monkeypatch.setattr(compiled, "workshop", lambda *_: made_up.workshop(setting, setting.shape, [setting.short]))
+    monkeypatch.setattr(compiled, "freed", lambda _: None)
     monkeypatch.setattr(compiled, "compared", lambda place, _, *rest: steps.compared(place, setting, *rest))
     found = list(compiled.run(replace(setting, device=SimpleNamespace(type="cuda")), {}))
     assert [row["case"] for row in found] == ["streaming", "freekv", "streaming, compiled", "freekv, compiled"]
