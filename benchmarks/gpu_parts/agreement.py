@@ -4,7 +4,8 @@ First attention alone, layer by layer, with the same made-up queries, keys and v
 pipeline can differ: captured in a CUDA graph, launched kernel by kernel, and with every stream made late at random.
 The two sum the scores of pages in different orders, so a selection may differ where two scores are equal but for
 rounding; such near-ties are counted, and left out of the comparison of outputs and transfers. Then whole texts, in
-fp32, whose tokens and counts have to be the same.
+fp32, whose tokens and counts have to be the same: steps of both pipelines run the layers fused, so that products are
+summed in one order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import ModelSpec, load_model
 from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams, Streams
 from kvcli.runtime.pipeline import Pipeline
@@ -274,8 +276,9 @@ def _decoded(
         sequence = ready.sequence(method, Sampling(max_tokens=steps, ignore_eos=True), index=row, sample=row)
         sequence.accept(logits)
         sequences.append(sequence)
-    for _ in ready.decode(sequences, pipeline=pipeline):
-        pass
+    with fused_layers(ready.model.module):
+        for _ in ready.decode(sequences, pipeline=pipeline):
+            pass
     return sequences
 
 

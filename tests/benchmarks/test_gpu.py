@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
 from gpu_parts.tables import target_line  # noqa: E402
 
+from kvcli.runtime import engine as engine_module  # noqa: E402
+from kvcli.runtime.gpu.fused import GpuKernels  # noqa: E402
 from kvcli.store.pinned import PinnedAllocator  # noqa: E402
 from kvcli.telemetry.counters import Count, Counters  # noqa: E402
 
@@ -329,6 +332,17 @@ def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
     bounds[0, next_one] = bounds[0, last] * (1 + 1e-7)
     assert agreement.near_tie(method, head, q, {last, next_one}, bench.softmax)
     assert not agreement.near_tie(method, head, q, {last, order[0] + start}, bench.softmax)
+
+
+def test_texts_of_both_pipelines_come_of_layers_that_the_gpu_fuses(monkeypatch):
+    decoded, together, seen = agreement._decoded, GpuKernels.together, []
+    monkeypatch.setattr(GpuKernels, "together", lambda *given: seen.append("fused") or together(*given))
+    monkeypatch.setattr(agreement, "_decoded", lambda *given: seen.append(given[-1]) or decoded(*given))
+    monkeypatch.setattr(engine_module, "cpu_layers", lambda _: nullcontext())  # there is none on a GPU
+    assert agreement.texts(smoke())["agrees"]
+    layers = ["fused"] * (seen.index("overlapped") - 1)
+    assert layers
+    assert seen == ["blocking", *layers, "overlapped", *layers]
 
 
 def test_after_near_ties_only_transfers_may_differ():
