@@ -89,12 +89,13 @@ class Counts:
 class Case:
     """One method or peer at one context in tokens and batch size.
 
-    `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`); None
-    for peers. `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's,
-    `floor_ms` the roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as
-    fast. Of KV on a disk, `host_kv_bytes` is the cache. `prefill_ms` is the time in which the prompt was read, where it
-    was: methods that read exactly do it together, windows are read for each. A case that could not run has the reason
-    in `error` and no figures.
+    `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`), or
+    "launched" where a graph or pieces were to be and could not be captured, of which `notices` say why; None for peers.
+    `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's, `floor_ms` the
+    roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as fast. Of KV on
+    a disk, `host_kv_bytes` is the cache. `prefill_ms` is the time in which the prompt was read, where it was: methods
+    that read exactly do it together, windows are read for each. A case that could not run has the reason in `error` and
+    no figures.
     """
 
     label: str
@@ -116,6 +117,7 @@ class Case:
     prefill_ms: float | None = None
     disk_kv_bytes: int | None = None
     error: str | None = None
+    notices: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ class Rounds:
             return
         timeline = recording()
         split = candidate.run(self.load, timeline)
+        if split.parts == []:
+            return
         offloaded = split.footprint is not None and split.footprint.host > 0
         parts = step_parts(timeline.spans, offloaded) if split.parts is None else split.parts
         times = zip(split.steps_ms, parts[self.load.warmup :], strict=True)
@@ -82,6 +84,8 @@ class Rounds:
         first = next(each.label for each in self.candidates if each.label not in self.errors)
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]
+        if last.pipeline is not None:  # which may be another one than was promised
+            known = *known[:-1], last.pipeline
         return Case(
             *known,
             runs_ms=own,
@@ -96,6 +100,7 @@ class Rounds:
             host_kv_bytes=None if last.footprint is None else last.footprint.host,
             prefill_ms=last.prefill_ms,
             disk_kv_bytes=None if last.footprint is None else last.footprint.disk,
+            notices=list(last.notices),
         )
 
     def _breakdown(self, label: str) -> Breakdown | None:

@@ -27,7 +27,9 @@ from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
 from kvcli.models.loading import Model
 from kvcli.models.placement import Place, Placement
+from kvcli.runtime.decode import decode
 from kvcli.runtime.engine import Engine, engine
+from kvcli.runtime.pipeline import Pipeline, stepper_for
 from kvcli.runtime.sampling import Sampling
 from kvcli.store.cache import Footprint
 from kvcli.store.disk_tier import DiskTier
@@ -151,8 +153,9 @@ def seeded_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 class TimedRun:
     """One run: the wall time of each timed step, and what a method's loop knows beside it.
 
-    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline. `kv_bytes`
-    is what full attention reads at the last step. `prefill_ms` is the time of the prompt, where it was read.
+    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline; empty
+    where the step could not be taken apart. `kv_bytes` is what full attention reads at the last step. `prefill_ms` is
+    the time of the prompt, where it was read. `pipeline` is what ran the steps, `notices` why: see `report.Case`.
     """
 
     steps_ms: list[float]
@@ -162,6 +165,8 @@ class TimedRun:
     kv_bytes: int = 0
     parts: list[StepParts] | None = None
     prefill_ms: float | None = None
+    pipeline: str | None = None
+    notices: Sequence[str] = ()
 
 
 class Candidate(Protocol):
@@ -207,7 +212,7 @@ class Decoding:
     disk: DiskTier | None = None
 
     def pipeline(self, load: Load) -> str:
-        """What serves the method on the model's device."""
+        """What is to serve the method on the model's device; a run tells what did."""
         model = self.model
         method = planned_method(self.profile, model.geometry, load.capacity, model.dtype, load.context)
         return pipeline_on(model.place, self.profile, self.disk, method)
@@ -215,10 +220,10 @@ class Decoding:
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
         """Decode by the loop of `kvcli generate`, which is what is timed."""
         replays: list[list[Kernel]] = []
-        pipeline = self.pipeline(load)
+        promised, notices = self.pipeline(load), list[str]()
         with ExitStack() as stack:
             stack.enter_context(self.disk or nullcontext())
-            ready = stack.enter_context(engine(self.model, [load.capacity], disk=self.disk))
+            ready = stack.enter_context(engine(self.model, [load.capacity], notices.append, self.disk))
             methods = self.source.methods(ready, self.profile, load, timeline)
             for method in methods:
                 method.context.counters.warmup = load.warmup
@@ -227,16 +232,15 @@ class Decoding:
                 ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
-            captured = pipeline == GRAPH
-            if timeline.enabled and captured:
+            notices.clear()  # of what the method wanted to know
+            wanted: Pipeline = "blocking" if promised == BLOCKING else "overlapped"
+            stepper = stepper_for(ready.hook, ready.rope, sequences, wanted, ready.notice)
+            ran_by, phased = stepper.ran_by, promised != GRAPH  # phases of slots overlap, and are not timed
+            if timeline.enabled and ran_by == GRAPH:
                 replays = stack.enter_context(traced())
-            elif timeline.enabled and pipeline == BLOCKING:  # there are no modules between pieces
+            elif timeline.enabled and ran_by == BLOCKING:  # there are no modules between pieces
                 stack.enter_context(module_spans(self.model.module, timeline))
-            for _ in ready.decode(
-                sequences,
-                Timeline() if captured else timeline,
-                "blocking" if pipeline == BLOCKING else "overlapped",
-            ):
+            for _ in decode(stepper, sequences, timeline if phased else Timeline()):
                 pass
         counters = [sequence.counters for sequence in sequences]
         asked, missed = (_total(counters, count) for count in (Count.PAGES_REQUESTED, Count.MISSES))
@@ -248,13 +252,12 @@ class Decoding:
             for sequence in sequences
         )
         footprint = sum((method.footprint() for method in methods), Footprint())
-        parts = None
-        if replays:
-            products = products_of(self.model.module, foretold_by(methods[0]))
-            parts = parts_of(replays, products)
-            timeline.spans.extend(spans_of(replays, products))
+        products = products_of(self.model.module, foretold_by(methods[0])) if replays else []
+        parts = None if phased else parts_of(replays, products)
+        timeline.spans.extend(spans_of(replays, products))
         prefill_ms = self.source.prefill_ms(self.profile)
-        return TimedRun(sequences[0].decode_ms[load.warmup :], counters, footprint, work, kv_bytes, parts, prefill_ms)
+        known = counters, footprint, work, kv_bytes, parts, prefill_ms, ran_by, notices
+        return TimedRun(sequences[0].decode_ms[load.warmup :], *known)
 
 
 def foretold_by(method: AnyMethod) -> list[int]:

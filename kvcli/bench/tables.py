@@ -139,6 +139,11 @@ def notes(report: ProfileReport) -> list[tuple[str, str]]:
         ),
         ("KV", "of prompts that the model read" if read else "seeded noise, not a text's"),
     ]
+    said: dict[str, list[str]] = {}
+    for case in report.cases:
+        for notice in case.notices:
+            said.setdefault(notice, []).append(case.label)
+    found += [("pipeline", f"{', '.join(dict.fromkeys(labels))}: {notice}") for notice, labels in said.items()]
     if report.model["source"] == "dummy":
         found.append(("weights", "random: queries turn at every step, so corrections and recalls are the worst case"))
     rates = ", ".join(f"{label} {value}" for label, value in rate_rows(report.ceilings))

@@ -65,6 +65,7 @@ STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
 """What a method states by class attributes of the same names."""
 
 GRAPH, PIECEWISE, BLOCKING = "graph", "piecewise", "blocking"
+LAUNCHED = "launched"  # promised of no method: a graph or pieces that cannot be captured, kernel by kernel
 
 
 def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> str:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod
+from kvcli.methods.card import BLOCKING
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.next_query import next_queries
@@ -45,6 +46,11 @@ class BlockingPipeline:
 
 class Stepper(Protocol):
     """Runs decode steps of a batch."""
+
+    @property
+    def ran_by(self) -> str:
+        """What runs the steps, found when they were tried out: see `kvcli.methods.card`."""
+        return BLOCKING
 
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
         """Run the newest token of every sequence through the model.

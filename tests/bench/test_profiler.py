@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 from operator import truediv
 
 import pytest
@@ -12,6 +13,7 @@ from kvcli.bench import profiler, rounds
 from kvcli.bench.phases import step_parts
 from kvcli.bench.profiler import ProfileRequest, profile
 from kvcli.bench.runs import Decoding, Entry, Load, RandomContext, entries
+from kvcli.bench.tables import notes
 from kvcli.capacity import memory
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
@@ -23,6 +25,7 @@ from kvcli.inputs.variants import variants
 from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec, load_model
 from kvcli.runtime import pipeline
+from kvcli.runtime.gpu.recorder import CaptureError
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -173,6 +176,29 @@ def test_a_run_goes_through_the_pipeline_that_its_row_names(model, served, monke
     run = Decoding(each.label, each.kind, each.profile, model, source).run(Load(200, 2, 1, 4), Timeline())
     assert made == [{"graph": "SlotStepper", "piecewise": "PiecewiseStepper"}[served]]
     assert len(run.steps_ms) == 4
+
+
+class Broken:
+    """A recorder whose captures fail."""
+
+    def record(self, rehearse, work, leave=None):
+        rehearse()
+        raise CaptureError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(("promised", "method"), [("graph", "quest"), ("piecewise", "infllm")])
+def test_a_row_names_what_ran_after_a_capture_that_failed_and_says_why(checkpoint, promised, method, monkeypatch):
+    monkeypatch.setattr("kvcli.bench.runs.pipeline_on", lambda *_: promised)
+    for name in ("SlotStepper", "PiecewiseStepper"):
+        monkeypatch.setattr(pipeline, name, partial(getattr(pipeline, name), recorder=Broken()))
+    report = profile(request(checkpoint, method, steps=3, repeat=1), Observer()).report
+    (case,) = report.cases
+    assert (case.error, case.pipeline, len(case.runs_ms)) == (None, "launched", 1)
+    (notice,) = case.notices
+    assert notice.endswith("launched one by one: operation not permitted when stream is capturing")
+    assert ("pipeline", f"{method}: {notice}") in notes(report)
+    assert (case.breakdown is None) == (promised == "graph")  # of which there are no phases but those of a trace
+    assert json.loads(report.to_json())["cases"][0]["notices"] == [notice]
 
 
 def test_runs_take_turns_and_each_is_followed_by_the_one_taken_apart(checkpoint, monkeypatch):

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.card import LAUNCHED, PIECEWISE
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
@@ -67,6 +68,11 @@ class PiecewiseStepper(Stepper):
         if recorder is not None:
             with self.states.untouched():
                 self._capture(recorder, notice)
+
+    @property
+    @override
+    def ran_by(self) -> str:
+        return LAUNCHED if self.recorder is None else PIECEWISE
 
     @override
     @torch.inference_mode()

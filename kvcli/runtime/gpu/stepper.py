@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.methods.card import GRAPH, LAUNCHED
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
@@ -25,6 +26,8 @@ from kvcli.runtime.next_query import foretelling
 from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
+
+UNCAPTURED = "a decode step cannot be captured in a CUDA graph, its kernels are launched one by one"
 
 
 class SlotStepper(Stepper):
@@ -70,13 +73,21 @@ class SlotStepper(Stepper):
         self.taking_part = list(range(len(sequences)))
         rope.use([method.context.capacity for method in methods])
         self.recorder = recorder
-        if recorder is None and model.device.type == "cuda" and not self.pipeline.waits_for_device:
-            self.recorder = CudaRecorder(*hook.places)
+        if recorder is None and model.device.type == "cuda":
+            if self.pipeline.waits_for_device:
+                notice(f"{UNCAPTURED}: the host copies pages, and has to know which")
+            else:
+                self.recorder = CudaRecorder(*hook.places)
         if self.recorder is not None:
             with self.states.untouched():
                 self._capture(self.recorder, notice)
         self.pipeline.start()
         self._feed()
+
+    @property
+    @override
+    def ran_by(self) -> str:
+        return LAUNCHED if self.recorder is None else GRAPH
 
     @override
     @torch.inference_mode()
@@ -136,7 +147,7 @@ class SlotStepper(Stepper):
         except CaptureError as error:
             self.recorder = self.logits = None
             self.pipeline.forget()
-            notice(f"a decode step cannot be captured in a CUDA graph, its kernels are launched one by one: {error}")
+            notice(f"{UNCAPTURED}: {error}")
         except BaseException:
             self.left.close()
             raise
