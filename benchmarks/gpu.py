@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
     python benchmarks/gpu.py --parts kernels,rates   # other parts stay in the file as this commit measured them
     python benchmarks/gpu.py --resume             # what the file lacks of this commit; again until it has all
+    python benchmarks/gpu.py --resume FILE -o ELSEWHERE   # what FILE lacks; FILE stays as it is
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
 It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`). `machine`, `kernels` and
@@ -90,7 +91,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--parts", help=f"only some, comma-separated: {', '.join(names)}")
     parser.add_argument(
-        "--resume", action="store_true", help="leave out the parts that the file has, done by this commit"
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="leave out what FILE (by default the one that is written) has, done by this commit on this device",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
@@ -104,17 +109,26 @@ def main() -> None:
     origin = provenance(args.commit)
     prepare()
     deadline = time.monotonic() + args.seconds
+    source = output if args.resume in (None, True) else Path(args.resume)
+    if source is not output and not source.is_file():
+        parser.error(f"--resume: there is no file {source}")
     results: dict[str, Any] = {}
     if args.resume or args.parts is not None:
-        results = measured(output, setting, origin)
+        results = measured(source, setting, origin)
+    if results:  # of the same device, as has to be seen
+        chosen = ["machine", *chosen]
+    before = device_of(results)
     for part in PARTS:
         if part.name not in chosen:
             results.setdefault(part.name, {"state": "not run", "error": "not asked for", "rows": []})
             continue
-        if args.resume and results.get(part.name, {}).get("state") == "done":
+        if args.resume and part.name != "machine" and results.get(part.name, {}).get("state") == "done":
             continue
         print(f"{part.name}: {part.about}", flush=True)
         results[part.name] = run(part, setting, results, min(part.limit, deadline - time.monotonic()))
+        if part.name == "machine" and before not in (None, device_of(results)):
+            print(f"  {source} was measured on {before}: nothing of it is taken", flush=True)
+            results = {part.name: results[part.name]}
         if output is not None:
             table = judged(results, not setting.smoke)
             write(output, {"smoke": setting.smoke, "targets": table, "parts": results}, origin)
@@ -125,13 +139,21 @@ def main() -> None:
         print(f"written to {output}")
 
 
-def measured(output: Path | None, setting: Setting, origin: dict[str, Any]) -> dict[str, Any]:
+def measured(source: Path | None, setting: Setting, origin: dict[str, Any]) -> dict[str, Any]:
     """Read the parts that a file has of the same commit and sizes."""
-    if output is None or not output.exists():
+    if source is None or not source.exists():
         return {}
-    before = json.loads(output.read_text())
+    before = json.loads(source.read_text())
     same = (before["smoke"], before["provenance"]["commit"]) == (setting.smoke, origin["commit"])
+    if not same:
+        print(f"nothing is taken of {source}, which is of another commit or of other sizes", flush=True)
     return before["parts"] if same else {}
+
+
+def device_of(results: dict[str, Any]) -> str | None:
+    """Name the device of results that know it."""
+    rows = results.get("machine", {"rows": []})["rows"]
+    return rows[0]["device"] if rows else None
 
 
 def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:

@@ -303,6 +303,28 @@ def test_kinds_of_steps_that_cannot_stand_side_by_side_are_refused():
         next(steps.compared(None, smoke(), cases, {}))
 
 
+def test_what_a_file_has_is_gone_on_from_into_another_one(warm, tmp_path):
+    first, second, third = (tmp_path / f"{name}.json" for name in "abc")
+    smoke_of = partial(warm, "--smoke", program=BENCHMARKS / "gpu.py")
+    assert smoke_of("--parts", "machine,rates", "-o", first).returncode == 0
+    before = json.loads(first.read_text())
+    run = smoke_of("--parts", "rates,phases", "--resume", first, "-o", second)
+    assert run.returncode == 0, run.stderr
+    assert "rates: " not in run.stdout
+    found = json.loads(second.read_text())["parts"]
+    assert found["rates"] == before["parts"]["rates"]
+    assert found["phases"]["error"] == "there are no kernels to trace on a CPU"
+    assert json.loads(first.read_text()) == before
+    before["parts"]["machine"]["rows"][0]["device"] = "another one"
+    first.write_text(json.dumps(before))
+    run = smoke_of("--parts", "phases", "--resume", first, "-o", third)
+    assert "was measured on another one: nothing of it is taken" in run.stdout
+    assert json.loads(third.read_text())["parts"]["rates"]["state"] == "not run"
+    run = smoke_of("--resume", tmp_path / "absent.json", "-o", third)
+    assert run.returncode == 2
+    assert "there is no file" in run.stderr
+
+
 def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
     monkeypatch.setattr(methods, "SERVED", ["shadowkv", "infinigen", "h2o"])
     setting = replace(smoke(), calls=1, repeats=1)
