@@ -1,6 +1,6 @@
 """The device path on a GPU: what is right, what the machine allows, and how far a decode step is from it.
 
-    python benchmarks/gpu.py                      # everything, under nine minutes; wants an H100 or H200
+    python benchmarks/gpu.py                      # as many parts as nine minutes have room for; wants an H100 or H200
     python benchmarks/gpu.py --parts kernels,rates   # other parts stay in the file as this commit measured them
     python benchmarks/gpu.py --resume             # what the file lacks of this commit; again until it has all
     python benchmarks/gpu.py --resume FILE -o ELSEWHERE   # what FILE lacks; FILE stays as it is
@@ -66,6 +66,8 @@ PARTS = (
     BenchmarkPart("methods_short", 180, "every method beside freekv, short context"),
     BenchmarkPart("methods_batch", 300, "every method beside freekv, a batch at the short context"),
     BenchmarkPart("throughput", 240, "ShadowKV against full attention, each at its largest batch"),
+    BenchmarkPart("methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
+    BenchmarkPart("methods_pieces", 240, "every method that is served in pieces beside freekv, short context"),
     BenchmarkPart("other", 45, "another architecture"),
     BenchmarkPart("ablation", 60, "recall with its parts switched off"),
     BenchmarkPart("static", 110, "transformers' static cache, compiled"),
@@ -73,11 +75,11 @@ PARTS = (
 ELSEWHERE = {
     "static": ("peers", "static"),
     "throughput": ("methods", "throughput"),
-    **{f"methods_{which}": ("methods", which) for which in ("short", "middle", "batch")},
+    **{f"methods_{which}": ("methods", which) for which in ("short", "middle", "batch", "large", "pieces")},
 }
 """Parts that are not `run` of a module of their name."""
 
-GOES_ON = {"methods_short", "methods_middle", "methods_batch"}
+GOES_ON = {name for name, (module, which) in ELSEWHERE.items() if module == "methods" and which != "throughput"}
 """Parts that look at what they found before, and do the rest."""
 
 SECONDS = 510.0  # for everything but imports
@@ -168,7 +170,7 @@ def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: f
         if isinstance(message, Ended):
             end = message
         else:
-            rows.append(message)
+            rows = [row for row in rows if "error" not in row or row.get("case") != message.get("case")] + [message]
     state = "done" if end.error is None else "not run" if end.not_here else "not finished"
     if end.error is not None:
         print(f"  {state}: {end.error}", flush=True)

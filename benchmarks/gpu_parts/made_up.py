@@ -87,7 +87,8 @@ class Workshop:
                 known.tiers = self.tiers
                 method = self.engine.method(profile, known)
                 self.noise.fill([method], self.engine.layers, context)
-            made.append(self.engine.sequence(method, sampling, index=row, sample=row, first_token=1))
+            # Sequences of one token would choose the same pages, which are then fetched once for all.
+            made.append(self.engine.sequence(method, sampling, index=row, sample=row, first_token=1 + row))
         return made
 
 

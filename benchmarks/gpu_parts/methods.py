@@ -1,60 +1,103 @@
-"""A decode step of every method that a graph serves, each timed in turn with freekv.
+"""A decode step of every method, each timed in turn with freekv: those that a graph serves, and those in pieces.
 
 One method stands beside freekv at a time, because many keep all KV on the device; both begin anew, because a step more
 is a token more. Queries of made-up models turn
 completely from step to step: what recalls by the query recalls most of its budget, which is its worst case. What
 freekv corrects and exchanges is forced (`steps.USUAL`, `steps.TURNOVER`).
 
+A method that fails, or does not end in the time of its part, leaves a row that says so; when the part goes on, those
+that were not tried yet come first.
+
 `throughput` is ShadowKV against full attention, each at the largest batch whose KV fits (arXiv 2410.21465, table 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gpu_parts.clock import freed, in_turn
-from gpu_parts.contenders import SERVED
+from gpu_parts.contenders import BY_GRAPH, IN_PIECES, OFFLOADING, Contender
 from gpu_parts.frame import Row, describe
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase, compared, row_of, shown
+from kvcli.capacity.memory import planned_method
+from kvcli.errors import KvcliError
 
+GIB = 1 << 30
 FILLED = 0.85  # of what is free on the device, by the sequences of the largest batch
 
 
 def short(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method at the short context."""
-    yield from beside_freekv(setting, found, "methods_short", setting.short, 1)
+    yield from beside_freekv(setting, found, "methods_short", BY_GRAPH, setting.short)
 
 
 def middle(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method at the middle context."""
-    yield from beside_freekv(setting, found, "methods_middle", setting.middle, 1)
+    yield from beside_freekv(setting, found, "methods_middle", BY_GRAPH, setting.middle)
 
 
 def batch(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method for a batch at the short context."""
-    yield from beside_freekv(setting, found, "methods_batch", setting.short, setting.many)
+    yield from beside_freekv(setting, found, "methods_batch", BY_GRAPH, setting.short, setting.many)
 
 
-def beside_freekv(setting: Setting, found: Any, part: str, context: int, batch: int) -> Iterator[Row]:
-    """Yield a row for each method that `found` has none of yet; one that fails leaves its error."""
-    known = {row["case"] for row in found.get(part, {"rows": []})["rows"]}
+def large(setting: Setting, found: Any) -> Iterator[Row]:
+    """Yield a row a method that offloads, for a batch at the middle context; the sequences begin as copies."""
+    yield from beside_freekv(setting, found, "methods_large", OFFLOADING, setting.middle, setting.many, copied=True)
+
+
+def pieces(setting: Setting, found: Any) -> Iterator[Row]:
+    """Yield a row a method that is served in pieces, at the short context."""
+    yield from beside_freekv(setting, found, "methods_pieces", IN_PIECES, setting.short)
+
+
+def beside_freekv(
+    setting: Setting,
+    found: Any,
+    part: str,
+    contenders: Sequence[Contender],
+    context: int,
+    batch: int = 1,
+    copied: bool = False,
+) -> Iterator[Row]:
+    """Yield a row for each contender that `found` has no figures of yet, and before it one that says it was begun."""
+    failed = {row["case"]: "error" in row for row in found.get(part, {"rows": []})["rows"]}
+    waiting = sorted((each for each in contenders if failed.get(each.name, True)), key=lambda each: each.name in failed)
     with workshop(setting, setting.shape, [context]) as place:
-        for name in SERVED:
-            if name in known:
-                continue
-            cases = [StepCase.freekv("freekv", context, batch), StepCase(name, name, context, batch)]
+        for each in waiting:
+            known = {"case": each.name, "method": each.method, "context": context, "batch": batch}
+            yield known | {"error": "it did not end in the time of its part"}
+            cases = [
+                StepCase.freekv("freekv", context, batch),
+                StepCase(each.name, each.method, context, batch, settings=each.settings),
+            ]
             try:
-                freekv, row = compared(place, setting, cases, found)
+                fit(place, cases)
+                freekv, row = compared(place, setting, cases, found, copied=copied)
                 yield row | {"freekv_ms": freekv["rounds_ms"]}
-            except (RuntimeError, ValueError) as error:  # out of memory, too
-                print(f"  {name}: {describe(error)}", flush=True)
-                yield {"case": name, "context": context, "batch": batch, "error": describe(error)}
+            except (RuntimeError, ValueError, KvcliError) as error:  # out of memory, too
+                print(f"  {each.name}: {describe(error)}", flush=True)
+                yield known | {"error": describe(error)}
             freed(setting.device)
+
+
+def fit(place: Workshop, cases: Sequence[StepCase]) -> None:
+    """Raise ValueError where the device has no room for all cases at once."""
+    setting, model, wanted = place.setting, place.engine.model, 0
+    if setting.device.type != "cuda":
+        return
+    for case in cases:
+        profile, room = place.profile(case.method, **case.settings), case.context + setting.spare
+        method = planned_method(profile, model.geometry, room, setting.dtype, case.context)
+        wanted += case.batch * method.footprint().device
+    free = int(FILLED * torch.cuda.mem_get_info(setting.device)[0])
+    if wanted > free:
+        raise ValueError(f"{wanted / GIB:.0f} GiB on the device, where there is room for {free / GIB:.0f}")
 
 
 def throughput(setting: Setting, found: Any) -> Iterator[Row]:

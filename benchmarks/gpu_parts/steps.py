@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ from gpu_parts.frame import Row
 from gpu_parts.made_up import Workshop
 from gpu_parts.setting import Setting
 from kvcli.capacity.roofline import step_work
+from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.gpu.synthetic import DecisionRates
 from kvcli.runtime.sequence import RunningSequence
@@ -26,6 +29,9 @@ USUAL = 0.3
 
 ROUND_SECONDS = 0.5
 """Of a case in a round, at most, where it takes more than one step: what recalls everything takes as long for one."""
+
+LOOPED_SECONDS = 5.0
+"""With the host in the loop, after which no further step begins: what brings all KV takes seconds for one."""
 
 MOVED_AT_BEST = ("projections", "attention", "mlp", "score")
 """Phases whose bytes no step can do without: weights, budget KV and dense layers' KV, summaries."""
@@ -50,7 +56,7 @@ class StepCase:
 
 
 class Running:
-    """A case while it is measured."""
+    """A case while it is measured; served by slots, or in pieces, as `kvcli.runtime.pipeline` does it."""
 
     def __init__(self, case: StepCase, place: Workshop, copied: bool = False):
         self.case = case
@@ -59,33 +65,46 @@ class Running:
         self.bytes_at_best = bytes_at_best(place, self.sequences)
         self.notices: list[str] = []
         rates = None if case.corrected is None else DecisionRates(case.corrected, TURNOVER)
-        parts = place.engine.hook, self.sequences, place.engine.rope
-        self.stepper = SlotStepper(*parts, self.notices.append, compiled=case.compiled, rates=rates)
+        parts = place.engine.hook, self.sequences, place.engine.rope, self.notices.append
+        self.stepper: SlotStepper | PiecewiseStepper
+        method = self.sequences[0].method
+        if gpu_step_of(type(method), method) == GRAPH:
+            self.stepper = SlotStepper(*parts, compiled=case.compiled, rates=rates)
+        else:
+            self.stepper = PiecewiseStepper(*parts)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a step is one graph."""
+        return self.stepper.ran_by == GRAPH
 
     @property
     def work(self) -> Work:
         """One step: of a graph its replay, else what launches the kernels."""
-        recorder = self.stepper.recorder
-        return self.step if recorder is None else partial(recorder.replay, 0)
+        return partial(self.stepper.recorder.replay, 0) if self.captured and self.stepper.recorder else self.step
 
     def step(self) -> None:
         """Run one step as the decode loop does, which reads the tokens on the host."""
-        self.stepper.step(self.sequences)
+        rows = self.stepper.step(self.sequences)
+        if isinstance(self.stepper, PiecewiseStepper):  # which is told the tokens by the sequences
+            for sequence, row in zip(self.sequences, rows, strict=True):
+                sequence.accept(*row)
 
     def looped(self, steps: int) -> Row:
         """Run steps with the host in the loop: their times, and what they recalled. Comes before all that is timed."""
-        times = []
-        for _ in range(steps):
+        times, begun = list[float](), time.perf_counter()
+        while len(times) < 2 or (len(times) < steps and time.perf_counter() - begun < LOOPED_SECONDS):
             for sequence in self.sequences:
                 sequence.counters.next_step()
             started = time.perf_counter()
             self.step()
             times.append(time.perf_counter() - started)
-        self.stepper.pipeline.count()
+        if isinstance(self.stepper, SlotStepper):
+            self.stepper.pipeline.count()
         counted = [step for sequence in self.sequences for step in sequence.counters.counts[1:]]
         return {  # the first step finds nothing there
             "looped_ms": milliseconds(times[1:]),
-            "missed_pages": sum(layer[Count.MISSES] for step in counted for layer in step) / (steps - 1),
+            "missed_pages": sum(layer[Count.MISSES] for step in counted for layer in step) / (len(times) - 1),
         }
 
 
@@ -98,26 +117,39 @@ def bytes_at_best(place: Workshop, sequences: Sequence[RunningSequence]) -> int:
 
 
 def compared(
-    place: Workshop, setting: Setting, cases: Sequence[StepCase], found: Any, repeats: int | None = None
+    place: Workshop,
+    setting: Setting,
+    cases: Sequence[StepCase],
+    found: Any,
+    repeats: int | None = None,
+    copied: bool = False,
 ) -> Iterator[Row]:
     """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
 
-    Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual.
+    Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual; `copied`: see
+    `Workshop.sequences`. What each puts in the place of the model's own goes as it came, also where one fails.
 
     Raises ValueError where some are compiled and others not: what one puts in a module's place the next one would run.
     """
     if len({case.compiled for case in cases}) > 1:
         raise ValueError("a model's modules cannot be compiled for some cases and not for others")
-    running = [Running(case, place) for case in cases]
-    calls = [1 if one.stepper.recorder is None else setting.calls for one in running]
+    with ExitStack() as left:
+        running = []
+        for case in cases:
+            running.append(Running(case, place, copied))
+            left.callback(running[-1].stepper.finish)
+        yield from timed(running, setting, found, repeats or setting.repeats)
+
+
+def timed(running: Sequence[Running], setting: Setting, found: Any, repeats: int) -> Iterator[Row]:
+    """Time what was built."""
+    calls = [setting.calls if one.captured else 1 for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
     most = [max(1, int(1000 * ROUND_SECONDS / more["looped_ms"]["median"])) for more in extra]
     works = {one.case.name: (one.work, min(own)) for one, *own in zip(running, calls, most, strict=True)}
-    times = in_turn(works, repeats or setting.repeats, setting.device, setting.deadline)
+    times = in_turn(works, repeats, setting.device, setting.deadline)
     for one, more in zip(running, extra, strict=True):
         yield shown(row_of(one, times[one.case.name], found) | more)
-    for one in reversed(running):  # what each has put in the place of the model's own goes as it came
-        one.stepper.finish()
 
 
 def row_of(one: Running, seconds: list[float], found: Any) -> Row:
@@ -134,7 +166,8 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
         "turnover": None if case.corrected is None else TURNOVER,
         "settings": case.settings,
         "compiled": case.compiled,
-        "captured": one.stepper.recorder is not None,
+        "captured": one.captured,
+        "ran_by": one.stepper.ran_by,
         "notices": one.notices,
         "rounds_ms": [1000 * taken for taken in seconds],
         "step_ms": step,
@@ -158,7 +191,7 @@ def shown(row: Row) -> Row:
     line += f" ({step['min']:.3f} to {step['max']:.3f})"
     line += "" if floor is None else f", floor {floor:.3f}"
     line += f", with the host {row['looped_ms']['median']:.3f}" if "looped_ms" in row else ""
-    line += "" if row["captured"] else ", not a graph"
+    line += "" if row["captured"] else f", {row['ran_by']}"
     print(line, flush=True)
     for notice in row["notices"]:
         print(f"    {notice}", flush=True)

@@ -24,15 +24,15 @@ def show(results: Mapping[str, Any], targets: Sequence[Row]) -> None:
     for name, part in results.items():
         seconds = f", {part['seconds']:.0f} s" if "seconds" in part else ""
         error = f": {part['error']}" if part["error"] else ""
-        print(f"  {name:<12} {part['state']}{seconds}{error}")
+        print(f"  {name:<14} {part['state']}{seconds}{error}")
 
 
 def target_line(target: Row) -> str:
     """One line: figure with its spread, what is wanted, and whether it is met."""
     if target["measured"] is None:
-        return f"{target['what']:<58} not measured ({target['missing']})"
+        return f"{target['what']:<62} not measured ({target['missing']})"
     figure = f"{target['measured']:.2f} {target['unit']}"
     spread = "" if target["least"] is None else f" ({target['least']:.2f} to {target['most']:.2f})"
     verdict = {True: ": met", False: ": NOT met", None: ""}[target["met"]]
     wanted = "" if target["wanted"] is None else f"wanted {target['wanted']}{verdict}"
-    return f"{target['what']:<58} {figure:>10}{spread:<20} {wanted}".rstrip()
+    return f"{target['what']:<62} {figure:>10}{spread:<20} {wanted}".rstrip()

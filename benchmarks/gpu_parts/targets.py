@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from gpu_parts.contenders import SERVED
+from gpu_parts.contenders import BY_GRAPH, IN_PIECES, OFFLOADING
 from gpu_parts.frame import Row
 
 Results = Mapping[str, Any]
@@ -199,7 +199,25 @@ TARGETS = (
     Target("prefill, device memory above weights and hidden states", reading_memory, 1.5, unit="GiB"),
     Target("tokens a second, large batch against one sequence", more_at_once, 5.0, at_most=False),
     Target("tokens a second, shadowkv against full, largest batches", shadowkv_throughput, 3.04, at_most=False),
-    *(Target(f"{name} against freekv, middle context", beside_freekv("methods_middle", name), 1.5) for name in SERVED),
+    Target("the same, the goal", shadowkv_throughput, 5.0, at_most=False),
+    *(
+        Target(f"{each.name} against freekv, middle context", beside_freekv("methods_middle", each.name), 1.5)
+        for each in BY_GRAPH
+    ),
+    *(
+        Target(
+            f"{each.name} against freekv, a batch at the middle context",
+            beside_freekv("methods_large", each.name),
+            None,
+        )
+        for each in OFFLOADING
+    ),
+    *(
+        Target(
+            f"{each.name}, in pieces, against freekv, short context", beside_freekv("methods_pieces", each.name), None
+        )
+        for each in IN_PIECES
+    ),
 )
 
 

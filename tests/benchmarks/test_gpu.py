@@ -19,12 +19,27 @@ from registrar import FakeRegistrar
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from gpu_parts import ablation, agreement, clock, compiled, made_up, methods, reading, steps, targets  # noqa: E402
+import gpu  # noqa: E402
+from gpu_parts import (  # noqa: E402
+    ablation,
+    agreement,
+    clock,
+    compiled,
+    contenders,
+    made_up,
+    methods,
+    reading,
+    steps,
+    targets,
+)
 from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
 from gpu_parts.tables import target_line  # noqa: E402
 
+from kvcli.inputs.profiles import resolve_profile  # noqa: E402
+from kvcli.methods import get_method, method_names  # noqa: E402
+from kvcli.methods.card import GRAPH, PIECEWISE, gpu_step_of  # noqa: E402
 from kvcli.runtime import engine as engine_module  # noqa: E402
 from kvcli.runtime.gpu.fused import GpuKernels  # noqa: E402
 from kvcli.store.pinned import PinnedAllocator  # noqa: E402
@@ -326,15 +341,78 @@ def test_what_a_file_has_is_gone_on_from_into_another_one(warm, tmp_path):
 
 
 def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
-    monkeypatch.setattr(methods, "SERVED", ["shadowkv", "infinigen", "h2o"])
+    named = {each.name: each for each in contenders.BY_GRAPH}
+    monkeypatch.setattr(methods, "BY_GRAPH", [named[name] for name in ("infinigen", "shadowkv", "h2o")])
     setting = replace(smoke(), calls=1, repeats=1)
-    beside = list(methods.batch(setting, {"methods_batch": {"rows": [{"case": "h2o"}]}}))
-    assert [(row["case"], row["batch"]) for row in beside] == [("shadowkv", 3), ("infinigen", 3)]
+    before = [{"case": "h2o"}, {"case": "infinigen", "error": "it did not end in the time of its part"}]
+    begun = list(methods.batch(setting, {"methods_batch": {"rows": before}}))
+    assert [("error" in row, row["case"]) for row in begun] == [
+        (True, "shadowkv"), (False, "shadowkv"), (True, "infinigen"), (False, "infinigen")
+    ]  # fmt: skip
+    beside = [row for row in begun if "error" not in row]
+    assert all(row["batch"] == 3 for row in beside)
     largest = list(methods.throughput(setting, {}))
     assert [(row["case"], row["batch"]) for row in largest] == [("full", 2), ("shadowkv", 2)]
     found = {"methods_middle": {"error": None, "rows": beside}, "throughput": {"error": None, "rows": largest}}
     assert judged(found, "shadowkv against freekv")["measured"] > 0
     assert judged(found, "tokens a second, shadowkv against full")["measured"] > 0
+
+
+def test_contenders_are_all_methods_as_they_are_served_and_some_otherwise_too():
+    everyone = contenders.BY_GRAPH + contenders.IN_PIECES
+    assert {each.method for each in everyone} == {*method_names()} - {"freekv"}
+    for each in everyone:
+        settings = resolve_profile(each.method, None, each.settings).settings
+        served = GRAPH if each in contenders.BY_GRAPH else PIECEWISE
+        assert gpu_step_of(get_method(each.method), settings) == served
+        assert each.offloads == settings.on_host or served == PIECEWISE
+    counted = json.loads((BENCHMARKS / "results/kernel_counts.json").read_text())["methods"]
+    assert {each.name for each in contenders.BY_GRAPH} <= {*counted}
+    (plus,) = (each for each in contenders.OFFLOADING if each.name == "shadowkv-plus")
+    assert resolve_profile(None, "shadowkv-plus").settings == resolve_profile(plus.method, None, plus.settings).settings
+
+
+def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):
+    setting, served = replace(smoke(), calls=2, repeats=1), []
+
+    class Watched(steps.PiecewiseStepper):
+        def step(self, batch):
+            served.append([len(sequence.token_ids) for sequence in batch])
+            return super().step(batch)
+
+    monkeypatch.setattr(steps, "PiecewiseStepper", Watched)
+    monkeypatch.setattr(methods, "IN_PIECES", [each for each in contenders.IN_PIECES if each.name == "infllm"])
+    begun, row = methods.pieces(setting, {})
+    assert (begun["case"], begun["error"]) == ("infllm", "it did not end in the time of its part")
+    assert (row["case"], row["captured"], len(row["freekv_ms"])) == ("infllm", False, 1)
+    assert served == [[count] for count in range(1, len(served) + 1)]
+    assert len(served) > 3
+
+
+def test_sequences_of_a_batch_differ_by_their_token_where_they_are_copies():
+    with made_up.workshop(smoke(), smoke().shape, [smoke().short]) as place:
+        made = place.sequences(place.profile("shadowkv"), smoke().short, 3, copied=True)
+        assert [sequence.token_ids for sequence in made] == [[1], [2], [3]]
+
+
+def test_what_began_and_what_failed_leaves_no_row_beside_its_figures(monkeypatch):
+    sent = [{"case": name, **more} for name in "ab" for more in ({"error": "begun"}, {"rounds_ms": [1.0]})]
+    monkeypatch.setattr(gpu, "rows_of", lambda *_: iter([*sent, {"case": "c", "error": "begun"}]))
+    before = {"methods_large": {"rows": [{"case": "b", "error": "before"}, {"case": "d", "rounds_ms": [2.0]}]}}
+    found = gpu.run(gpu.BenchmarkPart("methods_large", 60, ""), smoke(), before, 60.0)
+    assert [(row["case"], "error" in row) for row in found["rows"]] == [
+        ("d", False), ("a", False), ("b", False), ("c", True)
+    ]  # fmt: skip
+
+
+def test_what_has_no_room_on_the_device_is_said_and_not_tried(monkeypatch):
+    on_gpu = replace(smoke(), device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 20))
+    with made_up.workshop(smoke(), smoke().shape, [smoke().short]) as place:
+        place.setting = on_gpu
+        methods.fit(place, [steps.StepCase("shadowkv", "shadowkv", smoke().short)])
+        with pytest.raises(ValueError, match="GiB on the device"):
+            methods.fit(place, [steps.StepCase("shadowkv", "shadowkv", smoke().short, batch=1000)])
 
 
 def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
