@@ -119,6 +119,8 @@ def _send(work: Callable[[], Iterable[Row]], sender: Connection, leads: bool) ->
 
 def absent(error: BaseException) -> str | None:
     """Name the package that an import did not find, if it is none of this repository's."""
+    while isinstance(error, ModuleNotFoundError) and error.name is None and error.__cause__ is not None:
+        error = error.__cause__  # transformers raises another one from it
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return package if package and package not in _OWN else None
 

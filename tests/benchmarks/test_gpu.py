@@ -285,6 +285,18 @@ def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages)
     assert ended.stderr.count("only machine, kernels and rates can run") == 1
 
 
+def test_a_package_that_another_one_lacks_is_named():
+    def imports():
+        try:
+            raise ModuleNotFoundError("No module named 'regex'", name="regex._regex")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("Could not import module 'Cache'") from error
+
+    assert outcomes(lacking=partial(rows, then=imports)) == {
+        "lacking": [Ended("the package regex is not here", not_here=True)]
+    }
+
+
 def test_an_import_of_its_own_that_fails_is_an_error():
     (found,) = outcomes(broken=partial(rows, then=partial(importlib.import_module, "gpu_parts.nowhere"))).values()
     assert found[-1].error.startswith("ModuleNotFoundError: No module named 'gpu_parts.nowhere'")
