@@ -3,8 +3,8 @@
 Weights are the softmax of estimated scores over all tokens of the slots, for each query head; those of sink and window
 are kept in any case and count first. A KV head keeps what any of its query heads keeps.
 
-On the device blocks of rows are scored by as many programs; the last of a KV head to finish finds for every query head
-the largest weight from which on all reach the part, bit by bit.
+On the device blocks of rows are scored by as many programs for each query head, and the last of them to finish finds
+which ones it keeps (`kvcli.kernels.keep_most`); the last query head of a KV head puts together what all of them keep.
 
 Shapes: q [b, H, d], codes and ranges as in `kvcli.kernels.four_bit_keys` of all tokens, rows with the chosen pages as
 `resident` -> kept [b, Hk, slots * p] bool.
@@ -18,14 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels._triton import (
+    jit,
+    last_to_arrive,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    rows_at_once,
+    takes,
+    tl,
+)
 from kvcli.kernels.four_bit_keys import four_bit_scores
+from kvcli.kernels.keep_most import keep_most
 from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions
 from kvcli.kernels.softmax import Softmax, capped
 
-BLOCK_N = 64  # rows that a program scores
+BLOCK_N = 128  # rows that a program scores
 BLOCK_Y = 64  # bytes of a row that it multiplies at once
-BLOCK_W = 2048  # weights that the last one looks at together
+BLOCK_W = 2048  # weights that the last one looks at together, and flags of the last of a KV head
 
 
 class NucleusTally(NamedTuple):
@@ -79,8 +90,10 @@ def keep_nucleus_ref(
     heads: Tensor,
     kept: Tensor,
     tally: NucleusTally,
+    arrived: Tensor,
 ) -> None:
     """All sequences at once."""
+    del arrived  # of the kernel
     layout = rows.layout
     slot = torch.arange(kept.shape[2], device=q.device) // layout.size
     always = (slot < layout.sink) | (slot >= layout.first)
@@ -101,12 +114,6 @@ def keep_nucleus_ref(
 
 
 @jit
-def _weights(scores: tl.tensor, row: tl.tensor, num_rows: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """Read scores and make weights of them that the largest one measures."""
-    return tl.exp(tl.load(scores + row, mask=row < num_rows, other=float("-inf")) - highest)
-
-
-@jit
 def _nucleus_kernel(
     q: tl.tensor,
     codes: tl.tensor,
@@ -115,6 +122,7 @@ def _nucleus_kernel(
     resident: tl.tensor,
     heads: tl.tensor,
     scores: tl.tensor,
+    kept_by: tl.tensor,
     kept: tl.tensor,
     selections: tl.tensor,
     weighed: tl.tensor,
@@ -122,6 +130,7 @@ def _nucleus_kernel(
     fewest: tl.tensor,
     most: tl.tensor,
     arrived: tl.tensor,
+    finished: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     num_tokens: tl.tensor,
@@ -139,108 +148,66 @@ def _nucleus_kernel(
     D: tl.constexpr,
     BYTES: tl.constexpr,
     SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Y: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
-    pair = tl.program_id(0)  # a KV head of a sequence
-    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    head = tl.program_id(0)  # a query head of a sequence
+    pair = head // G  # its KV head
+    b = (pair // HK).to(tl.int64)
     length = tl.load(lengths + b)
     newest_page = (length - 1) // SIZE
     resident += pair.to(tl.int64) * (first - sink)
-    kept += pair.to(tl.int64) * num_rows
-    scores += pair.to(tl.int64) * G * num_rows
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     page = page_in_slot(row // SIZE, newest_page, resident, sink, first, ring, window, low, 1)
     position = page * SIZE + row % SIZE
     there = (row < num_rows) & (position >= 0) & (position < length)
     if tl.load(heads + pair) == 0:
-        tl.store(kept + row, there, mask=row < num_rows)
+        if head % G == 0:
+            tl.store(kept + pair.to(tl.int64) * num_rows + row, there, mask=row < num_rows)
         return
-    g = tl.arange(0, BLOCK_G)
     token = pair.to(tl.int64) * num_tokens + position
-    products = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
-    in_all = tl.zeros([BLOCK_G], tl.float32)  # the sum of a query
-    for begin in tl.static_range(0, BYTES, BLOCK_Y):
-        j = begin + tl.arange(0, BLOCK_Y)
-        queries = q + b * q_batch + (h * G + g)[:, None] * q_head + j[None, :]
-        own = (g < G)[:, None] & (j < BYTES)[None, :]
-        one = tl.load(queries, mask=own, other=0.0).to(tl.float32)
-        other = tl.load(queries + BYTES, mask=own & (BYTES + j < D)[None, :], other=0.0).to(tl.float32)
+    q += b * q_batch + (head - b * (HK * G)) * q_head
+    products = tl.zeros([BLOCK_N], tl.float32)
+    in_all = tl.zeros([BLOCK_Y], tl.float32)  # the sum of the query
+    for byte in tl.static_range(0, BYTES, BLOCK_Y):
+        j = byte + tl.arange(0, BLOCK_Y)
+        one = tl.load(q + j, mask=j < BYTES, other=0.0).to(tl.float32)
+        other = tl.load(q + BYTES + j, mask=(j < BYTES) & (BYTES + j < D), other=0.0).to(tl.float32)
         coded = there[:, None] & (j < BYTES)[None, :]
         packed = tl.load(codes + token[:, None] * BYTES + j[None, :], mask=coded, other=0).to(tl.int32)
-        products += tl.dot(one, tl.trans((packed & 15).to(tl.float32)), input_precision=PRECISION)
-        products += tl.dot(other, tl.trans((packed >> 4).to(tl.float32)), input_precision=PRECISION)
-        in_all += tl.sum(one, axis=1) + tl.sum(other, axis=1)
+        lower, upper = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+        products += tl.sum(one[None, :] * lower + other[None, :] * upper, axis=1)
+        in_all += one + other
     step = tl.load(ranges + token * 2, mask=there, other=0.0).to(tl.float32)
     zero = tl.load(ranges + token * 2 + 1, mask=there, other=0.0).to(tl.float32)
-    found = capped((products * step[None, :] + in_all[:, None] * zero[None, :]) * scale, softcap)
-    found = tl.where(there[None, :], found, float("-inf"))
-    tl.store(scores + g[:, None] * num_rows + row[None, :], found, mask=(g < G)[:, None] & (row < num_rows)[None, :])
-    if last_to_arrive(arrived + pair, BLOCKS):
-        count, of_all = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        for head in range(G):
-            own_scores = scores + head * num_rows
-            highest = tl.full([BLOCK_W], float("-inf"), tl.float32)
-            for start in range(0, num_rows, BLOCK_W):
-                i = start + tl.arange(0, BLOCK_W)
-                highest = tl.maximum(highest, tl.load(own_scores + i, mask=i < num_rows, other=float("-inf")))
-            top = tl.max(highest, axis=0)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            norm = tl.zeros([BLOCK_W], tl.float32)
-            fixed = tl.zeros([BLOCK_W], tl.float32)
-            for start in range(0, num_rows, BLOCK_W):
-                i = start + tl.arange(0, BLOCK_W)
-                weight = _weights(own_scores, i, num_rows, top)
-                norm += weight
-                fixed += tl.where((i < sink * SIZE) | (i >= first * SIZE), weight, 0.0)
-            norm_sum = tl.sum(norm, axis=0)
-            wanted = part * norm_sum - tl.sum(fixed, axis=0)  # of the others, in weights that the largest measures
-            threshold = 0
-            for bit in range(31):
-                trial = threshold | (1 << (30 - bit))
-                mass = tl.zeros([BLOCK_W], tl.float32)
-                for start in range(0, num_rows, BLOCK_W):
-                    i = start + tl.arange(0, BLOCK_W)
-                    weight = _weights(own_scores, i, num_rows, top)
-                    open = (i >= sink * SIZE) & (i < first * SIZE) & (weight.to(tl.int32, bitcast=True) >= trial)
-                    mass += tl.where(open, weight, 0.0)
-                threshold = tl.where(tl.sum(mass, axis=0) >= wanted, trial, threshold)
-            above = tl.zeros([BLOCK_W], tl.float32)
-            for start in range(0, num_rows, BLOCK_W):
-                i = start + tl.arange(0, BLOCK_W)
-                weight = _weights(own_scores, i, num_rows, top)
-                open = (i >= sink * SIZE) & (i < first * SIZE) & (weight.to(tl.int32, bitcast=True) > threshold)
-                above += tl.where(open, weight, 0.0)
-            left, equal = wanted - tl.sum(above, axis=0), 0
-            for start in range(0, num_rows, BLOCK_W):
-                i = start + tl.arange(0, BLOCK_W)
-                weight = _weights(own_scores, i, num_rows, top)
-                bits = weight.to(tl.int32, bitcast=True)
-                always = (i < sink * SIZE) | (i >= first * SIZE)
-                tie = ((always == 0) & (bits == threshold) & (i < num_rows)).to(tl.int32)
-                before = (equal + tl.cumsum(tie, axis=0) - tie).to(tl.float32) * weight
-                keeps = always | (bits > threshold) | ((tie == 1) & (before < left)) | (part >= 1.0)
-                keeps = keeps & (tl.load(own_scores + i, mask=i < num_rows, other=float("-inf")) > float("-inf"))
-                if head > 0:
-                    keeps = keeps | (tl.load(kept + i, mask=i < num_rows, other=0) != 0)
-                tl.store(kept + i, keeps, mask=i < num_rows)
-                equal += tl.sum(tie, axis=0)
-                if head == G - 1:
-                    count += tl.sum(keeps.to(tl.int64), axis=0)
-                    of_all += tl.sum(
-                        (tl.load(own_scores + i, mask=i < num_rows, other=float("-inf")) > float("-inf")).to(tl.int64),
-                        axis=0,
-                    )
-            tl.debug_barrier()  # all threads see what this head keeps before the next one adds to it
-        tl.atomic_add(selections + b, 1)
-        tl.atomic_add(weighed + b, of_all)
-        tl.atomic_add(kept_so_far + b, count)
-        tl.atomic_min(fewest + b, count)
-        tl.atomic_max(most + b, count)
+    found = capped((products * step + tl.sum(in_all, axis=0) * zero) * scale, softcap)
+    own = scores + head.to(tl.int64) * num_rows
+    tl.store(own + row, tl.where(there, found, float("-inf")), mask=row < num_rows)
+    if last_to_arrive(arrived + head, BLOCKS):
+        keep_most(own, kept_by + head.to(tl.int64) * num_rows, num_rows, sink * SIZE, first * SIZE, part, BLOCK_W)
+        if last_to_arrive(finished + pair, G):
+            g = tl.arange(0, BLOCK_G)
+            count = tl.zeros([BLOCK_K], tl.int32)
+            of_all = tl.zeros([BLOCK_K], tl.int32)
+            for start in range(0, num_rows, BLOCK_K):
+                i = start + tl.arange(0, BLOCK_K)
+                flags = kept_by + (pair.to(tl.int64) * G + g)[:, None] * num_rows + i[None, :]
+                keeps = tl.load(flags, mask=(g < G)[:, None] & (i < num_rows)[None, :], other=0).to(tl.int32)
+                keeps = tl.max(keeps, axis=0)
+                tl.store(kept + pair.to(tl.int64) * num_rows + i, keeps != 0, mask=i < num_rows)
+                count += keeps
+                score = tl.load(own + i, mask=i < num_rows, other=float("-inf"))  # any query head's says the same
+                of_all += (score > float("-inf")).to(tl.int32)
+            num_kept = tl.sum(count, axis=0).to(tl.int64)
+            tl.atomic_add(selections + b, 1)
+            tl.atomic_add(weighed + b, tl.sum(of_all, axis=0).to(tl.int64))
+            tl.atomic_add(kept_so_far + b, num_kept)
+            tl.atomic_min(fewest + b, num_kept)
+            tl.atomic_max(most + b, num_kept)
 
 
 def keep_nucleus(
@@ -253,10 +220,12 @@ def keep_nucleus(
     heads: Tensor,
     kept: Tensor,
     tally: NucleusTally,
+    arrived: Tensor,
 ) -> None:
     """Write to `kept` which rows are attended to, and count; KV heads that `heads` [b, Hk] does not flag keep all.
 
-    May be captured in a CUDA graph. Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    `arrived` [b, H] int32 are zeros, as `PagedKV.arrived` are for the KV heads. May be captured in a CUDA graph. Raises
+    ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_tokens, size), layout = q.shape, codes.shape, rows.layout
     rows.check()
@@ -267,28 +236,30 @@ def keep_nucleus(
     require_whole("kept", kept, (b, num_kv_heads, layout.total * layout.size), torch.bool)
     for name, x in zip(tally._fields, tally, strict=True):
         require_whole(name, x, (b,), torch.int64)
+    require_whole("arrived", arrived, (b, num_heads), torch.int32)
     if not takes(q):
-        return keep_nucleus_ref(q, rows, codes, ranges, softmax, p, heads, kept, tally)
+        return keep_nucleus_ref(q, rows, codes, ranges, softmax, p, heads, kept, tally, arrived)
     groups, num_rows = num_heads // num_kv_heads, kept.shape[2]
-    blocks = -(-num_rows // BLOCK_N)
+    blocks, block_g, row_block = -(-num_rows // BLOCK_N), power_of_two(groups), power_of_two(num_rows)
     scores = torch.empty(b, num_heads, num_rows, dtype=torch.float32, device=q.device)
+    kept_by = torch.empty(b, num_heads, num_rows, dtype=torch.bool, device=q.device)
     launch(
         _nucleus_kernel,
-        (b * num_kv_heads, blocks),
-        *(q, codes, ranges, rows.lengths, rows.resident, heads, scores, kept, *tally, rows.counts(), *q.stride()[:2]),
-        *(num_tokens, num_rows, layout.sink, layout.first, layout.ring, layout.window, layout.low),
+        (b * num_heads, blocks),
+        *(q, codes, ranges, rows.lengths, rows.resident, heads, scores, kept_by, kept, *tally, arrived, rows.counts()),
+        *(*q.stride()[:2], num_tokens, num_rows, layout.sink, layout.first, layout.ring, layout.window, layout.low),
         *(softmax.scale, softmax.softcap, p),
         HK=num_kv_heads,
         G=groups,
         D=d,
         BYTES=size,
         SIZE=layout.size,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
         BLOCKS=blocks,
-        BLOCK_G=max(16, power_of_two(groups)),
+        BLOCK_G=block_g,
         BLOCK_N=BLOCK_N,
-        BLOCK_Y=max(16, min(BLOCK_Y if groups <= 32 else BLOCK_Y // 2, power_of_two(size))),
-        BLOCK_W=min(BLOCK_W, power_of_two(num_rows)),
-        warps=8,
+        BLOCK_Y=min(BLOCK_Y, power_of_two(size)),
+        BLOCK_W=max(16, min(BLOCK_W, row_block)),
+        BLOCK_K=rows_at_once(num_rows, block_g, BLOCK_W),
+        warps=4,
     )
     return None

@@ -791,10 +791,12 @@ def _(draw: Draw, s: Sizes) -> Call:
     return Call((k, draw.ints(s.lengths), codes, ranges), [codes, ranges])
 
 
-@case(tokens_kept.keep_nucleus, tokens_kept.keep_nucleus_ref, [0.5, 0.9, 1.0], exact=True)
-def _(draw: Draw, s: Sizes, p: float) -> Call:
-    """Scores of many tokens are equal, and their weights powers of two."""
-    s = s._replace(layout=s.layout._replace(group=1))
+@case(tokens_kept.keep_nucleus, tokens_kept.keep_nucleus_ref, ["0.5 wide", 0.5, 0.9, 1.0], exact=True)
+def _(draw: Draw, s: Sizes, variant: str | float) -> Call:
+    """Scores of many tokens are equal, and their weights powers of two; of many rows a program sees a part."""
+    p, s = float(str(variant).split()[0]), s._replace(layout=s.layout._replace(group=1))
+    if "wide" in str(variant) and s.d == ODD.d:
+        s = s._replace(lengths=(0, 12, 610, 2399), layout=SlotLayout(size=4, sink=2, selected=147, window=2))
     rows, n = rows_of(draw, s), s.pages * s.layout.size
     codes = draw.ints(torch.zeros(s.b, s.hk, n, -(-s.d // 2)), torch.uint8)
     codes[..., 0] = draw.ints(torch.randint(0, 8, (s.b, s.hk, n), generator=draw.generator), torch.uint8)
@@ -802,5 +804,6 @@ def _(draw: Draw, s: Sizes, p: float) -> Call:
     q = draw.like(torch.ones(s.b, s.hk * s.g, s.d))
     tally = tokens_kept.NucleusTally(*(draw.ints([9] * s.b, torch.int64) for _ in range(5)))
     kept = draw.ints(torch.zeros(s.b, s.hk, s.layout.total * s.layout.size), torch.bool)
-    args = (q, rows, codes, ranges, Softmax(0.6931471805599453), p, draw.mask(s.b, s.hk), kept, tally)
-    return Call(args, [kept, *tally])
+    arrived = draw.ints(torch.zeros(s.b, s.hk * s.g))
+    args = (q, rows, codes, ranges, Softmax(0.6931471805599453), p, draw.mask(s.b, s.hk), kept, tally, arrived)
+    return Call(args, [kept, *tally, arrived])

@@ -86,10 +86,14 @@ class NucleusOverSlots(Choice):
         self.counts = NucleusTally(*counts)
         self.counts.fewest.fill_(torch.iinfo(torch.int64).max)
         self.tally = self.counts._asdict()
+        self.arrived: Tensor | None = None
 
     @override
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
         index.best(q, softmax, heads, selection)
+        if self.arrived is None:  # the first step, which no graph captures, tells how many query heads there are
+            self.arrived = torch.zeros(q.shape[:2], dtype=torch.int32, device=q.device)
         rows, tensors = self.slots.rows._replace(resident=selection.selected), self.slots.tensors
-        keep_nucleus(q, rows, tensors["codes"], tensors["ranges"], softmax, self.p, heads, self.kept, self.counts)
+        codes, ranges = tensors["codes"], tensors["ranges"]
+        keep_nucleus(q, rows, codes, ranges, softmax, self.p, heads, self.kept, self.counts, self.arrived)
         return Chosen(selection.selected, self.kept)
