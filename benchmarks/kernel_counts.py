@@ -2,10 +2,11 @@
 
     python benchmarks/kernel_counts.py [--against COMMIT] [-o FILE]
 
-Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, on a short prompt,
-with the form that choosing pages has at 128K (`kvcli.kernels.page_scores.ALONE`). The chain is what the next layer
-waits for, the model's own kernels of a llama layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where
-heads are corrected it is longer. `--against` puts the budgets of the trace's test at a commit beside.
+Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, on a short prompt
+beyond a shorter budget (`raas-contested`: within it), with the form that choosing pages has at 128K
+(`kvcli.kernels.page_scores.ALONE`). The chain is what the next layer waits for, the model's own kernels of a llama
+layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are corrected it is longer. `--against`
+puts the budgets of the trace's test at a commit beside.
 """
 
 import argparse
@@ -47,15 +48,15 @@ class CountedStreams(SerialStreams):
         self.beside[name.split()[0]] += self.count() - before
 
 
-def counted(name: str, switch: dict[str, Any]) -> dict[str, float]:
-    """Count a layer's kernels: all, of the chain, and of the chain through a corrected head."""
+def counted(name: str, switch: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, float]:
+    """Count a layer's kernels after such prompts: all, of the chain, and of the chain through a corrected head."""
     page = get_method(name).Config.model_fields.get("page_size")
     streams = CountedStreams()
     with pytest.MonkeyPatch.context() as patch:
         if page is not None and LENGTH // page.default >= page_scores.ALONE:
             for module in (choose_pages, page_scores):
                 patch.setattr(module, "ALONE", 0)
-        triton, torch_, _ = test_trace.traced(name, switch, (test_trace.LENGTH, 40), patch, streams)
+        triton, torch_, _ = test_trace.traced(name, switch, lengths, patch, streams)
     beside = streams.beside
     chain = triton + torch_ - sum(beside.values()) + test_fused.LAYER
     corrected = chain - 1 + beside["correction"] if "correction" in beside else chain
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="write JSON, too")
     asked = parser.parse_args()
     before = budgets(asked.against) if asked.against else {}
-    found = {str(case.id): counted(*case.values) for case in test_trace.variants(dense_layers=0)}
+    found = {str(case.id): counted(*case.values) for case in test_trace.cases()}
     print("| method | Triton + torch | before | chain | through a corrected head |\n| --- | --- | --- | --- | --- |")
     for label, numbers in found.items():
         old = "{} + {}".format(*before[label]) if label in before else ""
