@@ -20,7 +20,9 @@ from kvcli.kernels.tile_attention import serves, tile_attention
 SCORES_AT_ONCE = 1 << 26
 
 # What cuDNN is worth a plan for, which takes it tens to hundreds of milliseconds: whole chunks of a prompt as rows, and
-# keys by powers of two that are as long as this at least.
+# keys by powers of two that are as long as this at least. From twice as many keys on, a quarter of it is enough: as a
+# GPU reads prompts by 4096 tokens, all keys before a chunk are cuDNN's then, in two shapes more. Shorter prompts would
+# not win back what these take: by published rates some 10 ms for 4096 keys that a chunk sees, in 32 layers of an 8B.
 PLANNED_ROWS, PLANNED_KEYS = 1024, 1 << 14
 
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -113,7 +115,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, with_cud
     """
     start, blocks = 0, []
     if with_cudnn and not causal and q.shape[1] % PLANNED_ROWS == 0:
-        for size in powers_of_two(k.shape[1] // PLANNED_KEYS * PLANNED_KEYS):
+        least = PLANNED_KEYS if k.shape[1] < 2 * PLANNED_KEYS else PLANNED_KEYS // 4
+        for size in powers_of_two(k.shape[1] // least * least):
             part = slice(start, start + size)
             out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 q[None], k[None, :, part], v[None, :, part], None, True, 0.0, False, False, scale=scale

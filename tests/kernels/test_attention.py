@@ -138,8 +138,9 @@ class Operators:
 @pytest.mark.parametrize(
     ("m", "n", "causal", "with_cudnn", "calls"),
     [
-        (8, 46, False, True, [("cudnn", 32), ("cudnn", 8), ("flash", 6)]),
+        (8, 47, False, True, [("cudnn", 32), ("cudnn", 8), ("cudnn", 4), ("cudnn", 2), ("flash", 1)]),
         (8, 40, False, True, [("cudnn", 32), ("cudnn", 8)]),
+        (8, 15, False, True, [("cudnn", 8), ("flash", 7)]),  # too few keys for plans of short stretches
         (8, 7, False, True, [("flash", 7)]),
         (7, 46, False, True, [("flash", 46)]),  # the last, shorter chunk of a prompt
         (8, 46, False, False, [("flash", 46)]),
