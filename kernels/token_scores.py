@@ -146,7 +146,9 @@ def token_scores_device(
     if not takes(q):
         return token_scores_device_ref(q, keys, lengths, layout, softmax, pooling, out, heads, excluded)
     block_c = max(16, min(WIDEST, power_of_two(channels)))
-    block_n = max(16, min(128, BLOCK_BYTES // (block_c * keys.element_size())))
+    block_g = max(16, power_of_two(groups))
+    warps, held = (4, BLOCK_BYTES) if block_g <= 32 else (8, BLOCK_BYTES // 2)  # queries of many heads are wide, too
+    block_n = max(16, min(128, held // (block_c * keys.element_size())))
     left = GroupScores((b, num_kv_heads, groups, num_tokens), pooling, -(-num_tokens // block_n), out)
     half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"
     launch(
@@ -162,9 +164,10 @@ def token_scores_device(
         HOW=left.how,
         WHAT=left.what,
         PRECISION="tf32" if half else "ieee",  # tf32 holds every bit of the half precisions
-        BLOCK_G=max(16, power_of_two(groups)),
+        BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_C=block_c,
+        warps=warps,
     )
     left.pool(lengths, layout, heads, excluded, softmax.sinks)
     return None

@@ -111,7 +111,7 @@ def test_every_kernel_compiles_without_spilling(dtypes, others, tmp_path):
     over_latents = {"_attend_kernel", "_token_kernel", "_correct_kernel", "_nucleus_kernel"}
     assert {line["kernel"] for line in latents} >= over_latents
     assert max(line["shared"] for line in latents) <= 163 << 10, "an A100 has no more shared memory for a block"
-    spilling = [line for line in found if line["spilt"] and line not in latents]
+    spilling = [line for line in found if line["spilt"]]
     assert not spilling, "registers are spilt to local memory"
     wide = {"_gather_kernel", "_filled_kernel", "_attend_kernel", "_score_kernel"}
     narrow = [line for line in found if line["kernel"] in wide and line["widest"] != 128]
