@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcli.kernels import add_rms_norm as add_norm
 from kvcli.kernels import append_token as append
 from kvcli.kernels import choose_pages as choose
 from kvcli.kernels import decode_attention as decode
@@ -655,6 +656,12 @@ def _quantised(draw: Draw, s: Sizes, *shape: int) -> tuple[Tensor, Tensor]:
 def _(draw: Draw, s: Sizes) -> Call:
     n = s.hk * s.g * s.d + (3 if s is ODD else 0)
     return Call((draw(2, s.b, n + 8)[..., :n], draw(n), 1e-6, 1.0))
+
+
+@case(add_norm.add_rms_norm, add_norm.add_rms_norm_ref)
+def _(draw: Draw, s: Sizes) -> Call:
+    n = s.hk * s.g * s.d + (3 if s is ODD else 0)
+    return Call((draw(2, s.b, n + 8)[..., :n], draw(2, s.b, n + 5)[..., :n], draw(n), 1e-6, 1.0))
 
 
 @case(silu.silu_mul, silu.silu_mul_ref)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from kvcli.bench.phases import STEP, StepParts
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
-from kvcli.runtime.fused import gate_and_up_of, projections_of
+from kvcli.runtime.fused import gated_of, projections_of
 from kvcli.telemetry.timeline import Span
 
 # Names of the Triton kernels (`kvcli.kernels`), and how they begin in a trace. What indexes the newest token, or what
@@ -98,7 +98,8 @@ def products_of(model: PreTrainedModel, foretold: Collection[int] = ()) -> list[
     for layer in decoder_of(model).layers:  # type: ignore[union-attr]
         modules = list(layer.modules())
         inner = {part for module in modules if module in attention for part in module.modules()}
-        joined = {each for module in modules for each in projections_of(module)[1:] + gate_and_up_of(module)[1:]}
+        joined = {each for module in modules for each in projections_of(module)[1:]}
+        joined |= {parts[1] for parts in map(gated_of, modules) if parts is not None}  # "up", which "gate" makes
         linears = [module for module in modules if isinstance(module, nn.Linear) and module not in joined]
         own, ahead = (
             sum(module in those for module in among) for those, among in ((inner, linears), (telling, modules))

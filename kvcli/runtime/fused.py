@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,43 +55,36 @@ def fused_by(kernels: Kernels, model: PreTrainedModel) -> Iterator[None]:
         for name in {type(module).__module__ for module in model.modules()}:
             turn = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
             if turn is not None:
-                left.enter_context(_replaced(sys.modules[name], "apply_rotary_pos_emb", Turning(turn, kernels)))
+                left.enter_context(replaced(sys.modules[name], "apply_rotary_pos_emb", Turning(turn, kernels)))
         yield
 
 
 def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
-    norm = _norm_of(module, kernels)
+    norm = norm_of(module)
     if norm is not None:
-        left.enter_context(_replaced(module, "forward", norm))
+        left.enter_context(replaced(module, "forward", _normalised(kernels, norm, module.forward)))
     if projections := projections_of(module):
         first, *others = projections
         product = OneProduct(projections, kernels)
-        left.enter_context(_replaced(first, "forward", product))
+        left.enter_context(replaced(first, "forward", product))
         for index, other in enumerate(others, 1):
-            left.enter_context(_replaced(other, "forward", product.part(index, other)))
-    if gate_and_up := gate_and_up_of(module):
-        gated, before = kernels.gated(*gate_and_up), module.forward
-        down: Any = module.down_proj
+            left.enter_context(replaced(other, "forward", product.part(index, other)))
+    parts = gated_of(module)
+    if parts is not None:
+        gate, up, down = parts
+        gated, before = kernels.gated(gate, up), module.forward
 
         def forward(x: Tensor) -> Tensor:
             out: Tensor = down(gated(x)) if kernels.serve(x) else before(x)
             return out
 
-        left.enter_context(_replaced(module, "forward", forward))
+        left.enter_context(replaced(module, "forward", forward))
 
 
 def projections_of(module: nn.Module) -> list[nn.Linear]:
     """Linear layers for queries, keys and values of a module that are made one product; none where they cannot be."""
     together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     return together if _alike(together) else []
-
-
-def gate_and_up_of(module: nn.Module) -> list[nn.Linear]:
-    """Linear layers of a gated MLP that are made one product; none where they cannot be."""
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not _alike([gate, up]) or not isinstance(down, nn.Linear) or not _gates(module, gate, up, down):  # type: ignore[arg-type]
-        return []
-    return [gate, up]  # type: ignore[list-item]
 
 
 class OneProduct:
@@ -156,8 +149,16 @@ class Turning:
         return found.partner, found.column, found.sign
 
 
-def _norm_of(module: nn.Module, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
-    """Find the kernel that does what a module does, if it normalises rows by their root mean square."""
+class Norm(NamedTuple):
+    """What a module does that normalises rows by their root mean square, see `kvcli.kernels.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    shift: float
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """Find out whether a module is such a norm."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or list(module.children()):
         return None
@@ -170,14 +171,20 @@ def _norm_of(module: nn.Module, kernels: Kernels) -> Callable[[Tensor], Tensor] 
     for shift in (0.0, 1.0):
         found = rms_norm_ref(x, weight, eps, shift).float()
         if found.shape == wanted.shape and bool(((found - wanted).norm() <= tolerance * wanted.norm()).item()):
-            return _normalised(kernels, weight, eps, shift, module.forward)
+            return Norm(weight, eps, shift)
     return None
 
 
-def _normalised(
-    kernels: Kernels, weight: Tensor, eps: float, shift: float, before: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    return lambda x: kernels.norm(x, weight, eps, shift) if kernels.serve(x) else before(x)
+def _normalised(kernels: Kernels, norm: Norm, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: kernels.norm(x, *norm) if kernels.serve(x) else before(x)
+
+
+def gated_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+    """Give gate, up and down of an MLP that is down(silu(gate) * up)."""
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if _alike([gate, up]) and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
+        return gate, up, down  # type: ignore[return-value]
+    return None
 
 
 def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
@@ -185,7 +192,7 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
     x = torch.linspace(-1.0, 1.0, 64, device=gate.weight.device, dtype=gate.weight.dtype)[None]
     with ExitStack() as stack:
         for linear, product in ((gate, lambda x: 3 * x - 1), (up, lambda x: 2 - x), (down, lambda x: -x)):
-            stack.enter_context(_replaced(linear, "forward", product))
+            stack.enter_context(replaced(linear, "forward", product))
         try:
             wanted = mlp(x)
         except (RuntimeError, TypeError, ValueError):
@@ -205,7 +212,7 @@ def _alike(linears: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Put a value in the place of an attribute; what was there before comes back."""
     before = vars(owner).get(name)
     setattr(owner, name, value)

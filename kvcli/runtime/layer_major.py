@@ -42,15 +42,20 @@ def layer_major(
             put_in()
 
     def put_in() -> None:
+        found[:] = [vars(module).get("forward") for module in modules]
         for module, forward in zip(modules, forwards, strict=True):
             module.forward = forward
 
     def take_out() -> None:
-        for module in modules:
-            del module.forward  # back to the method of the class
+        for module, forward in zip(modules, found, strict=True):
+            if forward is None:
+                del module.forward  # back to the method of the class
+            else:
+                module.forward = forward  # of those who take steps meanwhile
 
     decoder = decoder_of(hook.model)
     modules: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
+    found: list[Callable[..., Any] | None] = []
     forwards = [
         _by_parts(hook, layer.forward, own, between, last if layer is modules[-1] else None, streamed)
         for layer, own in zip(modules, parts, strict=True)

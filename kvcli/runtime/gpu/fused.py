@@ -6,8 +6,8 @@ device twice, but for one layer's while it is put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -21,11 +21,14 @@ from kvcli.kernels.rms_norm import rms_norm
 from kvcli.kernels.rotate import rotate
 from kvcli.kernels.silu_mul import silu_mul
 from kvcli.runtime.fused import Kernels, fused_by
+from kvcli.runtime.gpu.residual import sums_in_norms
 
 
-def fused_layers(model: PreTrainedModel) -> AbstractContextManager[None]:
+@contextmanager
+def fused_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the layers of a model as few kernels; what they compute is the same within rounding."""
-    return fused_by(GpuKernels(), model)
+    with sums_in_norms(model), fused_by(GpuKernels(), model):
+        yield
 
 
 class GpuKernels(Kernels):

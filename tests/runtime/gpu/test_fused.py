@@ -8,14 +8,16 @@ from fake_cuda import NOTHING
 from families import FAMILIES, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels import _triton, rms_norm, rotate, silu_mul
+from kvcli.kernels import _triton, add_rms_norm, rms_norm, rotate, silu_mul
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.gpu.fused import fused_layers
+from kvcli.runtime.gpu.residual import parts_of, sums_in_norms
+from kvcli.runtime.layer_major import layer_major
 
 TOKENS = torch.randint(3, VOCAB, (2, 3), generator=torch.Generator().manual_seed(5))
-# Norm, product of queries, keys and values, rotation; product of what attention gave, residual; norm, product of gate
-# and up, gate, product, residual.
-LAYER = 10
+# Norm, product of queries, keys and values, rotation; product of what attention gave, residual with norm, product of
+# gate and up, gate, product, residual.
+LAYER = 9
 
 
 def logits(model):
@@ -42,6 +44,46 @@ def test_logits_are_the_same_by_kernels(monkeypatch):
     with fused_layers(model):
         monkeypatch.setattr(_triton, "on_cpu", True)
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_that_is_read_between_steps_leaves_layers_as_they_were():
+    """Steps of other sequences run by the same layers, whose forward a prompt replaces for itself."""
+    model, tokens = tiny_model("llama"), TOKENS[:1]
+    layers = list(model.model.layers)
+    seen = []
+    with attached(model) as hook, fused_layers(model), torch.inference_mode():
+        own = [vars(layer)["forward"] for layer in layers]
+
+        def step(_):
+            seen.append([vars(layer)["forward"] for layer in layers] == own)
+
+        parts = [[slice(0, 2), slice(2, 3)]] * len(layers)
+        with layer_major(hook, parts, [2], step):
+            hook.run(nothing, tokens, torch.arange(3)[None])
+        assert seen == [True] * 2 * len(layers)
+        assert [vars(layer)["forward"] for layer in layers] == own
+
+
+@pytest.mark.parametrize(
+    ("family", "found"), [("llama", True), ("qwen3", True), ("gemma2", False), ("glm4", False), ("granite", False)]
+)
+def test_layers_that_add_and_normalise_are_known_by_what_they_do(family, found):
+    model = tiny_model(family)
+    with sums_in_norms(model):
+        assert {"forward" in vars(layer) for layer in model.model.layers} == {found}
+
+
+def test_a_layer_with_a_factor_of_its_own_or_that_hands_less_on_stays_as_it_is(monkeypatch):
+    layer = tiny_model("llama").model.layers[0]
+    assert parts_of(layer) is not None
+    forward = type(layer).forward
+    for other in (
+        lambda self, hidden_states, **given: 0.5 * forward(self, hidden_states, **given),
+        lambda self, hidden_states, position_ids=None, **given: forward(self, hidden_states, **given),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(layer), "forward", other)
+            assert parts_of(layer) is None
 
 
 def test_weights_are_not_kept_twice():
@@ -80,7 +122,7 @@ def test_kernels_of_a_layer(monkeypatch):
     for layers in (2, 3):
         model, launched = tiny_model("llama", layers=layers), []
         with attached(model) as hook, fused_layers(model), Launches() as counter, monkeypatch.context() as patch:
-            for module in (rms_norm, rotate, silu_mul):
+            for module in (add_rms_norm, rms_norm, rotate, silu_mul):
                 patch.setattr(module, "launch", noted(launched))
             patch.setattr(_triton, "on_cpu", True)
             with torch.inference_mode():
