@@ -34,7 +34,7 @@ from kvcli.store.state import Settled, raw
 from kvcli.store.tiers import Tiers
 
 PIECE_BYTES = 64 << 20
-"""About as much is pinned at once, for which what is urgent waits; a piece more costs kernels one address in a table."""
+"""About as much is pinned at once, for which urgent memory waits; a piece more costs kernels one address in a table."""
 
 OFFLOAD_BYTES = 32 << 20
 """As much of a prompt's KV is on its way to the host in another layout at once: enough for the bus's full rate."""
