@@ -165,7 +165,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     x = torch.linspace(-2.0, 3.0, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
     try:
         wanted = module(x).float()
-    except (RuntimeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     tolerance = 1e-4 if x.dtype == torch.float32 else 3e-2
     for shift in (0.0, 1.0):
@@ -175,8 +175,12 @@ def norm_of(module: nn.Module) -> Norm | None:
     return None
 
 
-def _normalised(kernels: Kernels, norm: Norm, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: kernels.norm(x, *norm) if kernels.serve(x) else before(x)
+def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *gate: Any, **named: Any) -> Tensor:  # some norms may be given a gate, too
+        plain = not gate and not named and kernels.serve(x)
+        return kernels.norm(x, *norm) if plain else before(x, *gate, **named)
+
+    return forward
 
 
 def gated_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from fake_cuda import NOTHING
-from families import FAMILIES, VOCAB, tiny_model
+from families import FAMILIES, HYBRIDS, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.kernels import _triton, add_rms_norm, rms_norm, rotate, silu_mul
@@ -25,7 +25,7 @@ def logits(model):
         return model(TOKENS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "kimi_linear"])
 def test_logits_are_the_same_and_modules_come_back(family):
     model = tiny_model(family)
     expected = logits(model)
