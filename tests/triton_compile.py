@@ -31,7 +31,7 @@ from kvcli.kernels.nucleus import keep_nucleus
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device
 
-# Which hold all queries of a KV head.
+# What is compiled for latents, too, which all query heads share.
 LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads, keep_nucleus}
 TIED = re.compile("tt.dot|tt.atomic|inline_asm")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
