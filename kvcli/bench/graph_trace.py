@@ -43,7 +43,7 @@ _PHASE_OF = {
     **dict.fromkeys(("_attend_kernel", "_append_kernel", "_move_kernel", "_tile_kernel"), "attention"),
     "_silu_kernel": "mlp",
 }
-BY_PLACE = ("_norm_kernel", "_rotate_kernel")
+BY_PLACE = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel")
 """Triton kernels of several phases, which go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
