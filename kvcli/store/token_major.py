@@ -23,10 +23,11 @@ from kvcli.store.state import Settled
 class TokenMajorCache(LayerCache):
     """Every token, kv [t, capacity, Hk, d], on the device or, with `offload`, in host memory.
 
-    Any range of tokens is contiguous and crosses the bus in one piece. Quantised in host memory (`Tiers.kv_dtype`), a
-    token of a KV head is a block of bytes, kv [1, capacity, Hk, bytes], and the `recent` ones are on the device as they
-    were made, too. Where there is a disk and host memory has no room for all of it, kv holds nothing: tokens are the
-    blocks `on_disk`, the first ones in host memory as well.
+    Any range of tokens is contiguous and crosses the bus in one piece; in one memory, where none does, it is the tokens
+    of a head that lie together, which attention reads faster. Quantised in host memory (`Tiers.kv_dtype`), a token of a
+    KV head is a block of bytes, kv [1, capacity, Hk, bytes], and the `recent` ones are on the device as they were made,
+    too. Where there is a disk and host memory has no room for all of it, kv holds nothing: tokens are the blocks
+    `on_disk`, the first ones in host memory as well.
     """
 
     on_disk: DiskBlocks | None = None
@@ -161,6 +162,7 @@ class TokenMajorCache(LayerCache):
     def as_slots(self) -> LayerSlots | None:
         if not self.offload or self.format is not None or self.on_disk is not None:
             return None
+        self.kv = self.kv.contiguous()  # where it is in one memory, it does not lie so yet
         return LayerSlots(self.kv.transpose(1, 2), SlotLayout.everything(self.kv.shape[1]), on_host=True)
 
     @override
@@ -222,6 +224,8 @@ class TokenMajorCache(LayerCache):
         """Allocate rows for `capacity` tokens."""
         heads, d = self.token_shape
         self.on_disk = None
+        if self.tiers.one_memory and self.format is None and self.tiers.disk is None:
+            return self.tiers.on_device(self.tiers.parts, heads, capacity, d).transpose(1, 2)
         if not self.offload:
             return self.tiers.on_device(self.tiers.parts, capacity, heads, d)
         shape, dtype = (self.tiers.parts, capacity, heads, d), self.tiers.dtype

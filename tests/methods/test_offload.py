@@ -124,3 +124,14 @@ def test_bytes_read_where_they_lie_are_those_made_numbers_first(held, monkeypatc
     (mine, moved), (other, counted) = found
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
     assert moved == counted
+
+
+@pytest.mark.parametrize("held", ["auto", "int8"])
+def test_in_one_memory_the_tokens_of_a_head_lie_together(held):
+    """Where a bus lies between, those of all heads do, and what is rounded is read by token."""
+    method = new_method("offload", {"kv_dtype": held}, [LayerGeometry(0, H, HK, D, None, True)], 9)
+    kv = method.retrieval[0].kv
+    assert kv.shape[:3] == ((2, 9, HK) if held == "auto" else (1, 9, HK))
+    assert kv.is_contiguous() == (held == "int8")
+    apart = new_method("offload", {"kv_dtype": held}, [LayerGeometry(0, H, HK, D, None, True)], 9, device="meta")
+    assert apart.retrieval[0].kv.is_contiguous()
