@@ -33,6 +33,7 @@ class TokenMajorCache(LayerCache):
     on_disk: DiskBlocks | None = None
     recent: RecentTokens | None = None
     sizes: Tensor | None = None  # [Hk, d] of the channels of quantised keys
+    kv: Tensor
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
         self.length = self.held = 0  # tokens seen; tokens kept of them
