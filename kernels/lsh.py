@@ -124,10 +124,11 @@ def _log_counts(
                 product = np.float32(0)
                 for c in range(d):
                     product += q[h, g, c] * centred[c]
-                if product != product:
-                    out[h, g, i] = product
+                cosine = product / length
+                if cosine != cosine:  # no place on the curve
+                    out[h, g, i] = cosine
                 else:
-                    out[h, g, i] = min(_read_off(curve, product / length), most)
+                    out[h, g, i] = min(_read_off(curve, cosine), most)
                 if not own[h, g, i]:
                     out[h, g, i] = -np.inf
 

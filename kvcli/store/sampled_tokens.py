@@ -109,8 +109,8 @@ class SampledTokenCache(TokensOnHost):
         device, there = self.centre.device, tokens != EMPTY
         self.chosen, counts = tokens.to(device), there.sum(1).tolist()
         moved = sum(counts) * self.pool.block_bytes
-        if self.in_place is not None:
-            return Sample(*self.in_place, own, counts, tokens.clamp_min(0)), moved
+        if (held := self.in_place) is not None:
+            return Sample(*held, own, counts, tokens.clamp_min(0)), moved
         heads, rows = there.nonzero(as_tuple=True)
         near = self.near.kv  # [t, Hk, .., d]
         kv = near.new_empty(*near.shape[:2], tokens.shape[1], near.shape[3])

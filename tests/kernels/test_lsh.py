@@ -71,6 +71,8 @@ def test_counts_by_angle_in_fp64(heads, group, m, d, least, monkeypatch):
     held.scatter_(1, order[..., None].expand(-1, -1, d), k)
     assert torch.equal(log_counts(q, held, centre, own, 4, 9, 1e-2, order), found)
     assert math.isnan(log_counts(q * math.nan, k, centre, own, 4, 9, 1e-2)[0, 0, 0])
+    k[0, 0, 0] = math.inf  # whose cosine is no number, although its product may be one
+    assert math.isnan(log_counts(q, k, centre, own, 4, 9, 1e-2)[0, 0, 0])
 
 
 @pytest.mark.parametrize("least", [1, 1 << 40])
