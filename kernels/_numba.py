@@ -82,7 +82,7 @@ _set = threading.local()
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Make a part of loops, which is compiled with each of them."""
-    return function if numba is None else numba.njit(**ARITHMETIC)(function)
+    return function if numba is None else numba.njit(forceinline=True, **ARITHMETIC)(function)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

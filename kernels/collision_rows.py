@@ -27,6 +27,7 @@ PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
 CODES_AHEAD = 24  # keys whose codes are on their way: they are short
 BYTES = 4  # of codes in a block
+LANES = 4  # in which votes are counted, because a count waits for the one before it
 
 
 @compiled
@@ -125,20 +126,23 @@ def _votes(signs: Any, head: int, worth: Any, blocks: int, out: Any) -> None:
 def _most(votes: Any, n: int, bins: int, out: Any) -> None:
     count = out.shape[1]
     for h in prange(len(out)):
-        counts, taken = np.zeros(bins, np.int64), np.empty(count + 1, np.int64)
-        for j in range(h * n, (h + 1) * n):
-            counts[np.uint64(votes[np.uint64(j)])] += 1
-        least, wanted, at = bins - 1, count, np.uint64(0)
+        lanes, taken = np.zeros((LANES, bins), np.int64), np.empty(count + 1, np.int64)
+        first, at, j = np.uint64(h * n), np.uint64(0), np.uint64(0)
+        for i in range(n):
+            lanes[np.uint64(i % LANES), np.uint64(votes[first + np.uint64(i)])] += 1
+        counts, least, wanted = lanes.sum(0), bins - 1, count
         while counts[least] < wanted:
             wanted -= counts[least]
             least -= 1
-        # `wanted` are still to be taken of those that have the `least` votes. No branch could be foretold here.
-        for j in range(n):
-            own = votes[np.uint64(h * n + j)]
-            equal = own == least
+        while wanted > 0:  # of those that have the `least` votes. No branch could be foretold, but for the loop's own.
+            own = votes[first + j]
             taken[at] = j
-            at += np.uint64((own > least) | (equal & (wanted > 0)))
-            wanted -= equal
+            at += np.uint64(own >= least)
+            wanted -= own == least
+            j += np.uint64(1)
+        for i in range(j, n):
+            taken[at] = i
+            at += np.uint64(votes[first + np.uint64(i)] > least)
         out[h] = taken[:count]
 
 
@@ -171,21 +175,21 @@ def _encode(keys: Any, turn: Any, levels: Any, thresholds: Any, signs: Any, code
 
 
 @cache
-def _multiplication(blocks: int) -> Any:
-    """Make the loop over keys of so many blocks."""
+def _multiplication(blocks: int, code_apart: int, weight_apart: int) -> Any:
+    """Make the loop over keys of so many blocks, whose codes and weights lie so far from those of the next key."""
     size = BYTES * blocks
 
     @in_order
-    def products(table: Any, codes: Any, head: int, weights: Any, weight_head: int, tokens: Any, out: Any) -> None:
+    def products(table: Any, codes: Any, code_head: int, weights: Any, weight_head: int, tokens: Any, out: Any) -> None:
         heads, n = tokens.shape
         pieces = (n + CHOSEN - 1) // CHOSEN
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * CHOSEN
             for i in range(first, min(first + CHOSEN, n)):
-                later = tokens[h, min(i + CODES_AHEAD, n - 1)]
-                prefetch(codes, h * head + later * size, size)
-                prefetch(weights, h * weight_head + later * blocks, blocks)
-                code, weight = h * head + tokens[h, i] * size, h * weight_head + tokens[h, i] * blocks
+                token, later = tokens[h, i], tokens[h, min(i + CODES_AHEAD, n - 1)]
+                prefetch(codes, h * code_head + later * code_apart, size)
+                prefetch(weights, h * weight_head + later * weight_apart, blocks)
+                code, weight = h * code_head + token * code_apart, h * weight_head + token * weight_apart
                 total = np.float32(0)
                 for b in range(blocks):
                     at, own = h * size + BYTES * b, np.uint64(code + BYTES * b)
@@ -198,10 +202,14 @@ def _multiplication(blocks: int) -> Any:
     return products
 
 
-def suits(signs: Tensor, *beside: Tensor, numbers: int = 0) -> bool:
-    """Tell whether this can count these, of so many `numbers`, and read weights beside them: tokens in a row."""
-    in_order = all(each.stride()[1:] == (each.shape[2], 1) for each in (signs, *beside))
-    return in_order and serves(signs, dtype=torch.uint8, numbers=numbers) and all(map(serves, beside))
+def suits(signs: Tensor, numbers: int = 0) -> bool:
+    """Tell whether this can count these, of so many `numbers`: tokens in a row."""
+    return signs.stride(1) == signs.shape[2] and serves(signs, dtype=torch.uint8, numbers=numbers)
+
+
+def multiplies(codes: Tensor, weights: Tensor) -> bool:
+    """Tell whether this can multiply by these."""
+    return serves(codes, dtype=torch.uint8) and serves(weights)
 
 
 def population(signs: Tensor, counts: Tensor) -> Tensor:
@@ -252,6 +260,7 @@ def encode(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -> tu
 def products(table: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
     """Add up what the codes of the tokens stand for, block by block by its weight."""
     out, blocks = torch.empty(tokens.shape), weights.shape[2]
+    loop = _multiplication(blocks, codes.stride(1), weights.stride(1))
     by_head = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
-    run(_multiplication(blocks), tokens.numel() * codes.shape[2], flat(table), *by_head, tokens, out)
+    run(loop, tokens.numel() * codes.shape[2], flat(table), *by_head, tokens, out)
     return out

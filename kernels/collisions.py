@@ -142,7 +142,7 @@ def estimated_products(q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor
     """Estimate q . k of `tokens` [Hk, c] for rotated q [Hk, w]: codes [Hk, n, w / 2], weights [Hk, n, B] -> [Hk, c]."""
     levels = magnitude_levels()[0].to(q.device)
     table = torch.cat((-levels, levels))  # by the four bits
-    if collision_rows.suits(codes, weights):
+    if collision_rows.multiplies(codes, weights):
         low, high = (table * q.unflatten(1, (-1, 2))[..., None]).unbind(2)  # type: ignore[no-untyped-call]
         pairs = (high[..., None] + low[..., None, :]).flatten(2)  # [Hk, w / 2, 256]
         return collision_rows.products(pairs, codes, weights, tokens)

@@ -1,7 +1,7 @@
 """The k best of each row on a CPU, ties to the lower index: what `kvcli.kernels.topk` selects, by digits.
 
-A float's bits, turned so that they rise with it, are looked at eleven at a time, the highest first: how often each
-digit occurs says which one the k-th best has, and only those that share it are looked at again.
+A float's bits, turned so that they rise with it, are looked at digit by digit, the highest first: how often each
+occurs says which one the k-th best has, and only the few that share it are looked at again.
 
 Shapes: scores [Hk, n] fp32, 1 <= k <= n -> [Hk, k] int64, ascending.
 """
@@ -14,48 +14,75 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels._numba import compiled, inlined, prange, run, serves
 
-DIGITS = ((21, 11), (10, 11), (0, 10))  # of 32 bits: where each begins, and how many bits it has
-SHORT_DIGITS = ((24, 8), (16, 8), (8, 8), (0, 8))
-SHORT = 1 << 13  # numbers in a row, for fewer of which more digits are looked at, and less is counted for each
+TOP = 11  # bits of a number that are looked at first
+DIGIT = 8  # and of those that share them
 
 KEY = 64  # numbers that a score is made of, about
-
-_DIGITS, _SHORT_DIGITS = ([np.array(x) for x in zip(*each, strict=True)] for each in (DIGITS, SHORT_DIGITS))
 
 _NO_NAMES = np.empty((0, 0), np.int64)
 
 
+@inlined
+def _digit_of(counts: Any, wanted: int) -> tuple[int, int]:
+    """Find the digit of the `wanted`-th best, and how many are wanted of those that have it."""
+    digit = len(counts) - 1
+    while counts[digit] < wanted:
+        wanted -= counts[digit]
+        digit -= 1
+    return digit, wanted
+
+
+@inlined
+def _kth_best(keys: Any, counts: Any, wanted: int) -> tuple[Any, int]:
+    """Find the k-th best key by the `counts` of top digits, and how many equal ones belong to the k best."""
+    digit, wanted = _digit_of(counts, wanted)
+    shift, best = np.uint32(32 - TOP), np.uint32(digit)
+    near: Any = np.empty(counts[digit] + 1, np.uint32)
+    n = np.uint64(0)
+    for i in range(len(keys)):  # here and below: what is to be taken stays, no branch could be foretold
+        near[n] = keys[np.uint64(i)]
+        n += np.uint64(near[n] >> shift == best)
+    counts = np.empty(1 << DIGIT, np.int64)
+    while shift > 0:
+        width = min(np.uint32(DIGIT), shift)
+        shift -= width
+        mask = (np.uint32(1) << width) - np.uint32(1)
+        counts[:] = 0
+        for i in range(n):
+            counts[np.uint64((near[np.uint64(i)] >> shift) & mask)] += 1
+        digit, wanted = _digit_of(counts[: np.int64(mask) + 1], wanted)
+        best, left = best << width | np.uint32(digit), np.uint64(0)
+        for i in range(n):
+            near[left] = near[np.uint64(i)]
+            left += np.uint64((near[left] >> shift) & mask == np.uint32(digit))
+        n = left
+    return best, wanted
+
+
 @compiled
-def _select(bits: Any, k: int, shifts: Any, widths: Any, names: Any, first: int, out: Any) -> None:
+def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
     heads, n = bits.shape
     for h in prange(heads):
-        keys = np.empty(n, np.uint32)  # rise with the scores
+        keys, counts = np.empty(n, np.uint32), np.zeros(1 << TOP, np.int64)  # keys rise with the scores
         for i in range(n):
             b = np.uint32(bits[h, i])
             b = np.uint32(0) if b == np.uint32(0x80000000) else b  # minus zero equals zero
-            keys[i] = ~b if b >> np.uint32(31) else b | np.uint32(0x80000000)
-        wanted, prefix, known = k, np.uint32(0), np.uint32(0)  # `known`: the bits that `prefix` has
-        for digit in range(len(shifts)):
-            shift, mask = np.uint32(shifts[digit]), np.uint32((1 << widths[digit]) - 1)
-            counts = np.zeros(1 << widths[digit], np.int64)
-            for i in range(n):
-                if keys[i] & known == prefix:
-                    counts[(keys[i] >> shift) & mask] += 1
-            value = len(counts) - 1
-            while counts[value] < wanted:
-                wanted -= counts[value]
-                value -= 1
-            prefix |= np.uint32(value) << shift
-            known |= mask << shift
-        # `prefix` is the k-th best now, and `wanted` are still to be taken of those that equal it.
-        at = 0
-        for i in range(n):
-            if keys[i] > prefix or (keys[i] == prefix and wanted > 0):
-                wanted -= keys[i] == prefix
-                out[h, at] = first + (names[h, i] if len(names) else i)
-                at += 1
+            keys[i] = b ^ (np.uint32(0x80000000) | np.uint32(np.int32(b) >> np.int32(31)))
+            counts[np.uint64(keys[i] >> np.uint32(32 - TOP))] += 1
+        best, wanted = _kth_best(keys, counts, k)
+        taken, at, j = np.empty(k + 1, np.int64), np.uint64(0), np.uint64(0)
+        while wanted > 0:
+            taken[at] = j
+            at += np.uint64(keys[j] >= best)
+            wanted -= keys[j] == best
+            j += np.uint64(1)
+        for i in range(j, n):  # without its equals, of which there are enough
+            taken[at] = i
+            at += np.uint64(keys[np.uint64(i)] > best)
+        for i in range(k):
+            out[h, i] = first + (names[h, taken[i]] if len(names) else taken[i])
 
 
 def suits(scores: Tensor) -> bool:
@@ -66,7 +93,6 @@ def suits(scores: Tensor) -> bool:
 def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int = 0) -> Tensor:
     """Select the k best of each row: by their places in it or by their `names` [Hk, n], counted from the `first`."""
     out = torch.empty(scores.shape[0], k, dtype=torch.int64)
-    digits = _SHORT_DIGITS if scores.shape[1] < SHORT else _DIGITS
     bits, known = scores.contiguous().view(torch.int32), _NO_NAMES if names is None else names.contiguous()
-    run(_select, scores.numel(), bits, k, *digits, known, first, out)
+    run(_select, scores.numel(), bits, k, known, first, out)
     return out

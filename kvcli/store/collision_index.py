@@ -34,8 +34,9 @@ PARTS = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (math.inf,
 
 
 class CollisionIndex(TokenIndex):
-    """On the device: `signs` [Hk, capacity, B], `codes` [Hk, capacity, w / 2] uint8, `weights` [Hk, capacity, B].
+    """On the device: `signs` [Hk, capacity, B], `rows` [Hk, capacity, ..], both uint8.
 
+    In a row, so that one look at memory finds both, stand a key's `codes` [w / 2] uint8 and its `weights` [B].
     `counts` [Hk, B, 256] are the sign patterns of the tokens `counted`, from the first to before the second.
     """
 
@@ -47,11 +48,23 @@ class CollisionIndex(TokenIndex):
         """Make room; `parts` of the tokens are reranked, and collide in a block, where they are not 0 (see `PARTS`)."""
         self.seed, self.parts, self.filled = seed, parts, 0
         width = max(BLOCK, 1 << (head_dim - 1).bit_length())
-        self.signs = tiers.on_device(num_kv_heads, capacity, width // BLOCK, dtype=torch.uint8)
-        self.codes = tiers.on_device(num_kv_heads, capacity, width // 2, dtype=torch.uint8)
-        self.weights = tiers.on_device(num_kv_heads, capacity, width // BLOCK)
-        self.counts = tiers.on_device(num_kv_heads, width // BLOCK, 1 << BLOCK, dtype=torch.int64)
+        blocks = width // BLOCK
+        self.dtype, self.code_bytes = tiers.dtype, width // 2
+        self.signs = tiers.on_device(num_kv_heads, capacity, blocks, dtype=torch.uint8)
+        row = self.code_bytes + blocks * tiers.dtype.itemsize
+        self.rows = tiers.on_device(num_kv_heads, capacity, row, dtype=torch.uint8)
+        self.counts = tiers.on_device(num_kv_heads, blocks, 1 << BLOCK, dtype=torch.int64)
         self.counted = 0, 0
+
+    @property
+    def codes(self) -> Tensor:
+        """Levels and signs of four bits a channel: [Hk, capacity, w / 2]."""
+        return self.rows[..., : self.code_bytes]
+
+    @property
+    def weights(self) -> Tensor:
+        """What the blocks of a key count: [Hk, capacity, B]."""
+        return self.rows[..., self.code_bytes :].view(self.dtype)
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
@@ -64,11 +77,11 @@ class CollisionIndex(TokenIndex):
 
     def tensors(self) -> dict[str, Tensor]:
         """What is indexed, by name."""
-        return {"signs": self.signs, "codes": self.codes, "weights": self.weights}
+        return {"signs": self.signs, "rows": self.rows}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold these in their place."""
-        self.signs, self.codes, self.weights = (tensors[name] for name in ("signs", "codes", "weights"))
+        self.signs, self.rows = tensors["signs"], tensors["rows"]
         self.counted = 0, 0
 
     def best(self, q: Tensor, tokens: range, count: int) -> Tensor:
@@ -104,7 +117,7 @@ class CollisionIndex(TokenIndex):
         reranked = math.ceil(len(tokens) * self.parts_of(len(tokens))[0])
         signs = nbytes(self.signs[:, tokens.start : tokens.stop])
         return Traffic(
-            scored=signs + nbytes(self.codes[:, :reranked], self.weights[:, :reranked]),
+            scored=signs + nbytes(self.rows[:, :reranked]),
             scores=4 * len(self.signs) * (len(tokens) + reranked),
         )
 

@@ -96,6 +96,8 @@ class OffloadedTokenCache(TokenCache[IndexT]):
                 rows[:, at] = token
         self.length += 1
         group = self.budget.group
+        if group == 1:
+            return self._offload(at, k[:, None], v[:, None])
         if self.length % group:
             return 0
         rows_of_group = self._ring_rows(torch.arange(self.length - group, self.length, device=k.device))
