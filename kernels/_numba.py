@@ -132,5 +132,7 @@ def _arrays(given: tuple[Any, ...]) -> list[Any]:
 
 def flat(x: Tensor) -> Tensor:
     """View all that lies between the first and the last number of x as one row, which a loop knows to have no gaps."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    span = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):  # no generator: it is asked for at every loop
+        span += (size - 1) * stride
     return x.as_strided((span,), (1,))

@@ -1,7 +1,7 @@
 """Memory that loops for a CPU will read soon, asked for ahead.
 
-A processor foresees what lies in a row; of rows that lie anywhere it waits for each. A hint some rows ahead has the
-next ones on their way meanwhile, and changes nothing else.
+A processor foresees what lies in a row, if not as far as memory would let it; of rows that lie anywhere it waits for
+each. A hint some rows ahead has the next ones on their way meanwhile, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -36,8 +36,20 @@ def _ask_for(_: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), ask
 
 
+@intrinsic
+def _in_a_line(_: Any, array: Any) -> Any:
+    """How many numbers of an array a line has, which its type says: to ask the array would cost a division."""
+    from numba import types
+
+    def count(context: Any, __: Any, signature: Any, ___: Any) -> Any:
+        size = context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        return context.get_constant(types.intp, LINE // size)
+
+    return types.intp(array), count
+
+
 @inlined
 def prefetch(array: Any, first: Any, count: int) -> None:
     """Have `count` numbers from `first` on come, of a flat array; nobody waits for them."""
-    for c in range(0, count, LINE // array.itemsize):
+    for c in range(0, count, _in_a_line(array)):
         _ask_for(array, np.uint64(first) + np.uint64(c))

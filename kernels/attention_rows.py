@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcli.kernels._exp import exp
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run
 from kvcli.kernels._prefetch import AHEAD, prefetch
-from kvcli.kernels.few_rows import PIECE, TOKENS, apart, dot, dots, heads_side_by_side
+from kvcli.kernels.few_rows import FAR, PIECE, TOKENS, apart, dot, dots, heads_side_by_side
 from kvcli.kernels.softmax import Softmax
 
 _NONE = np.float32("-inf")
@@ -165,13 +165,13 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
     """Make the loops over keys of d and values of d_v numbers, for so many queries that share a KV head.
 
     Rows lie `head` and `token` numbers apart; they are those `at` [1 or Hk, n], if that has any. Where the heads of a
-    token lie side by side they are read by token. Without keys the scores are there already. The pieces of a set are
-    those from `begin` on; the last set merges.
+    token lie side by side they are read by token. Without keys the scores are there already. Rows that are `far` are
+    read ahead. The pieces of a set are those from `begin` on; the last set merges.
     """
 
     @compiled
     def by_head(read: Any, at: Any, given: Any, into: Any) -> None:
-        (q, k, v, k_head, k_token, v_head, v_token), (form, log_counts, valid) = read, given
+        (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid) = read, given
         scores, parts, begin, out, lse = into
         n = scores.shape[2]
         pieces = (n + PIECE - 1) // PIECE
@@ -187,7 +187,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                     dot(q, k, h, j, np.uint64(h * k_head + rows[j] * k_token), d, group, scores)
             elif len(k):
                 for j in range(first, first + part):
-                    dots(q, k, h, j, part, apart(h * k_head + j * k_token, part * k_token), d, group, scores)
+                    dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
                 for j in range(first + 4 * part, last):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
             sums = parts[h, begin + own]  # on a line's edge, as torch allocates; numba's own memory need not be
@@ -200,7 +200,8 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                     _mix_one(scores, v, h, j, np.uint64(h * v_head + rows[j] * v_token), d_v, group, sums)
             else:
                 for j in range(first, first + part):
-                    _mix(scores, v, h, j, part, apart(h * v_head + j * v_token, part * v_token), d_v, group, sums)
+                    here = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
+                    _mix(scores, v, h, j, part, here, d_v, group, sums)
                 for j in range(first + 4 * part, last):
                     _mix_one(scores, v, h, j, np.uint64(h * v_head + j * v_token), d_v, group, sums)
         if begin + pieces == parts.shape[1]:
@@ -208,7 +209,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
 
     @compiled
     def by_token(read: Any, given: Any, into: Any) -> None:
-        (q, k, v, k_head, k_token, v_head, v_token), (form, log_counts, valid) = read, given
+        (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid) = read, given
         scores, parts, begin, out, lse = into
         heads, n = len(scores), scores.shape[2]
         pieces = (n + TOKENS - 1) // TOKENS
@@ -217,7 +218,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
             part = (last - first) // 4
             for j in range(first, first + part):  # of all heads, so that memory is read in its order
                 for h in range(heads):
-                    dots(q, k, h, j, part, apart(h * k_head + j * k_token, part * k_token), d, group, scores)
+                    dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
             for j in range(first + 4 * part, last):
                 for h in range(heads):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
@@ -225,7 +226,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                 _weigh(scores, h, first, last, form, log_counts, valid, parts[h, begin + own])
             for j in range(first, first + part):
                 for h in range(heads):
-                    at = apart(h * v_head + j * v_token, part * v_token)
+                    at = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
                     _mix(scores, v, h, j, part, at, d_v, group, parts[h, begin + own])
             for j in range(first + 4 * part, last):
                 for h in range(heads):
@@ -280,14 +281,14 @@ def mass(of: Attended, lse: Tensor) -> Tensor:
 
 
 def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, into: tuple[Any, ...]) -> Tensor:
-    (q, k, v, rows, valid, log_counts), d = tokens, tokens.v.shape[2]
+    (q, k, v, rows, valid, log_counts), d, far = tokens, tokens.v.shape[2], tokens.v.numel() >= FAR
     if k is None:
         scores, form = q, (np.float32(1), np.float32(0), d)
-        read: tuple[Any, ...] = q, _NOTHING, flat(v), 0, 0, v.stride(0), v.stride(1)
+        read: tuple[Any, ...] = q, _NOTHING, flat(v), 0, 0, *v.stride()[:2], far
         by_head, by_token = _loops(d, d, shape[1])
     else:
         scores, form = q.new_empty(shape), (np.float32(softmax.scale), np.float32(softmax.softcap or 0), d)
-        read = q.contiguous(), flat(k), flat(v), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+        read = q.contiguous(), flat(k), flat(v), *k.stride()[:2], *v.stride()[:2], far
         by_head, by_token = _loops(q.shape[2], d, shape[1])
     counts = _ONCE if log_counts is None else log_counts.contiguous()
     given = form, counts, _EVERYBODY if valid is None else valid.contiguous()

@@ -6,9 +6,10 @@
     votes         signs, worth -> [Hk, n] int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     encode        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes and weights of them
-    products      codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
+    products      a turned query [Hk, w], codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
 
-A byte of codes is two channels, whose part of a product is looked up in a table [Hk, C, 256] made for the query.
+A byte of codes is two channels, whose part of a product is looked up in a table [Hk, C, 256] made for the query. Where
+a key's codes and weights stand in one row, memory is looked at once for both.
 """
 
 from __future__ import annotations
@@ -180,8 +181,14 @@ def _multiplication(blocks: int, code_apart: int, weight_apart: int) -> Any:
     size = BYTES * blocks
 
     @in_order
-    def products(table: Any, codes: Any, code_head: int, weights: Any, weight_head: int, tokens: Any, out: Any) -> None:
-        heads, n = tokens.shape
+    def products(levels: Any, q: Any, held: Any, tokens: Any, out: Any) -> None:
+        (codes, code_head, weights, weight_head), (heads, n) = held, tokens.shape
+        table = np.empty(heads * size * 256, np.float32)
+        for h in prange(heads):
+            for c in range(size):
+                for byte in range(256):
+                    low, high = levels[byte & 15] * q[h, 2 * c], levels[byte >> 4] * q[h, 2 * c + 1]
+                    table[(h * size + c) * 256 + byte] = low + high
         pieces = (n + CHOSEN - 1) // CHOSEN
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * CHOSEN
@@ -257,10 +264,10 @@ def encode(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -> tu
     return signs, codes, weights
 
 
-def products(table: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-    """Add up what the codes of the tokens stand for, block by block by its weight."""
+def products(levels: Tensor, q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+    """Add up what the codes of the tokens, of four bits whose `levels` [16] are known, stand for, block by block."""
     out, blocks = torch.empty(tokens.shape), weights.shape[2]
     loop = _multiplication(blocks, codes.stride(1), weights.stride(1))
-    by_head = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
-    run(loop, tokens.numel() * codes.shape[2], flat(table), *by_head, tokens, out)
+    held = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
+    run(loop, tokens.numel() * codes.shape[2], levels, q.contiguous(), held, tokens, out)
     return out

@@ -60,6 +60,13 @@ def magnitude_levels() -> tuple[Tensor, Tensor]:
     return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
 
 
+@lru_cache(maxsize=1)
+def signed_levels() -> Tensor:
+    """What the four bits of a code stand for: [16]."""
+    levels = magnitude_levels()[0]
+    return torch.cat((-levels, levels))
+
+
 def turned_query(q: Tensor, turn: Tensor, among: int = 0) -> Tensor:
     """Turn the mean query of each group, asked for so many keys: q [Hk, G, d], rotation [d, w] -> [Hk, w]."""
     if serves(q, turn, numbers=among * q.shape[-1]):
@@ -140,12 +147,9 @@ def most_votes(votes: Tensor, count: int, blocks: int) -> Tensor:
 
 def estimated_products(q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
     """Estimate q . k of `tokens` [Hk, c] for rotated q [Hk, w]: codes [Hk, n, w / 2], weights [Hk, n, B] -> [Hk, c]."""
-    levels = magnitude_levels()[0].to(q.device)
-    table = torch.cat((-levels, levels))  # by the four bits
+    table = signed_levels().to(q.device)
     if collision_rows.multiplies(codes, weights):
-        low, high = (table * q.unflatten(1, (-1, 2))[..., None]).unbind(2)  # type: ignore[no-untyped-call]
-        pairs = (high[..., None] + low[..., None, :]).flatten(2)  # [Hk, w / 2, 256]
-        return collision_rows.products(pairs, codes, weights, tokens)
+        return collision_rows.products(table, q, codes, weights, tokens)
     codes, weights = (each.gather(1, tokens[..., None].expand(-1, -1, each.shape[2])) for each in (codes, weights))
     both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # [Hk, c, w]
     blocks = (table[both.long()] * q[:, None]).unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
