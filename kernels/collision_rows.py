@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
 from kvcli.kernels._prefetch import prefetch
+from kvcli.kernels.select_best import digit_of, places_of
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
@@ -125,26 +126,12 @@ def _votes(signs: Any, head: int, worth: Any, blocks: int, out: Any) -> None:
 
 @compiled
 def _most(votes: Any, n: int, bins: int, out: Any) -> None:
-    count = out.shape[1]
     for h in prange(len(out)):
-        lanes, taken = np.zeros((LANES, bins), np.int64), np.empty(count + 1, np.int64)
-        first, at, j = np.uint64(h * n), np.uint64(0), np.uint64(0)
-        for i in range(n):
-            lanes[np.uint64(i % LANES), np.uint64(votes[first + np.uint64(i)])] += 1
-        counts, least, wanted = lanes.sum(0), bins - 1, count
-        while counts[least] < wanted:
-            wanted -= counts[least]
-            least -= 1
-        while wanted > 0:  # of those that have the `least` votes. No branch could be foretold, but for the loop's own.
-            own = votes[first + j]
-            taken[at] = j
-            at += np.uint64(own >= least)
-            wanted -= own == least
-            j += np.uint64(1)
-        for i in range(j, n):
-            taken[at] = i
-            at += np.uint64(votes[first + np.uint64(i)] > least)
-        out[h] = taken[:count]
+        lanes = np.zeros((LANES, bins), np.int64)
+        for j in range(n):
+            lanes[np.uint64(j % LANES), np.uint64(votes[np.uint64(h * n + j)])] += 1
+        least, wanted = digit_of(lanes.sum(0), out.shape[1])
+        out[h] = places_of(votes, h * n, n, least, wanted, out.shape[1])
 
 
 @serial

@@ -25,7 +25,7 @@ _NO_NAMES = np.empty((0, 0), np.int64)
 
 
 @inlined
-def _digit_of(counts: Any, wanted: int) -> tuple[int, int]:
+def digit_of(counts: Any, wanted: int) -> tuple[int, int]:
     """Find the digit of the `wanted`-th best, and how many are wanted of those that have it."""
     digit = len(counts) - 1
     while counts[digit] < wanted:
@@ -35,13 +35,33 @@ def _digit_of(counts: Any, wanted: int) -> tuple[int, int]:
 
 
 @inlined
+def places_of(keys: Any, first: int, n: int, least: Any, wanted: int, count: int) -> Any:
+    """List where those of n keys are that exceed the `least`, and the `wanted` first that equal it: `count` in all.
+
+    What is to be taken stays where the next one overwrites all else: no branch could be foretold.
+    """
+    begin, at, j = np.uint64(first), np.uint64(0), np.uint64(0)
+    taken = np.empty(count + 1, np.int64)
+    while wanted > 0:
+        key = keys[begin + j]
+        taken[at] = j
+        at += np.uint64(key >= least)
+        wanted -= key == least
+        j += np.uint64(1)
+    for i in range(j, n):
+        taken[at] = i
+        at += np.uint64(keys[begin + np.uint64(i)] > least)
+    return taken[:count]
+
+
+@inlined
 def _kth_best(keys: Any, counts: Any, wanted: int) -> tuple[Any, int]:
     """Find the k-th best key by the `counts` of top digits, and how many equal ones belong to the k best."""
-    digit, wanted = _digit_of(counts, wanted)
+    digit, wanted = digit_of(counts, wanted)
     shift, best = np.uint32(32 - TOP), np.uint32(digit)
     near: Any = np.empty(counts[digit] + 1, np.uint32)
     n = np.uint64(0)
-    for i in range(len(keys)):  # here and below: what is to be taken stays, no branch could be foretold
+    for i in range(len(keys)):  # here and below without branches, as in `places_of`
         near[n] = keys[np.uint64(i)]
         n += np.uint64(near[n] >> shift == best)
     counts = np.empty(1 << DIGIT, np.int64)
@@ -52,7 +72,7 @@ def _kth_best(keys: Any, counts: Any, wanted: int) -> tuple[Any, int]:
         counts[:] = 0
         for i in range(n):
             counts[np.uint64((near[np.uint64(i)] >> shift) & mask)] += 1
-        digit, wanted = _digit_of(counts[: np.int64(mask) + 1], wanted)
+        digit, wanted = digit_of(counts[: np.int64(mask) + 1], wanted)
         best, left = best << width | np.uint32(digit), np.uint64(0)
         for i in range(n):
             near[left] = near[np.uint64(i)]
@@ -72,15 +92,7 @@ def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
             keys[i] = b ^ (np.uint32(0x80000000) | np.uint32(np.int32(b) >> np.int32(31)))
             counts[np.uint64(keys[i] >> np.uint32(32 - TOP))] += 1
         best, wanted = _kth_best(keys, counts, k)
-        taken, at, j = np.empty(k + 1, np.int64), np.uint64(0), np.uint64(0)
-        while wanted > 0:
-            taken[at] = j
-            at += np.uint64(keys[j] >= best)
-            wanted -= keys[j] == best
-            j += np.uint64(1)
-        for i in range(j, n):  # without its equals, of which there are enough
-            taken[at] = i
-            at += np.uint64(keys[np.uint64(i)] > best)
+        taken = places_of(keys, 0, n, best, wanted, k)
         for i in range(k):
             out[h, i] = first + (names[h, taken[i]] if len(names) else taken[i])
 
