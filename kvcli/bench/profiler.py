@@ -31,7 +31,7 @@ from kvcli.bench.timelines import recording
 from kvcli.capacity import memory
 from kvcli.capacity.disk import disk_for
 from kvcli.capacity.planning.probe import RandomKV
-from kvcli.capacity.roofline import measure_rates
+from kvcli.capacity.roofline import MachineRates, RatesOverTime
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
@@ -106,7 +106,7 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     _warn(request, checkpoint, loads, observer)
     model = checkpoint.load()
     observer.stage("measure the machine")
-    rates = measure_rates(model.device, model.dtype)
+    rates = RatesOverTime(model.device, model.dtype)
     noise = RandomKV(request.seed, model.device, model.dtype)
     cases: list[Case] = []
     spans: dict[str, list[Span]] = {}
@@ -125,8 +125,9 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
         if not finished:
             break
     observer.stage_done()
+    ceilings = MachineRates.over(rates.all).as_dict()
     report = ProfileReport(
-        _environment(model.place), model.as_dict(), _options(request, loads), rates.as_dict(), cases, finished
+        _environment(model.place), model.as_dict(), _options(request, loads), ceilings, cases, finished
     )
     return Outcome(report, spans)
 

@@ -9,7 +9,7 @@ import torch
 from kvcli.bench.phases import StepParts, middle, step_parts
 from kvcli.bench.report import Breakdown, Case, Counts, PhaseTime, Spread
 from kvcli.bench.runs import Candidate, Load, TimedRun
-from kvcli.capacity.roofline import PHASES, MachineRates, equivalent_bandwidth, least_seconds
+from kvcli.capacity.roofline import PHASES, MachineRates, RatesOverTime, equivalent_bandwidth, least_seconds
 from kvcli.errors import KvcliError
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.observer import Observer
@@ -20,12 +20,13 @@ from kvcli.telemetry.timeline import Span, Timeline
 class Rounds:
     """Runs the candidates under `load`, round after round; `cases` can be called at any time, after Ctrl-C as well.
 
-    Rooflines come from `rates`; `overlapped` as in `least_seconds`.
+    Rooflines come from the `rates` before and after a candidate's runs; `overlapped` as in `least_seconds`.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], load: Load, rates: MachineRates, overlapped: bool):
+    def __init__(self, candidates: Sequence[Candidate], load: Load, rates: RatesOverTime, overlapped: bool):
         self.candidates, self.load = candidates, load
         self.rates, self.overlapped = rates, overlapped
+        self.measured: dict[str, list[MachineRates]] = {candidate.label: [] for candidate in candidates}
         self.medians: dict[str, list[float]] = {candidate.label: [] for candidate in candidates}
         self.last: dict[str, TimedRun] = {}
         self.spans: dict[str, list[Span]] = {}  # of the last run that was split into phases
@@ -38,7 +39,10 @@ class Rounds:
         for _ in range(repeat):
             for candidate in self.candidates:
                 if candidate.label not in self.errors:
+                    measured = self.measured[candidate.label]
+                    measured.append(self.rates.now())
                     self._try(candidate, recording)
+                    measured.append(self.rates.now())
                 observer.advance()
 
     def cases(self) -> list[Case]:
@@ -84,6 +88,7 @@ class Rounds:
         first = next(each.label for each in self.candidates if each.label not in self.errors)
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]
+        rates = MachineRates.over(self.measured[label])
         if last.pipeline is not None:  # which may be another one than was promised
             known = *known[:-1], last.pipeline
         return Case(
@@ -92,9 +97,9 @@ class Rounds:
             step_ms=Spread.of(own),
             tokens_per_s=1000 * load.batch / statistics.median(own),
             ratio=Spread.of(ratios) if ratios else None,
-            floor_ms=1000 * least_seconds(last.work, self.rates, self.overlapped) if last.work else None,
-            equivalent_bandwidth=equivalent_bandwidth(last.work, last.kv_bytes, self.rates) if last.work else None,
-            breakdown=self._breakdown(label),
+            floor_ms=1000 * least_seconds(last.work, rates, self.overlapped) if last.work else None,
+            equivalent_bandwidth=equivalent_bandwidth(last.work, last.kv_bytes, rates) if last.work else None,
+            breakdown=self._breakdown(label, rates),
             counts=counts(last.counters, load.warmup) if last.counters else None,
             device_kv_bytes=None if last.footprint is None else last.footprint.device,
             host_kv_bytes=None if last.footprint is None else last.footprint.host,
@@ -103,7 +108,7 @@ class Rounds:
             notices=list(last.notices),
         )
 
-    def _breakdown(self, label: str) -> Breakdown | None:
+    def _breakdown(self, label: str, rates: MachineRates) -> Breakdown | None:
         if label not in self.steps:
             return None
         steps, work = middle(self.steps[label]), self.last[label].work
@@ -111,7 +116,7 @@ class Rounds:
         for phase in PHASES:
             exposed = sum(step.exposed.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
             hidden = sum(step.hidden.get(phase, 0.0) for _, step in steps) / len(steps) / 1000
-            floor = 1000 * work[phase].seconds(self.rates) if phase in work else None
+            floor = 1000 * work[phase].seconds(rates) if phase in work else None
             parts.append(PhaseTime(phase, exposed, hidden, floor, work.get(phase)))
         step_ms = sum(ms for ms, _ in steps) / len(steps)
         outside = step_ms - sum(part.ms for part in parts)  # the time of the loop around the step's own span

@@ -5,7 +5,8 @@ Divided by the rates it is the least time of a step whose phases run one after a
 result of the one before it; only transfers over the bus can overlap with all else. What an implementation adds (copies
 to gather pages, kernel launches, Python) is not counted: a profile shows it as the distance from the roofline.
 
-Rates are measured anew for every report, in about two seconds, because a shared machine changes from day to day.
+Rates are measured anew for every report, because a shared machine changes from day to day, and beside every run of a
+profile on a CPU, because its memory is shared from minute to minute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import psutil
@@ -24,6 +25,8 @@ from kvcli.models.geometry import ModelGeometry
 from kvcli.store.cache import Traffic
 
 REPEATS = 5
+OLD = 2.0
+"""Seconds after which the rates of a CPU are measured again, which takes a tenth of that."""
 # Bytes, far more than any cache holds, so that memory is measured; on a GPU also long against a kernel launch.
 _BUFFER_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 _MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
@@ -62,6 +65,15 @@ class Rate:
         return cls(amount / statistics.median(seconds), amount / max(seconds), amount / min(seconds))
 
     @classmethod
+    def over(cls, rates: Sequence[Rate]) -> Rate:
+        """Summarise what was measured at several times."""
+        return cls(
+            statistics.median(rate.median for rate in rates),
+            min(rate.least for rate in rates),
+            max(rate.most for rate in rates),
+        )
+
+    @classmethod
     def given(cls, rate: float) -> Rate:
         """Make a rate that is known without measuring."""
         return cls(rate, rate, rate)
@@ -81,9 +93,35 @@ class MachineRates:
     to_host: Rate
     matmul: Rate
 
+    @classmethod
+    def over(cls, measured: Sequence[MachineRates]) -> MachineRates:
+        """Summarise what was measured at several times."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: Rate.over([getattr(each, name) for each in measured]) for name in names})
+
     def as_dict(self) -> dict[str, Any]:
         """Give plain data for the reports."""
         return asdict(self)
+
+
+class RatesOverTime:
+    """The rates of a machine during a report. Those of a CPU, whose memory others share, are measured again and again.
+
+    What is measured once is `all` that is known of a GPU: there memory may be taken later on.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        """Measure for the first time; `dtype` is that of the matrices."""
+        self.device, self.dtype = device, dtype
+        self.all = [measure_rates(device, dtype)]
+        self._since = time.monotonic()
+
+    def now(self) -> MachineRates:
+        """Give the last rates, of the last `OLD` seconds at most on a CPU."""
+        if self.device.type == "cpu" and time.monotonic() - self._since > OLD:
+            self.all.append(measure_rates(self.device, self.dtype))
+            self._since = time.monotonic()
+        return self.all[-1]
 
 
 @dataclass(frozen=True)

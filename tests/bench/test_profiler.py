@@ -9,12 +9,12 @@ from operator import truediv
 import pytest
 from families import tiny_checkpoint
 
-from kvcli.bench import profiler, rounds
+from kvcli.bench import rounds
 from kvcli.bench.phases import step_parts
 from kvcli.bench.profiler import ProfileRequest, profile
 from kvcli.bench.runs import Decoding, Entry, Load, RandomContext, entries
 from kvcli.bench.tables import notes
-from kvcli.capacity import memory
+from kvcli.capacity import memory, roofline
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
 from kvcli.conformance.crossed import some
@@ -53,7 +53,7 @@ def model(checkpoint):
 def machine():
     """Measuring the machine takes seconds, and is tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiler, "measure_rates", lambda *_: MachineRates(*[Rate.given(1e9)] * 5))
+        patch.setattr(roofline, "measure_rates", lambda *_: MachineRates(*[Rate.given(1e9)] * 5))
         yield
 
 

@@ -8,6 +8,7 @@ from kvcli.capacity.roofline import (
     PHASES,
     MachineRates,
     Rate,
+    RatesOverTime,
     Work,
     equivalent_bandwidth,
     least_seconds,
@@ -184,6 +185,27 @@ def test_all_rates_are_measured(monkeypatch):
         assert 0 < rate["least"] <= rate["median"] <= rate["most"], name
     assert found.to_device == found.to_host == found.copy
     assert found.read.median > 1e6  # bytes a second: no unit was lost
+
+
+def test_rates_of_a_cpu_are_measured_again_when_they_are_old(monkeypatch):
+    measured = [MachineRates(*[Rate(speed, speed / 2, 2 * speed)] * 5) for speed in (4.0, 1.0, 2.0)]
+    clock = [0.0]
+    monkeypatch.setattr(roofline, "measure_rates", lambda *_: measured[round(clock[0] / 10)])
+    monkeypatch.setattr(roofline.time, "monotonic", lambda: clock[0])
+    rates = RatesOverTime(CPU, torch.float32)
+    seen = []
+    for clock[0] in (0.5, 10.0, 10.5, 20.0):
+        seen.append(rates.now())
+    assert seen == [measured[0], measured[1], measured[1], measured[2]]
+    assert rates.all == measured
+    assert MachineRates.over(rates.all).read == Rate(2.0, 0.5, 8.0)
+
+
+def test_rates_of_a_gpu_are_those_before_its_memory_was_taken(monkeypatch):
+    monkeypatch.setattr(roofline, "measure_rates", lambda *_: object())
+    monkeypatch.setattr(roofline, "OLD", -1.0)
+    rates = RatesOverTime(torch.device("cuda"), torch.float32)
+    assert rates.now() is rates.now() is rates.all[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
