@@ -107,6 +107,18 @@ def test_ratios_are_taken_against_the_first_case_of_a_round(outcome):
         assert (case.ratio.least, case.ratio.most) == (min(ratios), max(ratios))
 
 
+def test_the_floor_of_a_case_is_of_the_rates_beside_its_runs(checkpoint, monkeypatch):
+    wanted = request(checkpoint, "full", "streaming", repeat=1)
+    before = profile(wanted, Observer()).report.cases
+    speeds = [2e9, 2e9, 2e9, 1e9, 1e9]  # at first, then before and after either of the two
+    monkeypatch.setattr(roofline, "OLD", -1.0)
+    monkeypatch.setattr(roofline, "measure_rates", lambda *_: MachineRates(*[Rate.given(speeds.pop(0))] * 5))
+    found = profile(wanted, Observer()).report
+    ratios = [old.floor_ms / new.floor_ms for old, new in zip(before, found.cases, strict=True)]
+    assert ratios == pytest.approx([2, 1])
+    assert found.ceilings["read"] == {"median": 2e9, "least": 1e9, "most": 2e9}
+
+
 def test_counts_are_of_the_timed_steps_of_all_sequences(outcome):
     one, two = (case for case in outcome.report.cases[:8] if case.label == "freekv")
     for case in (one, two):
