@@ -26,7 +26,7 @@ from kvcli.store.cache import Traffic
 
 REPEATS = 5
 OLD = 2.0
-"""Seconds after which the rates of a CPU are measured again, which takes a tenth of that."""
+"""Seconds after which the rates of a CPU are measured again, which takes up to half a second."""
 # Bytes, far more than any cache holds, so that memory is measured; on a GPU also long against a kernel launch.
 _BUFFER_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 _MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
@@ -105,9 +105,9 @@ class MachineRates:
 
 
 class RatesOverTime:
-    """The rates of a machine during a report. Those of a CPU, whose memory others share, are measured again and again.
+    """The rates of a machine during a report; `all` that were measured, in order.
 
-    What is measured once is `all` that is known of a GPU: there memory may be taken later on.
+    Those of a CPU, whose memory others share, are measured again and again, those of a GPU before caches take its room.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):

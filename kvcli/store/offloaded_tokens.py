@@ -96,7 +96,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
                 rows[:, at] = token
         self.length += 1
         group = self.budget.group
-        if group == 1:
+        if group == 1:  # which needs no collecting from the ring, in the middle of every layer's step
             return self._offload(at, k[:, None], v[:, None])
         if self.length % group:
             return 0

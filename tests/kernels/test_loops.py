@@ -86,6 +86,22 @@ def test_attention_with_few_rows(heads, group, d, n):
                 torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_reading_ahead_changes_no_number(side_by_side, monkeypatch):
+    q = noise(3, 2, 24)
+    k, v = (among_poison(noise(2051, 3, 24, seed=seed)).transpose(0, 1) for seed in (1, 2))
+    if not side_by_side:
+        k, v = k.contiguous(), v.contiguous()
+    assert few_rows.heads_side_by_side(k) == side_by_side
+    found = []
+    for least in (k.numel(), 1 + k.numel()):  # read ahead, and not
+        for module in (few_rows, attention_rows):
+            monkeypatch.setattr(module, "FAR", least)
+        out, lse, *_ = attention_rows.attend([TokenSet(q, k, v)], Softmax(0.3))
+        found.append((few_rows.products(q, k), out, lse))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
 def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
     q = noise(heads, group, d)
