@@ -3,13 +3,14 @@
     population    signs [Hk, n, B] uint8, added to counts [Hk, B, 256] int64
     turned        queries [Hk, G, d] fp32, rotation [d, w] -> their mean, turned [Hk, w]
     worth         a turned query [Hk, w], the centroids' population, tiers' ends [t] -> [Hk, B, 256] uint8
-    votes         signs, worth -> [Hk, n] int32
+    votes         signs, worth -> [Hk, n], uint8 or, where they may be many, int32
     most          votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     encode        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes and weights of them
     products      a turned query [Hk, w], codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
 
-A byte of codes is two channels, whose part of a product is looked up in a table [Hk, C, 256] made for the query. Where
-a key's codes and weights stand in one row, memory is looked at once for both.
+A processor with AVX-512 looks patterns and levels up in its registers (`_permutes`). For others a byte of codes, which
+is two channels, has its part of a product in a table [Hk, C, 256] made for the query. Where a key's codes and weights
+stand in one row, memory is looked at once for both.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
+from kvcli.kernels._permutes import LEVELS, PATTERNS, add_looked_up, multiply_levels, permutes
 from kvcli.kernels._prefetch import prefetch
-from kvcli.kernels.select_best import digit_of, places_of
+from kvcli.kernels._vectors import LOT
+from kvcli.kernels.select_best import kth_best, places_of
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once
-CODES_AHEAD = 24  # keys whose codes are on their way: they are short
+CODES_AHEAD = 48  # keys whose codes are on their way: they are short
+LOTS_AHEAD = 16  # lots of keys whose signs are
 BYTES = 4  # of codes in a block
-LANES = 4  # in which votes are counted, because a count waits for the one before it
 
 
 @compiled
@@ -99,39 +102,37 @@ def _look_up(table: Any, row: int, byte: int) -> Any:
     return table[np.uint64(256) * np.uint64(row) + np.uint64(byte)]
 
 
-@compiled
-def _votes(signs: Any, head: int, worth: Any, blocks: int, out: Any) -> None:
-    heads, n = out.shape
-    pieces = (n + PIECE - 1) // PIECE
-    whole = blocks - blocks % 8
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * PIECE
-        for j in range(first, min(first + PIECE, n)):
-            i, total = np.uint64(h * head + j * blocks), np.uint32(0)
-            for b in range(0, whole, 8):  # eight that do not wait for each other
-                at, own = h * blocks + b, i + np.uint64(b)
-                low = np.uint32(_look_up(worth, at, signs[own]))
-                low += np.uint32(_look_up(worth, at + 1, signs[own + np.uint64(1)]))
-                low += np.uint32(_look_up(worth, at + 2, signs[own + np.uint64(2)]))
-                low += np.uint32(_look_up(worth, at + 3, signs[own + np.uint64(3)]))
-                high = np.uint32(_look_up(worth, at + 4, signs[own + np.uint64(4)]))
-                high += np.uint32(_look_up(worth, at + 5, signs[own + np.uint64(5)]))
-                high += np.uint32(_look_up(worth, at + 6, signs[own + np.uint64(6)]))
-                high += np.uint32(_look_up(worth, at + 7, signs[own + np.uint64(7)]))
-                total += low + high
-            for b in range(whole, blocks):
-                total += np.uint32(_look_up(worth, h * blocks + b, signs[i + np.uint64(b)]))
-            out[h, j] = total
+@cache
+def _voting(blocks: int, wide: bool) -> Any:
+    """Make the loop over keys of so many blocks; a `wide` one takes a LOT at once, of a power of two blocks."""
+
+    @in_order
+    def votes(signs: Any, head: int, n: int, worth: Any, out: Any, out_head: int) -> None:
+        heads, pieces = len(worth) // (blocks * PATTERNS), (n + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, j = piece // pieces, piece % pieces * PIECE
+            last, row = min(j + PIECE, n), h * blocks
+            if wide:
+                while j + LOT <= last:
+                    own, place = np.uint64(h * head + j * blocks), np.uint64(h * out_head + j)
+                    prefetch(signs, h * head + (j + LOTS_AHEAD * LOT) * blocks, LOT * blocks)
+                    add_looked_up(signs, own, worth, np.uint64(PATTERNS * row), out, place, blocks)
+                    j += LOT
+            for i in range(j, last):
+                own, total = np.uint64(h * head + i * blocks), np.uint32(0)
+                for b in range(blocks):
+                    total += np.uint32(_look_up(worth, row + b, signs[own + np.uint64(b)]))
+                out[np.uint64(h * out_head + i)] = total
+
+    return votes
 
 
 @compiled
-def _most(votes: Any, n: int, bins: int, out: Any) -> None:
+def _most(votes: Any, head: int, n: int, bits: int, out: Any) -> None:
     for h in prange(len(out)):
-        lanes = np.zeros((LANES, bins), np.int64)
-        for j in range(n):
-            lanes[np.uint64(j % LANES), np.uint64(votes[np.uint64(h * n + j)])] += 1
-        least, wanted = digit_of(lanes.sum(0), out.shape[1])
-        out[h] = places_of(votes, h * n, n, least, wanted, out.shape[1])
+        own = votes[h * head : h * head + n]
+        least, wanted = kth_best(own, bits, out.shape[1])
+        places_of(own, least, wanted, out[h])
 
 
 @serial
@@ -163,19 +164,29 @@ def _encode(keys: Any, turn: Any, levels: Any, thresholds: Any, signs: Any, code
 
 
 @cache
-def _multiplication(blocks: int, code_apart: int, weight_apart: int) -> Any:
-    """Make the loop over keys of so many blocks, whose codes and weights lie so far from those of the next key."""
+def _multiplication(blocks: int, code_apart: int, weight_apart: int, wide: bool) -> Any:
+    """Make the loop over keys of so many blocks, whose codes and weights lie so far from those of the next key.
+
+    A `wide` one takes LEVELS bytes of codes at once, of whole fours of blocks.
+    """
     size = BYTES * blocks
 
     @in_order
     def products(levels: Any, q: Any, held: Any, tokens: Any, out: Any) -> None:
         (codes, code_head, weights, weight_head), (heads, n) = held, tokens.shape
-        table = np.empty(heads * size * 256, np.float32)
-        for h in prange(heads):
-            for c in range(size):
-                for byte in range(256):
-                    low, high = levels[byte & 15] * q[h, 2 * c], levels[byte >> 4] * q[h, 2 * c + 1]
-                    table[(h * size + c) * 256 + byte] = low + high
+        if wide:
+            halves = np.empty(heads * 2 * size, np.float32)
+            for h in prange(heads):
+                for c in range(size):
+                    lower = h * 2 * size + c // LEVELS * 2 * LEVELS + c % LEVELS
+                    halves[lower], halves[lower + LEVELS] = q[h, 2 * c], q[h, 2 * c + 1]
+        else:
+            table = np.empty(heads * size * 256, np.float32)
+            for h in prange(heads):
+                for c in range(size):
+                    for byte in range(256):
+                        low, high = levels[byte & 15] * q[h, 2 * c], levels[byte >> 4] * q[h, 2 * c + 1]
+                        table[(h * size + c) * 256 + byte] = low + high
         pieces = (n + CHOSEN - 1) // CHOSEN
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * CHOSEN
@@ -183,15 +194,20 @@ def _multiplication(blocks: int, code_apart: int, weight_apart: int) -> Any:
                 token, later = tokens[h, i], tokens[h, min(i + CODES_AHEAD, n - 1)]
                 prefetch(codes, h * code_head + later * code_apart, size)
                 prefetch(weights, h * weight_head + later * weight_apart, blocks)
-                code, weight = h * code_head + token * code_apart, h * weight_head + token * weight_apart
-                total = np.float32(0)
-                for b in range(blocks):
-                    at, own = h * size + BYTES * b, np.uint64(code + BYTES * b)
-                    low = _look_up(table, at, codes[own]) + _look_up(table, at + 1, codes[own + np.uint64(1)])
-                    high = _look_up(table, at + 2, codes[own + np.uint64(2)])
-                    high += _look_up(table, at + 3, codes[own + np.uint64(3)])
-                    total += weights[np.uint64(weight + b)] * (low + high)
-                out[h, i] = total
+                code = np.uint64(h * code_head + token * code_apart)
+                weight = np.uint64(h * weight_head + token * weight_apart)
+                if wide:
+                    query, zero = np.uint64(h * 2 * size), np.uint64(0)
+                    out[h, i] = multiply_levels(codes, code, weights, weight, levels, zero, halves, query, blocks)
+                else:
+                    total = np.float32(0)
+                    for b in range(blocks):
+                        at, own = h * size + BYTES * b, code + np.uint64(BYTES * b)
+                        low = _look_up(table, at, codes[own]) + _look_up(table, at + 1, codes[own + np.uint64(1)])
+                        high = _look_up(table, at + 2, codes[own + np.uint64(2)])
+                        high += _look_up(table, at + 3, codes[own + np.uint64(3)])
+                        total += weights[weight + np.uint64(b)] * (low + high)
+                    out[h, i] = total
 
     return products
 
@@ -228,17 +244,20 @@ def worth(q: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
     return out
 
 
-def votes(signs: Tensor, worth: Tensor) -> Tensor:
-    """Add up over the blocks of a key what its patterns are worth."""
-    out = torch.empty(signs.shape[:2], dtype=torch.int32)
-    run(_votes, signs.numel(), flat(signs), signs.stride(0), flat(worth), signs.shape[2], out)
+def votes(signs: Tensor, worth: Tensor, highest: int) -> Tensor:
+    """Add up over the blocks of a key what its patterns are worth: up to the `highest`, in bytes where it is small."""
+    heads, n, blocks = signs.shape
+    small = highest < PATTERNS
+    out = torch.empty(heads, -(-n // LOT) * LOT, dtype=torch.uint8 if small else torch.int32)[:, :n]  # whole lines
+    loop = _voting(blocks, permutes() and small and blocks & (blocks - 1) == 0)
+    run(loop, signs.numel(), flat(signs), signs.stride(0), n, flat(worth), flat(out), out.stride(0))
     return out
 
 
 def most(votes: Tensor, count: int, highest: int) -> Tensor:
     """Choose the keys with the most votes: whole numbers up to the `highest`, of which there are few."""
     out = torch.empty(len(votes), count, dtype=torch.int64)
-    run(_most, votes.numel(), flat(votes), votes.shape[1], 1 + highest, out)
+    run(_most, votes.numel(), flat(votes), votes.stride(0), votes.shape[1], highest.bit_length(), out)
     return out
 
 
@@ -254,7 +273,7 @@ def encode(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -> tu
 def products(levels: Tensor, q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
     """Add up what the codes of the tokens, of four bits whose `levels` [16] are known, stand for, block by block."""
     out, blocks = torch.empty(tokens.shape), weights.shape[2]
-    loop = _multiplication(blocks, codes.stride(1), weights.stride(1))
+    loop = _multiplication(blocks, codes.stride(1), weights.stride(1), permutes() and blocks % 4 == 0)
     held = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
     run(loop, tokens.numel() * codes.shape[2], levels, q.contiguous(), held, tokens, out)
     return out

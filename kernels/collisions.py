@@ -121,7 +121,7 @@ def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = No
         counts = population(signs, torch.zeros(*signs.shape[::2], 1 << BLOCK, dtype=torch.int64, device=signs.device))
     ends = [math.ceil(n * part * reach) for reach, _ in TIERS]
     if collision_rows.suits(signs):
-        return collision_rows.votes(signs, collision_rows.worth(q, counts, ends))
+        return collision_rows.votes(signs, collision_rows.worth(q, counts, ends), highest_votes(signs.shape[2]))
     products = q.unflatten(-1, (-1, BLOCK)) @ sign_patterns(q.device).T  # type: ignore[no-untyped-call]  # [Hk, B, 2^m]
     order = products.argsort(dim=-1, descending=True, stable=True)
     ranked = counts.gather(2, order)
@@ -138,10 +138,15 @@ def sign_patterns(device: torch.device) -> Tensor:
     return (patterns[:, None] >> torch.arange(BLOCK, device=device) & 1) * 2.0 - 1
 
 
+def highest_votes(blocks: int) -> int:
+    """How many votes a key can have that is of the first tier in every block."""
+    return blocks * TIERS[0][1]
+
+
 def most_votes(votes: Tensor, count: int, blocks: int) -> Tensor:
     """Choose the `count` keys with the most votes of `blocks`, int32 [Hk, n], ties to the lower key: [Hk, count]."""
-    if serves(votes, dtype=torch.int32) and votes.is_contiguous():
-        return collision_rows.most(votes, count, blocks * TIERS[0][1])
+    if serves(votes, dtype=votes.dtype):
+        return collision_rows.most(votes, count, highest_votes(blocks))
     return topk_pages(votes.float(), count)
 
 

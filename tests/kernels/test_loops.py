@@ -9,6 +9,7 @@ import torch
 
 from kvcli.kernels import (
     _numba,
+    _permutes,
     attention_rows,
     between_rows,
     cluster_rows,
@@ -365,26 +366,37 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
     assert (around[:, :, [0, -1]] == -1).all()
 
 
-@pytest.mark.parametrize("blocks", [3, 8, 16])
-def test_votes_are_those_of_torch(blocks, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["one by one", "in registers"])
+def looked_up(request, monkeypatch):
+    if request.param and not _permutes.permutes():
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(collision_rows, "permutes", lambda: request.param)
+
+
+@pytest.mark.usefixtures("looked_up")
+@pytest.mark.parametrize("n", [19, 1091])
+@pytest.mark.parametrize("blocks", [1, 3, 8, 16, 32, 64])
+def test_votes_are_those_of_torch(blocks, n, monkeypatch):
     width = 8 * blocks
-    turned = noise(2, 19, width)
-    held = torch.full((2, 23, blocks), 255, dtype=torch.uint8)
+    turned = noise(2, n, width)
+    held = torch.full((2, n + 4, blocks), 255, dtype=torch.uint8)
     positive = (turned.unflatten(-1, (blocks, 8)) > 0).to(torch.uint8)
     signs = held[:, 2:-2].copy_(positive.mul(2 ** torch.arange(8)).sum(-1))
     assert collision_rows.suits(signs)
     found = [collisions(noise(2, width, seed=1), signs, part) for part in (0.1, 0.6)]
+    assert {each.dtype for each in found} == {torch.uint8 if blocks < 64 else torch.int32}
     monkeypatch.setattr(_numba, "numba", None)
     assert all(
-        torch.equal(by_loops, collisions(noise(2, width, seed=1), signs, part))
+        torch.equal(by_loops.int(), collisions(noise(2, width, seed=1), signs, part))
         for by_loops, part in zip(found, (0.1, 0.6), strict=True)
     )
     assert all(len(each.unique()) > 2 for each in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
 @pytest.mark.parametrize(("n", "k", "least"), [(1, 1, 0), (70, 70, 3), (2100, 13, 0), (2100, 900, 7)])
-def test_most_votes_with_ties(n, k, least):
-    votes = torch.randint(least, least + 9, (3, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+def test_most_votes_with_ties(n, k, least, dtype):
+    votes = torch.randint(least, least + 9, (3, n), generator=torch.Generator().manual_seed(n), dtype=dtype)
     votes[1] = 5
     expected = topk_pages_ref(votes.float(), k).sort(-1).values
     assert torch.equal(most_votes(votes, k, 3), expected)
@@ -407,7 +419,8 @@ def test_a_few_keys_are_encoded_as_many_are(heads, d, n, monkeypatch):
     torch.testing.assert_close(weights, exact, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 1100), (2, 64, 300)])
+@pytest.mark.usefixtures("looked_up")
+@pytest.mark.parametrize(("heads", "d", "n"), [(1, 5, 1), (3, 24, 1100), (2, 64, 300), (1, 200, 90)])
 def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     turn = rotation(d, 0, torch.device("cpu"))
     _, *own = encode_keys(noise(heads, n, d), turn)
