@@ -64,7 +64,6 @@ def _worth(q: Any, counts: Any, ends: Any, products: Any, out: Any) -> None:
     heads, blocks, patterns = out.shape
     for row in prange(heads * blocks):
         h, b = row // blocks, row % blocks
-        keys, order, other = np.empty(patterns, np.uint32), np.arange(patterns), np.empty(patterns, np.int64)
         scores, block, least = products[row], q[h, 8 * b : 8 * b + 8], np.float32(0)
         for c in range(8):
             least -= block[c]  # of the pattern without a bit
@@ -73,27 +72,32 @@ def _worth(q: Any, counts: Any, ends: Any, products: Any, out: Any) -> None:
             for i in range(1 << c):
                 scores[(1 << c) + i] = scores[i] + np.float32(2) * block[c]
         bits = scores.view(np.int32)
-        for i in range(patterns):  # fall with the products, so that the best come first
+        ranked, other = np.empty(patterns, np.uint64), np.empty(patterns, np.uint64)  # patterns below their keys
+        begins = np.zeros((4, 1 + 256), np.int32)
+        for i in range(patterns):  # keys fall with the products, so that the best come first
             x = np.uint32(bits[i])
             x = np.uint32(0) if x == np.uint32(0x80000000) else x  # minus zero equals zero
-            keys[i] = x if x >> np.uint32(31) else ~(x | np.uint32(0x80000000))
+            key = np.uint32(x if x >> np.uint32(31) else ~(x | np.uint32(0x80000000)))
+            ranked[i] = np.uint64(key) << np.uint64(8) | np.uint64(i)
+        for digit in range(4):
+            for i in range(patterns):
+                begins[digit, np.uint64(1) + ((ranked[i] >> np.uint64(8 + 8 * digit)) & np.uint64(255))] += 1
         for digit in range(4):  # by which they are sorted in turn, and equal ones stay in order
-            shift, begins = np.uint32(8 * digit), np.zeros(257, np.int64)
-            for i in range(patterns):
-                begins[1 + ((keys[i] >> shift) & np.uint32(255))] += 1
+            begin, shift = begins[digit], np.uint64(8 + 8 * digit)
             for value in range(256):
-                begins[value + 1] += begins[value]
+                begin[value + 1] += begin[value]
             for i in range(patterns):
-                value = (keys[order[i]] >> shift) & np.uint32(255)
-                other[begins[value]] = order[i]
-                begins[value] += 1
-            order, other = other, order
+                value = (ranked[i] >> shift) & np.uint64(255)
+                other[np.uint64(begin[value])] = ranked[i]
+                begin[value] += 1
+            ranked, other = other, ranked
         before, tiers = 0, len(ends)
         for i in range(patterns):
+            pattern = ranked[i] & np.uint64(255)
             while tiers and before >= ends[len(ends) - tiers]:
                 tiers -= 1
-            out[h, b, order[i]] = tiers
-            before += counts[h, b, order[i]]
+            out[h, b, pattern] = tiers
+            before += counts[h, b, pattern]
 
 
 @inlined
