@@ -110,10 +110,11 @@ def population(signs: Tensor, counts: Tensor, among: int = 0) -> Tensor:
 
 
 def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = None) -> Tensor:
-    """Count how well every key collides with a rotated query q [Hk, w]: signs [Hk, n, B] -> int32 [Hk, n].
+    """Count how well every key collides with a rotated query q [Hk, w]: signs [Hk, n, B] -> [Hk, n].
 
     In each block centroids are ranked by their product with the query, and keys by their centroids. The first ones, the
-    `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up.
+    `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up, in int32 or,
+    where a loop does it and a byte has room, in uint8.
     `counts` are the population of the signs, where it is known.
     """
     n = signs.shape[1]
@@ -144,7 +145,10 @@ def highest_votes(blocks: int) -> int:
 
 
 def most_votes(votes: Tensor, count: int, blocks: int) -> Tensor:
-    """Choose the `count` keys with the most votes of `blocks`, int32 [Hk, n], ties to the lower key: [Hk, count]."""
+    """Choose the `count` keys with the most votes of `blocks`, as `collisions` counts them: [Hk, count].
+
+    Ties go to the lower key.
+    """
     if serves(votes, dtype=votes.dtype):
         return collision_rows.most(votes, count, highest_votes(blocks))
     return topk_pages(votes.float(), count)
