@@ -5,6 +5,7 @@ A processor compares as many as its registers hold, and none of it is a branch t
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvcli.kernels._numba import inlined, intrinsic
 from kvcli.kernels._vectors import LOT, FlatArrays, all_of
 
 
-def _comparing(operator: str) -> Any:
+def _comparing(sign: str) -> Any:
     @intrinsic
     def mask(_: Any, values: Any, first: Any, bound: Any) -> Any:  # noqa: ARG001
         """Compare a LOT of a flat array with the bound."""
@@ -23,14 +24,11 @@ def _comparing(operator: str) -> Any:
         def compare(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             numbers = FlatArrays(context, builder, signature, given).load(0, LOT)
             compared = builder.icmp_signed if values.dtype.signed else builder.icmp_unsigned
-            return builder.bitcast(compared(operator, numbers, all_of(builder, given[2], LOT)), ir.IntType(LOT))
+            return builder.bitcast(compared(sign, numbers, all_of(builder, given[2], LOT)), ir.IntType(LOT))
 
         return types.uint64(values, first, values.dtype), compare
 
     return mask
-
-
-_at_least, _above = _comparing(">="), _comparing(">")
 
 
 @intrinsic
@@ -56,26 +54,22 @@ def first_one(_: Any, mask: Any) -> Any:
     return types.int64(mask), find
 
 
-@inlined
-def at_least(keys: Any, j: int, bound: int) -> Any:
-    """Flag those of a LOT of keys, whole numbers, from j on that are not below the bound."""
-    if len(keys) - j >= LOT:
-        return _at_least(keys, np.uint64(j), bound)
-    mask = np.uint64(0)
-    for i in range(len(keys) - j):
-        mask |= np.uint64(keys[np.uint64(j + i)] >= bound) << np.uint64(i)
-    return mask
+def _flagging(of_lot: Any, holds: Any) -> Any:
+    @inlined
+    def flags(keys: Any, j: int, bound: int) -> Any:
+        """Flag those of a LOT of keys, whole numbers, from j on for which it holds."""
+        if len(keys) - j >= LOT:
+            return of_lot(keys, np.uint64(j), bound)
+        mask = np.uint64(0)
+        for i in range(len(keys) - j):
+            mask |= np.uint64(holds(keys[np.uint64(j + i)], bound)) << np.uint64(i)
+        return mask
+
+    return flags
 
 
-@inlined
-def above(keys: Any, j: int, bound: int) -> Any:
-    """Flag those of a LOT of keys, whole numbers, from j on that exceed the bound."""
-    if len(keys) - j >= LOT:
-        return _above(keys, np.uint64(j), bound)
-    mask = np.uint64(0)
-    for i in range(len(keys) - j):
-        mask |= np.uint64(keys[np.uint64(j + i)] > bound) << np.uint64(i)
-    return mask
+at_least, above = _flagging(_comparing(">="), operator.ge), _flagging(_comparing(">"), operator.gt)
+"""Which of a LOT of keys from j on are not below a bound, and which exceed it: flags(keys, j, bound)."""
 
 
 @inlined
