@@ -8,83 +8,68 @@ the chance of that is
 
 On a CPU its logarithm is read off a curve that was worked out once, whose error is below 2e-5.
 
-Shapes: x [.., d], directions [d, L * K] -> codes [.., L] int16; codes of queries [Hk, G, L] and keys [Hk, n, L].
+Shapes: x [.., d], directions [d, W, K, 8] -> codes [.., W, K] uint8, where W = ceil(L / 8), and a byte has one of the K
+bits of eight tables. Of keys the bytes of a BLOCK of them lie side by side: [Hk, blocks, W, K, BLOCK].
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
-from kvcli.kernels._prefetch import AHEAD, prefetch
+from kvcli.kernels import lsh_rows
+from kvcli.kernels._numba import serves
+from kvcli.kernels._vectors import LOT
+from kvcli.kernels.lsh_rows import CURVE
 from kvcli.kernels.slot_layout import EMPTY
 
-PIECE = 1024  # keys that a thread takes at once
-CHOSEN = 64  # keys of a sample that it takes at once
-AT_ONCE = 1 << 24  # codes that torch compares at once
-CURVE = 4096  # steps of the curve from one cosine, -1, to the other, 1
+BLOCK = LOT
+"""Keys whose codes are compared at once."""
+
+TABLES = 8  # of which a byte has a bit
+AT_ONCE = 1 << 24  # bytes that torch compares at once
 
 
 @lru_cache(maxsize=8)
-def directions(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """Draw random directions [d, count] in fp32: the same ones for all layers and sequences, wherever they run."""
-    return torch.randn(head_dim, count, generator=torch.Generator().manual_seed(seed)).to(device)
+def directions(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:
+    """Draw random directions [d, W, K, 8] in fp32: the same ones for all layers and sequences, wherever they run.
+
+    They are laid as the bits of codes are; zeros stand where the last byte has no table.
+    """
+    drawn = torch.randn(head_dim, tables * bits, generator=torch.Generator().manual_seed(seed))
+    by_table: Tensor = drawn.unflatten(1, (tables, bits))  # type: ignore[no-untyped-call]
+    whole: Tensor = F.pad(by_table, (0, 0, 0, -tables % TABLES)).unflatten(1, (-1, TABLES))  # type: ignore[no-untyped-call]
+    return whole.mT.contiguous().to(device)
 
 
-def hash_codes(x: Tensor, drawn: Tensor, bits: int) -> Tensor:
-    """Hash vectors to `bits` (at most 15) in each table."""
-    signs: Tensor = (x.float() @ drawn > 0).unflatten(-1, (-1, bits))  # type: ignore[no-untyped-call]
-    places = torch.arange(bits, dtype=torch.int16, device=x.device)
-    return (signs.to(torch.int16) << places).sum(-1, dtype=torch.int16)
+def key_codes(k: Tensor, drawn: Tensor) -> Tensor:
+    """Hash keys in each table: [.., W, K]."""
+    if lsh_rows.hashes(k, drawn):
+        return lsh_rows.codes(k, drawn)
+    signs = (k.float() @ drawn.flatten(1) > 0).to(torch.uint8).unflatten(-1, drawn.shape[1:])  # type: ignore[no-untyped-call]
+    codes: Tensor = (signs << torch.arange(TABLES, dtype=torch.uint8, device=k.device)).sum(-1, dtype=torch.uint8)
+    return codes
 
 
-@cache
-def _comparison(tables: int, group: int) -> Any:
-    """Make the loop over keys of so many codes, for so many queries that share a KV head."""
-
-    @compiled
-    def colliding(q: Any, k: Any, head: int, tokens: Any, own: Any, counts: Any) -> None:
-        # Each piece lists what it finds from its own first place on.
-        heads, n = tokens.shape
-        pieces = (n + PIECE - 1) // PIECE
-        for piece in prange(heads * pieces):
-            h, first = piece // pieces, piece % pieces * PIECE
-            at = first
-            for j in range(first, min(first + PIECE, n)):
-                codes, some = np.uint64(h * head + j * tables), False
-                for g in range(group):
-                    shared = np.int16(0)  # as wide as a code, so that as many are counted at once as are compared
-                    for table in range(tables):
-                        i = np.uint64(table)
-                        same = np.int16(q[np.uint64(h), np.uint64(g), i] == k[codes + i])
-                        shared = np.int16(shared + same)
-                    own[h, at, g] = shared >= 2
-                    some |= bool(shared >= 2)
-                tokens[h, at] = j
-                at += some
-            counts[h, piece % pieces] = at - first
-
-    return colliding
+def query_codes(q: Tensor, drawn: Tensor, tables: int) -> Tensor:
+    """Hash queries so; what only fills up their last byte differs from that of all keys."""
+    codes = key_codes(q, drawn)
+    codes[..., -1, :] |= 256 - (1 << (tables - 1) % TABLES + 1)
+    return codes
 
 
-@compiled
-def _in_a_row(tokens: Any, own: Any, counts: Any, begin: int, all_tokens: Any, all_own: Any) -> None:
-    heads, group, _ = all_own.shape
-    for h in prange(heads):
-        at = 0
-        for piece in range(counts.shape[1]):
-            for i in range(piece * PIECE, piece * PIECE + counts[h, piece]):
-                all_tokens[h, at] = begin + tokens[h, i]
-                for g in range(group):
-                    all_own[h, g, at] = own[h, i, g]
-                at += 1
+def lay(codes: Tensor, blocks: Tensor, first: int) -> None:
+    """Put the codes [Hk, n, W, K] of keys, of which the first has this number, in their places in the blocks."""
+    last, codes = first + codes.shape[1], codes.to(blocks.device)
+    for block in range(first // BLOCK, -(-last // BLOCK)):
+        begin = block * BLOCK
+        some = slice(max(first, begin), min(last, begin + BLOCK))
+        own = codes[:, some.start - first : some.stop - first].movedim(1, -1)
+        blocks[:, block, ..., some.start - begin : some.stop - begin] = own
 
 
 @lru_cache(maxsize=8)
@@ -95,67 +80,32 @@ def _curve(bits: int, tables: int) -> Tensor:
     return torch.cat((heights, heights[-1:]))
 
 
-@inlined
-def _read_off(curve: Any, cosine: Any) -> Any:
-    place = (min(max(cosine, np.float32(-1)), np.float32(1)) + np.float32(1)) * np.float32(CURVE / 2)
-    at = np.uint64(place)
-    return curve[at] + (place - np.float32(at)) * (curve[at + np.uint64(1)] - curve[at])
-
-
-@compiled
-def _log_counts(
-    q: Any, k: Any, head: int, token: int, at: Any, centre: Any, own: Any, curve: Any, most: Any, out: Any
-) -> None:
-    (heads, group, m), d = out.shape, q.shape[2]
-    pieces = (m + CHOSEN - 1) // CHOSEN
-    key = np.empty((heads * pieces, d), np.float32)
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * CHOSEN
-        rows, centred = at[h % len(at)], key[piece]
-        for i in range(first, min(first + CHOSEN, m)):
-            if i + AHEAD < m:
-                prefetch(k, h * head + rows[i + AHEAD] * token, d)
-            begin, square = np.uint64(h * head + rows[i] * token), np.float32(0)
-            for c in range(d):
-                centred[c] = k[begin + np.uint64(c)] - centre[h, c]
-                square += centred[c] * centred[c]
-            length = max(np.sqrt(square), np.float32(1e-12))
-            for g in range(group):
-                product = np.float32(0)
-                for c in range(d):
-                    product += q[h, g, c] * centred[c]
-                cosine = product / length
-                if cosine != cosine:  # no place on the curve
-                    out[h, g, i] = cosine
-                else:
-                    out[h, g, i] = min(_read_off(curve, cosine), most)
-                if not own[h, g, i]:
-                    out[h, g, i] = -np.inf
-
-
-def colliding(q: Tensor, k: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+def colliding(q: Tensor, k: Tensor, n: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """List the keys that share a query's codes in two tables at least: of every KV head those of any of its queries.
 
-    Returns them, numbered from `first` on, [Hk, m] int64 in order, EMPTY behind a head's, and of which queries each is,
-    [Hk, G, m] bool.
+    Of the codes of keys, in blocks, those of n are there. Returns the keys, numbered from `first` on, [Hk, m] int64 in
+    order, EMPTY behind a head's, and of which queries each is, [Hk, G, m] bool.
     """
-    heads, group, tables = q.shape
-    n = k.shape[1]
-    if serves(k, dtype=torch.int16):
-        found, own = torch.empty(heads, n, dtype=torch.int32), torch.empty(heads, n, group, dtype=torch.bool)
-        counts = torch.empty(heads, -(-n // PIECE), dtype=torch.int64)
-        run(_comparison(tables, group), k.numel(), q.contiguous(), flat(k), k.stride(0), found, own, counts)
-        tokens = torch.full((heads, int(counts.sum(1).max())), EMPTY)
-        in_a_row = torch.zeros(heads, group, tokens.shape[1], dtype=torch.bool)
-        run(_in_a_row, tokens.numel(), found, own, counts, first, tokens, in_a_row)
-        return tokens, in_a_row
-    parts = torch.split(k, max(1, AT_ONCE // (heads * group * tables)), 1)
-    marks = torch.cat([(q[:, :, None] == part[:, None]).sum(-1) >= 2 for part in parts], 2)  # [Hk, G, n]
+    heads, group = q.shape[:2]
+    if serves(k, dtype=torch.uint8):
+        return lsh_rows.colliding(q, k, n, first)
+    parts = torch.split(k, max(1, AT_ONCE // (heads * group * k[0, 0].numel())), 1)
+    marks = torch.cat([_share_two(q, part) for part in parts], 2)[..., :n]  # [Hk, G, n]
     marked = marks.any(1)
     most = int(marked.sum(1).max())
     order = marked.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     there = marked.gather(1, order)
     return (first + order).where(there, EMPTY), marks.gather(2, order[:, None].expand(-1, group, -1)) & there[:, None]
+
+
+def _share_two(q: Tensor, k: Tensor) -> Tensor:
+    """Tell which keys, in blocks, share two codes with which queries: [Hk, G, n]."""
+    differs = torch.zeros((), dtype=torch.uint8)
+    for bit in range(q.shape[-1]):
+        differs = differs | (q[:, :, None, :, bit, None] ^ k[:, None, :, :, bit])  # [Hk, G, blocks, W, BLOCK]
+    shared = ~differs
+    several = shared & (shared - 1)  # 0 where it is one table of the eight, or none
+    return ((shared != 0).sum(-2) + (several != 0).sum(-2) >= 2).flatten(2)
 
 
 def log_counts(
@@ -175,11 +125,7 @@ def log_counts(
     """
     units = F.normalize(q.float(), dim=-1)
     if serves(k, units, centre, numbers=own.numel() * q.shape[2]):
-        out, most = torch.empty(own.shape), np.float32(-math.log(least))
-        at = torch.arange(own.shape[2])[None] if rows is None else rows
-        held = flat(k), k.stride(0), k.stride(1)
-        run(_log_counts, own.numel() * q.shape[2], units, *held, at, centre, own, _curve(bits, tables), most, out)
-        return out
+        return lsh_rows.log_counts(units, k, centre, own, _curve(bits, tables), -math.log(least), rows)
     if rows is not None:
         k = k.take_along_dim(rows[..., None], 1)
     cosine = units @ F.normalize(k.float() - centre[:, None], dim=-1).mT

@@ -7,8 +7,9 @@ dividing its weight by u makes the estimate one of full attention. Beside the sa
 exactly. Adding one vector to all keys changes no attention, so keys are hashed less their mean: they lie in a narrow
 cone, where hashes would not tell them apart.
 
-KV and hash codes lie in host memory, two bytes a table for every token and KV head: 300 at 150 tables, beside the 512
-of a 16-bit key and value of 128 channels. There is no budget; how many tokens are read is in the statistics.
+KV and hash codes lie in host memory. A code takes its bits, for every token and KV head: 190 bytes at 150 tables of 10
+bits, eight tables to the byte, beside the 512 of a 16-bit key and value of 128 channels. There is no budget; how many
+tokens are read is in the statistics.
 
 Decided where the paper is silent or its reference code differs: each query head samples for itself, and a KV head is
 read for all that its query heads sampled. Codes are compared one by one where the paper looks them up in sorted

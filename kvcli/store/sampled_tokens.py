@@ -12,7 +12,17 @@ from typing_extensions import override
 
 from kvcli.kernels.attention_rows import TokenSet
 from kvcli.kernels.counted_attention import attend_sets
-from kvcli.kernels.lsh import colliding, directions, hash_codes, log_counts, sampling_chance
+from kvcli.kernels.lsh import (
+    BLOCK,
+    TABLES,
+    colliding,
+    directions,
+    key_codes,
+    lay,
+    log_counts,
+    query_codes,
+    sampling_chance,
+)
 from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
@@ -51,7 +61,7 @@ class Sample(NamedTuple):
 
 
 class SampledTokenCache(TokensOnHost):
-    """In host memory: all KV, and `codes` [Hk, n, L] int16 of the tokens between sinks and window.
+    """In host memory: all KV, and `codes` [Hk, blocks, W, K, BLOCK] uint8 of the tokens between sinks and window.
 
     On the device: sinks and window, and `centre` [Hk, d], the mean key of the prompt's tokens between them (of all
     where there are none), in fp32. Codes are those of the keys that will be read.
@@ -65,7 +75,8 @@ class SampledTokenCache(TokensOnHost):
         super().__init__(num_kv_heads, head_dim, capacity, sink, window, tiers)
         self.hashing, self.hashed = hashing, 0
         far = max(0, capacity - sink - window)
-        self.codes = tiers.on_host(num_kv_heads, far, hashing.tables, dtype=torch.int16)
+        blocks, words = -(-far // BLOCK), -(-hashing.tables // TABLES)
+        self.codes = tiers.on_host(num_kv_heads, blocks, words, hashing.bits, BLOCK, dtype=torch.uint8)
         self.centre = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).zero_()
 
     @override
@@ -98,8 +109,8 @@ class SampledTokenCache(TokensOnHost):
         Returns what any query head of a KV head does, [Hk, m], EMPTY behind it, and whose own each is, bool [Hk, G, m].
         """
         heads = q.view(len(self.codes), -1, q.shape[-1])
-        codes = hash_codes(heads, self._directions(q), self.hashing.bits)
-        return colliding(codes.to(self.codes.device), self.codes[:, : self.hashed], self.near.sink)
+        codes = query_codes(heads, self._directions(q), self.hashing.tables).to(self.codes.device)
+        return colliding(codes, self.codes[:, : -(-self.hashed // BLOCK)], self.hashed, self.near.sink)
 
     def recall(self, tokens: Tensor, own: Tensor) -> tuple[Sample, int]:
         """Bring a sample to the device; returns also the bytes moved.
@@ -146,14 +157,14 @@ class SampledTokenCache(TokensOnHost):
         sampled = math.ceil(far * float(sampling_chance(torch.zeros(()), self.hashing.bits, self.hashing.tables)))
         return Traffic(
             attended=self.near.traffic(length).attended + sampled * nbytes(self.near.kv[:, :, :1]),
-            scored=nbytes(self.codes[:, :far]),
+            scored=far * self._code_bytes,
             scores=far * len(self.codes),
             recalled=0 if self.in_place is not None else sampled * self.pool.page_bytes,
         )
 
     def settled(self) -> list[Settled]:
         """Tokens are hashed once."""
-        return [Settled(self.codes, 1, self.hashed)]
+        return [Settled(self.codes, 1, self.hashed // BLOCK, -(-self.hashed // BLOCK))]
 
     def _hash(self, keys: Tensor) -> int:
         """Hash the next keys [Hk, n, d] after those hashed, as they will be read; returns the bytes moved."""
@@ -163,11 +174,16 @@ class SampledTokenCache(TokensOnHost):
             if form is not None and sizes is not None:
                 held = form.rounded(held[:, :, None], sizes=sizes[:, None, None])[:, :, 0]
             centred = held.float() - self.centre[:, None]
-            codes = hash_codes(centred, self._directions(keys), self.hashing.bits)
-            self.codes[:, self.hashed : self.hashed + codes.shape[1]] = codes
+            codes = key_codes(centred, self._directions(keys))
+            lay(codes, self.codes, self.hashed)
             self.hashed += codes.shape[1]
-        return keys.shape[1] * nbytes(self.codes[:, :1])
+        return keys.shape[1] * self._code_bytes
+
+    @property
+    def _code_bytes(self) -> int:
+        """Of one token, with all KV heads."""
+        heads, _, words, bits, _ = self.codes.shape
+        return heads * words * bits
 
     def _directions(self, like: Tensor) -> Tensor:
-        count = self.hashing.tables * self.hashing.bits
-        return directions(like.shape[-1], count, self.hashing.seed, like.device)
+        return directions(like.shape[-1], self.hashing.tables, self.hashing.bits, self.hashing.seed, like.device)

@@ -85,7 +85,7 @@ def test_every_step_matches_the_oracle(prompt, centred):
     cache, token = method.context.counters.cache(), 2 * D * 4
     assert 0 < cache.pages_requested == cache.misses == oracle.read
     assert cache.bytes_to_device == cache.bytes_exposed == oracle.read * token
-    hashed = (prompt + STEPS - SINK - WINDOW) * HK * L * 2
+    hashed = (prompt + STEPS - SINK - WINDOW) * HK * K * -(-L // 8)
     assert cache.bytes_to_host == (prompt + STEPS) * HK * token + hashed
     steps = sum(prompt + step + 1 > SINK + WINDOW for step in range(STEPS))
     assert method.statistics() == {

@@ -1,0 +1,202 @@
+"""Hash codes compared and sampled tokens counted on a CPU: what `kvcli.kernels.lsh` works out, in loops over the bytes.
+
+    codes         vectors [.., d] fp32, directions [d, W, K, 8] -> [.., W, K] uint8
+    colliding     codes of queries [Hk, G, W, K] and keys [Hk, blocks, W, K, BLOCK], of which n are there
+                  -> keys that share two codes with any query, [Hk, m] int64, and with which ones, [Hk, G, m] bool
+    log_counts    units q [Hk, G, d], keys [Hk, n, d], their centre [Hk, d], rows [Hk, m], own [Hk, G, m], what is read
+                  off for cosines [CURVE + 2] -> [Hk, G, m]
+
+A byte has a bit of eight tables' codes, and bytes of all keys of a block lie side by side: what differs in any of the K
+bits is put together for all these at once, and what does not is seen for the first time or again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels._masks import first_one, ones, without_first
+from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, run_alone, serial, serves
+from kvcli.kernels._prefetch import AHEAD, prefetch
+from kvcli.kernels._vectors import LOT, FlatArrays, all_of
+from kvcli.kernels.slot_layout import EMPTY
+
+FEW = 16  # vectors that one thread hashes
+PIECE = 16  # blocks that a thread takes at once
+BLOCKS_AHEAD = 4  # blocks that are on their way
+CHOSEN = 64  # keys of a sample that a thread takes at once
+CURVE = 4096  # steps of the curve from one cosine, -1, to the other, 1
+
+
+@intrinsic
+def _share_two(_: Any, queries: Any, query: Any, keys: Any, key: Any, words: Any, bits: Any) -> Any:
+    """Flag those of a LOT of keys that share two codes with a query.
+
+    Flat arrays: codes of the query [words, bits] from `query` on, of keys [words, bits, LOT] from `key` on. The loop
+    knows how many bits there are.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def compare(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        queries, query, keys, key, words, _ = given
+        place, count = query.type, bits.literal_value
+        nothing, one = (ir.Constant(ir.VectorType(ir.IntType(8), LOT), [number] * LOT) for number in (0, 1))
+        variable: Any = cgutils.alloca_once_value
+        once, twice = (variable(builder, nothing) for _ in range(2))
+        with cgutils.for_range(builder, words, intp=place) as word:
+            own = builder.mul(word.index, place(count))
+            at = builder.add(query, own), builder.add(key, builder.mul(own, place(LOT)))
+            held = FlatArrays(context, builder, signature, (queries, at[0], keys, at[1]))
+            differs = nothing
+            for bit in range(count):
+                number = builder.extract_element(held.load(0, 1, bit), ir.IntType(32)(0))
+                other = builder.xor(all_of(builder, number, LOT), held.load(2, LOT, LOT * bit))
+                differs = builder.or_(differs, other)
+            shared, before = builder.not_(differs), builder.load(once)
+            builder.store(builder.or_(builder.load(twice), builder.and_(before, shared)), twice)
+            builder.store(builder.or_(before, shared), once)
+        tables = builder.load(once)  # in whose place of a byte a code was shared; two of them are two codes, too
+        several = builder.and_(tables, builder.sub(tables, one))
+        found = builder.icmp_unsigned("!=", builder.or_(builder.load(twice), several), nothing)
+        return builder.bitcast(found, ir.IntType(LOT))
+
+    if not isinstance(bits, types.Literal):
+        return None
+    return types.uint64(queries, query, keys, key, words, bits), compare
+
+
+@cache
+def _sharing(bits: int) -> Any:
+    """Make the loop over blocks of keys whose codes have so many bits."""
+
+    @compiled
+    def sharing(q: Any, words: int, k: Any, head: int, n: int, flags: Any, counts: Any) -> None:
+        heads, blocks, group = flags.shape
+        width, pieces = words * bits, (blocks + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            for block in range(first, min(first + PIECE, blocks)):
+                key, found = h * head + block * LOT * width, np.uint64(0)
+                prefetch(k, key + BLOCKS_AHEAD * LOT * width, LOT * width)
+                there = np.uint64(-1) >> np.uint64(max(0, (block + 1) * LOT - n))
+                for g in range(group):
+                    query = np.uint64((h * group + g) * width)
+                    own = _share_two(q, query, k, np.uint64(key), np.uint64(words), bits) & there
+                    flags[h, block, g] = own
+                    found |= own
+                counts[h, block] = ones(found)
+
+    return sharing
+
+
+@serial
+def _codes(x: Any, drawn: Any, out: Any) -> None:
+    # One thread is done before a second one would have begun.
+    (n, d), width = x.shape, drawn.shape[1]
+    products = np.empty(width, np.float32)
+    for row in range(n):
+        products[:] = 0
+        for i in range(d):
+            for j in range(width):
+                products[j] += x[row, i] * drawn[i, j]
+        for byte in range(width // 8):
+            code = np.uint8(0)
+            for table in range(8):
+                code |= np.uint8(products[8 * byte + table] > 0) << np.uint8(table)
+            out[row, byte] = code
+
+
+@compiled
+def _listed(flags: Any, first: int, tokens: Any, own: Any) -> None:
+    heads, blocks, group = flags.shape
+    for h in prange(heads):
+        at = 0
+        for block in range(blocks):
+            found = np.uint64(0)
+            for g in range(group):
+                found |= np.uint64(flags[h, block, g])
+            while found:
+                j = first_one(found)
+                tokens[h, at] = first + block * LOT + j
+                for g in range(group):
+                    own[h, g, at] = np.uint64(flags[h, block, g]) >> np.uint64(j) & np.uint64(1)
+                at, found = at + 1, without_first(found)
+
+
+@inlined
+def _read_off(curve: Any, cosine: Any) -> Any:
+    place = (min(max(cosine, np.float32(-1)), np.float32(1)) + np.float32(1)) * np.float32(CURVE / 2)
+    at = np.uint64(place)
+    return curve[at] + (place - np.float32(at)) * (curve[at + np.uint64(1)] - curve[at])
+
+
+@compiled
+def _log_counts(
+    q: Any, k: Any, head: int, token: int, at: Any, centre: Any, own: Any, curve: Any, most: Any, out: Any
+) -> None:
+    (heads, group, m), d = out.shape, q.shape[2]
+    pieces = (m + CHOSEN - 1) // CHOSEN
+    key = np.empty((heads * pieces, d), np.float32)
+    for piece in prange(heads * pieces):
+        h, first = piece // pieces, piece % pieces * CHOSEN
+        rows, centred = at[h % len(at)], key[piece]
+        for i in range(first, min(first + CHOSEN, m)):
+            if i + AHEAD < m:
+                prefetch(k, h * head + rows[i + AHEAD] * token, d)
+            begin, square = np.uint64(h * head + rows[i] * token), np.float32(0)
+            for c in range(d):
+                centred[c] = k[begin + np.uint64(c)] - centre[h, c]
+                square += centred[c] * centred[c]
+            length = max(np.sqrt(square), np.float32(1e-12))
+            for g in range(group):
+                product = np.float32(0)
+                for c in range(d):
+                    product += q[h, g, c] * centred[c]
+                cosine = product / length
+                if cosine != cosine:  # no place on the curve
+                    out[h, g, i] = cosine
+                else:
+                    out[h, g, i] = min(_read_off(curve, cosine), most)
+                if not own[h, g, i]:
+                    out[h, g, i] = -np.inf
+
+
+def hashes(x: Tensor, drawn: Tensor) -> bool:
+    """Tell whether this can hash vectors, which are few."""
+    return x.numel() <= FEW * x.shape[-1] and serves(x, drawn)
+
+
+def codes(x: Tensor, drawn: Tensor) -> Tensor:
+    """Hash vectors [.., d] by directions [d, W, K, 8]: [.., W, K]."""
+    out = torch.empty(*x.shape[:-1], *drawn.shape[1:3], dtype=torch.uint8)
+    run_alone(_codes, x.reshape(-1, x.shape[-1]), drawn.flatten(1), out.view(-1, drawn[0, ..., 0].numel()))
+    return out
+
+
+def colliding(q: Tensor, k: Tensor, n: int, first: int) -> tuple[Tensor, Tensor]:
+    """List the keys that share two codes with a query, numbered from `first` on, and with which ones they do."""
+    heads, group, words, bits = q.shape
+    blocks = k.shape[1]
+    flags, counts = torch.empty(heads, blocks, group, dtype=torch.int64), torch.empty(heads, blocks, dtype=torch.int32)
+    run(_sharing(bits), k.numel(), flat(q.contiguous()), words, flat(k), k.stride(0), n, flags, counts)
+    tokens = torch.full((heads, int(counts.sum(1).max())), EMPTY)
+    own = torch.zeros(heads, group, tokens.shape[1], dtype=torch.bool)
+    run(_listed, tokens.numel(), flags, first, tokens, own)
+    return tokens, own
+
+
+def log_counts(
+    q: Tensor, k: Tensor, centre: Tensor, own: Tensor, curve: Tensor, most: float, rows: Tensor | None
+) -> Tensor:
+    """Read off the curve what cosines of queries of length 1 and keys say, at `most` so much; -inf where not own."""
+    out = torch.empty(own.shape)
+    at = torch.arange(own.shape[2])[None] if rows is None else rows
+    held = flat(k), k.stride(0), k.stride(1)
+    run(_log_counts, own.numel() * q.shape[2], q, *held, at, centre, own, curve, np.float32(most), out)
+    return out
