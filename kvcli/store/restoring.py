@@ -124,6 +124,10 @@ class Restoring:
 
     def _tensor(self, fresh: Any, value: list[Any]) -> Tensor:
         name, form = value
+        if isinstance(fresh, Tensor) and (form_of(fresh)[0], fresh.ndim) != (form[0], len(form[1])):
+            raise ValueError(
+                f"{form[0]} of {len(form[1])} dimensions in the place of {form_of(fresh)[0]} of {fresh.ndim}"
+            )
         here = isinstance(fresh, Tensor) and fresh.device.type != "meta" and form_of(fresh) == form
         if name not in self._memory:
             block = self._blocks[name]

@@ -122,3 +122,12 @@ def test_an_object_of_other_attributes_is_refused():
         give_back(Holder(), capture(held))
     with pytest.raises(ValueError, match="a Holder in the place of a DenseCache"):
         give_back(Holder(), capture(DenseCache(2, 4, 10, TIERS)))
+
+
+@pytest.mark.parametrize("layout", [torch.zeros(2, 3, dtype=torch.int16), torch.zeros(2, 3, 4, dtype=torch.uint8)])
+def test_a_tensor_of_another_layout_is_refused(layout):
+    """What an attribute meant before its layout changed would be read as what it means now."""
+    held, fresh = DenseCache(2, 4, 10, TIERS), DenseCache(2, 4, 10, TIERS)
+    held.kv = layout
+    with pytest.raises(ValueError, match="dimensions in the place of float32 of 4"):
+        give_back(fresh, capture(held))
