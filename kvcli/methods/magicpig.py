@@ -12,12 +12,12 @@ bits, eight tables to the byte, beside the 512 of a 16-bit key and value of 128 
 tokens are read is in the statistics.
 
 Decided where the paper is silent or its reference code differs: each query head samples for itself, and a KV head is
-read for all that its query heads sampled. Codes are compared one by one where the paper looks them up in sorted
-tables, and what is sampled is brought to the device where the paper attends on the CPU: the tokens are the same.
-Generated tokens are hashed when they leave the window, by the prompt's mean key; the code keeps them on the device. No
-chance is taken to be less than 1e-4. One leading layer is dense; the code leaves every sixteenth alone. One set of
-random directions, drawn by `seed`, serves all layers and sequences. In the counters one token of one KV head is a page
-of size 1, and nothing stays on the device from step to step, so that every page asked for is a miss.
+read for all that its query heads sampled. All codes are compared where the paper looks them up in sorted tables, and
+what is sampled is brought to the device where the paper attends on the CPU: the tokens are the same. Generated tokens
+are hashed when they leave the window, by the prompt's mean key; the code keeps them on the device. No chance is taken
+to be less than 1e-4. One leading layer is dense; the code leaves every sixteenth alone. One set of random directions,
+drawn by `seed`, serves all layers and sequences. In the counters one token of one KV head is a page of size 1, and
+nothing stays on the device from step to step, so that every page asked for is a miss.
 """
 
 from collections.abc import Sequence

@@ -87,6 +87,7 @@ def test_keys_collide_that_share_two_codes(bits, tables, n, group, least, monkey
         assert own[h, :, : len(wanted)].T.tolist() == [marks[j] for j in wanted]
         assert not own[h, :, len(wanted) :].any()
     assert n == 1 or 0 < (tokens != EMPTY).sum() < 2 * n
+    assert n == 1 or (tokens[0] == EMPTY).sum() != (tokens[1] == EMPTY).sum()
 
 
 def test_tables_count_alike_wherever_their_bits_lie():
