@@ -1,8 +1,8 @@
 """The profiler: every method and profile, at every context and batch size.
 
-Runs of several candidates are interleaved, round after round, so that a change of the machine's speed affects all of
-them alike; ratios are taken within a round. Runs that are split into phases are separate ones, each right after a run
-without clocks inside, so that the two can be compared.
+Runs of several candidates are interleaved, round after round and every second one backwards, so that a change of the
+machine's speed affects all of them alike; ratios are taken within a round. Runs that are split into phases are separate
+ones, each right after a run without clocks inside, so that the two can be compared.
 """
 
 import os

@@ -35,9 +35,13 @@ class Rounds:
         self.errors: dict[str, str] = {}
 
     def run_all(self, repeat: int, recording: Callable[[], Timeline], observer: Observer) -> None:
-        """Run every candidate in each round, once without clocks inside the step and once with them."""
-        for _ in range(repeat):
-            for candidate in self.candidates:
+        """Run every candidate in each round, once without clocks inside the step and once with them.
+
+        Every second round goes backwards, so that what a run leaves to the next one in caches, memory and clock rates
+        does not always meet the same candidate.
+        """
+        for turn in range(repeat):
+            for candidate in self.candidates[:: -1 if turn % 2 else 1]:
                 if candidate.label not in self.errors:
                     measured = self.measured[candidate.label]
                     measured.append(self.rates.now())
@@ -84,7 +88,7 @@ class Rounds:
         if label in self.errors:
             return Case(*known, error=self.errors[label])
         own, last = self.medians[label], self.last[label]
-        # The baseline is the first that did not fail; Ctrl-C can leave it one round more than the others.
+        # The baseline is the first that did not fail; Ctrl-C can leave some one round more than others.
         first = next(each.label for each in self.candidates if each.label not in self.errors)
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]

@@ -17,14 +17,14 @@ from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, LayerCache, Tiers, Traffic, both, nbytes
+from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes
 from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.pages import PageBudget, paged
 from kvcli.store.state import Settled
 
 
-class TimestampedPageCache(LayerCache):
-    """Pages in slots on the device: k, v [Hk, slots, p, d], `bounds` of their keys [Hk, slots, 2, d].
+class TimestampedPageCache(ResidentCache):
+    """Pages in slots on the device: k, v [Hk, slots * p, d], `bounds` of their keys [Hk, slots, 2, d].
 
     `stamps` and `pages` [Hk, slots] are their timestamps and page numbers. `prompt` is the length of the prompt, where
     it is known; else there are slots for any. Where the prompt takes up the budget, the window has slots beyond it.
@@ -39,12 +39,10 @@ class TimestampedPageCache(LayerCache):
         budget: PageBudget,
         tiers: Tiers,
     ):
-        self.length = 0
         self.budget = budget
         self.protected, self.num_slots = self._split(capacity if prompt is None else prompt)
         slots = min(self.num_slots, budget.count(capacity))
-        self.kv = tiers.on_device(tiers.parts, num_kv_heads, slots, budget.size, head_dim)
-        self.k, self.v = both(self.kv)
+        super().__init__(num_kv_heads, head_dim, slots * budget.size, tiers)
         self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
         self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
         self.prompt_pages = 0  # full ones
@@ -68,8 +66,7 @@ class TimestampedPageCache(LayerCache):
     def load(self, k: Tensor, v: Tensor) -> int:
         self.length, size = k.shape[1], self.budget.size
         self.protected, self.num_slots = self._split(self.length)
-        for slots, tokens in ((self.k, k), (self.v, v)):
-            slots.flatten(1, 2)[:, : self.length] = tokens
+        self.k[:, : self.length], self.v[:, : self.length] = k, v
         full, held = self.length // size, self.budget.count(self.length)
         self.prompt_pages = full
         if full:
@@ -81,18 +78,19 @@ class TimestampedPageCache(LayerCache):
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token; where a new page finds no slot, each KV head evicts one."""
-        page, row = divmod(self.length, self.budget.size)
+        size = self.budget.size
+        page, row = divmod(self.length, size)
         if row == 0 and page >= self.num_slots:
             self._evict()
         slot = min(page, self.num_slots - 1)
-        self.k[:, slot, row] = k
-        self.v[:, slot, row] = v
+        first = slot * size
+        self.k[:, first + row], self.v[:, first + row] = k, v
         self.length += 1
         if row == 0:
             self.pages[:, slot] = page
             self.stamps[:, slot] = self.length
-        if row == self.budget.size - 1:
-            self.bounds[:, slot : slot + 1] = page_summary(self.k[:, slot : slot + 1])
+        if row == size - 1:
+            self.bounds[:, slot : slot + 1] = page_summary(paged(self.k[:, first : first + size], size))
         return 0
 
     def stamp(self, used: Tensor) -> None:
@@ -101,17 +99,17 @@ class TimestampedPageCache(LayerCache):
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        k, v = (slots.flatten(1, 2)[:, : self._rows] for slots in (self.k, self.v))
-        return decode_attention(q, k, v, softmax)
+        rows = self._rows
+        return decode_attention(q, self.k[:, :rows], self.v[:, :rows], softmax)
 
     def settled(self) -> list[Settled]:
         """Full pages of the prompt are never evicted."""
-        held = -(-self._rows // self.budget.size)
-        return [Settled(self.kv, 2, self.prompt_pages, held), Settled(self.bounds, 1, self.prompt_pages, held)]
+        size, full, held = self.budget.size, self.prompt_pages, self.budget.count(self._rows)
+        return [Settled(self.kv, 2, full * size, held * size), Settled(self.bounds, 1, full, held)]
 
     @override
     def attended(self) -> Tensor:
-        pages = self.pages[:, : -(-self._rows // self.budget.size)]
+        pages = self.pages[:, : self.budget.count(self._rows)]
         mask = pages.new_zeros(len(pages), self.budget.count(self.length), self.budget.size, dtype=torch.bool)
         mask[torch.arange(len(pages), device=pages.device)[:, None], pages] = True
         return mask.flatten(1)[:, : self.length]
@@ -121,13 +119,12 @@ class TimestampedPageCache(LayerCache):
         sizes = {"protected": self.protected, "slots": self.num_slots}
         tensors = {name: torch.tensor(size, device=self.k.device) for name, size in sizes.items()}
         tensors |= {"bounds": self.bounds, "stamps": self.stamps, "pages": self.pages}
-        layout = SlotLayout.everything(self.k.shape[1], self.budget.size)
-        return LayerSlots(self.kv.flatten(2, 3), layout, tensors, active_from=None if self.contested else NEVER)
+        layout = SlotLayout.everything(self.bounds.shape[1], self.budget.size)
+        return LayerSlots(self.kv, layout, tensors, active_from=None if self.contested else NEVER)
 
     @override
     def adopt_slots(self, slots: LayerSlots) -> None:
-        self.kv = slots.kv.unflatten(2, (-1, self.budget.size))  # type: ignore[no-untyped-call]
-        self.k, self.v = both(self.kv)
+        super().adopt_slots(slots)
         self.bounds, self.stamps, self.pages = (slots.tensors[name] for name in ("bounds", "stamps", "pages"))
 
     @override
@@ -140,7 +137,7 @@ class TimestampedPageCache(LayerCache):
         size = self.budget.size
         held = length - max(0, self.budget.count(length) - self.num_slots) * size
         return Traffic(
-            attended=nbytes(self.kv.flatten(2, 3)[:, :, :held]),
+            attended=nbytes(self.kv[:, :, :held]),
             scored=nbytes(self.bounds[:, : held // size]) if self.contested else 0,
             scores=4 * self.k.shape[0] * (held // size) if self.contested else 0,
         )
@@ -162,6 +159,6 @@ class TimestampedPageCache(LayerCache):
         age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]
         victim = self.protected + age.argmin(1)  # [Hk]
         heads = torch.arange(len(victim), device=victim.device)
-        for slots in (*self.kv, self.bounds, self.stamps, self.pages):
+        for slots in (*(paged(rows, self.budget.size) for rows in self.kv), self.bounds, self.stamps, self.pages):
             slots[heads, victim] = slots[:, leaving].clone()  # with one head it is the memory that is written to
             slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()

@@ -221,8 +221,9 @@ def test_runs_take_turns_and_each_is_followed_by_the_one_taken_apart(checkpoint,
         return plain(self, load, timeline)
 
     monkeypatch.setattr(Decoding, "run", noted)
-    profile(request(checkpoint, "full", "quest", steps=1), Observer())
-    assert order == [("full", False), ("full", True), ("quest", False), ("quest", True)] * 2
+    profile(request(checkpoint, "full", "quest", steps=1, repeat=3), Observer())
+    full, quest = ([(label, False), (label, True)] for label in ("full", "quest"))
+    assert order == full + quest + quest + full + full + quest
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -99,7 +99,7 @@ def test_the_prompt_is_protected_and_what_is_held_stays_within_the_budget():
 def test_memory_is_the_budget_where_the_prompt_is_known():
     for prompt, slots in ((21, 10), (30, 10), (50, 13 + WINDOW)):
         method = new_method("raas", SETTINGS, layers(), prompt + 500, prompt_tokens=prompt)
-        assert method.retrieval[1].k.shape[1] == slots
+        assert method.retrieval[1].k.shape[1] == slots * SETTINGS["page_size"]
 
 
 def test_what_is_attended_to_beside_the_budget_is_the_prompt_s_doing():
