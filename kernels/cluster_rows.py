@@ -3,7 +3,8 @@
 torch sorts all clusters and all slots for it, and looks at every token several times.
 
     weighed    scores [Hk, G, C] fp32, sizes [Hk, C] int32 -> weights [Hk, C]
-    divide     weights, sizes -> clusters read, bool [Hk, C], log counts of those estimated [Hk, C], tokens read [Hk]
+    divide     weights, sizes -> clusters read, bool [Hk, C], those estimated [Hk, f] and the logarithms of how many
+               tokens each has, and how many tokens are read [Hk]
     listed     cluster [Hk, n] int32 of each token, clusters read -> tokens [Hk, m] int64, EMPTY behind
     resolve    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
 """
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._exp import exp
-from kvcli.kernels._numba import compiled, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.resolve_rows import listed as list_misses
 from kvcli.kernels.slot_layout import EMPTY
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
+AT_ONCE = 8  # tokens of which seldom one is listed
 
 
 @compiled
@@ -44,10 +46,10 @@ def _weigh(scores: Any, sizes: Any, weights: Any, out: Any) -> None:
 
 
 @compiled
-def _divide(bits: Any, sizes: Any, room: int, follow: int, retrieved: Any, log_counts: Any, counts: Any) -> None:
+def _divide(bits: Any, sizes: Any, room: int, retrieved: Any, estimated: Any, log_counts: Any, counts: Any) -> None:
     heads, n = bits.shape
     for h in prange(heads):
-        retrieved[h], log_counts[h] = False, -np.inf
+        retrieved[h], estimated[h], log_counts[h] = False, 0, -np.inf
         keys, order, other = np.empty(n, np.uint32), np.empty(n, np.int64), np.empty(n, np.int64)
         for i in range(n):
             keys[i], order[i] = ~np.uint32(bits[h, i]), i  # the best first; of equals the lower one
@@ -68,19 +70,34 @@ def _divide(bits: Any, sizes: Any, room: int, follow: int, retrieved: Any, log_c
             retrieved[h, order[place]] = True
             place += 1
         counts[h] = tokens
-        for i in range(place, min(n, place + follow)):
-            log_counts[h, order[i]] = np.log(np.float32(sizes[h, order[i]]))
+        for i in range(min(estimated.shape[1], n - place)):
+            estimated[h, i] = order[place + i]
+            log_counts[h, i] = np.log(np.float32(sizes[h, order[place + i]]))
+
+
+@inlined
+def _list_some(cluster: Any, retrieved: Any, start: int, stop: int, first: int, at: Any, out: Any) -> Any:
+    for j in range(start, stop):  # no branch could be foretold here: what is not wanted is written over
+        if at < len(out):
+            out[at] = first + j
+        at += np.uint64(retrieved[np.uint64(cluster[j])])
+    return at
 
 
 @compiled
-def _list(cluster: Any, retrieved: Any, first: int, empty: int, out: Any) -> None:
-    for h in prange(len(cluster)):
-        at, own = np.uint64(0), out[h]
-        for j in range(cluster.shape[1]):  # no branch could be foretold here: what is not wanted is written over
-            if at < len(own):
-                own[at] = first + j
-            at += np.uint64(retrieved[h, np.uint64(cluster[h, j])])
-        own[at:] = empty
+def _list(cluster: Any, apart: int, n: int, retrieved: Any, first: int, empty: int, out: Any) -> None:
+    for h in prange(len(out)):
+        row, marks, own, at = cluster[h * apart : h * apart + n], retrieved[h], out[h], np.uint64(0)
+        many = n // AT_ONCE * AT_ONCE
+        for start in range(0, many, AT_ONCE):
+            some = np.uint8(0)
+            for i in range(AT_ONCE):
+                some |= marks[np.uint64(row[np.uint64(start + i)])]
+            if some:
+                at = _list_some(row, marks, start, start + AT_ONCE, first, at, own)
+        at = _list_some(row, marks, many, n, first, at, own)
+        for i in range(at, len(own)):
+            own[i] = empty
 
 
 @compiled
@@ -128,26 +145,28 @@ def weighed(scores: Tensor, sizes: Tensor) -> Tensor:
     """Add up the softmaxes of a group's scores over the clusters that have tokens."""
     heads, _, n = scores.shape
     weights, out = scores.new_empty(heads, n), scores.new_empty(heads, n)
-    run(_weigh, scores.numel(), scores.contiguous(), sizes, weights, out)
+    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # no gaps: many at once
     return out
 
 
-def divide(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mark the best clusters that have `room` tokens together, and say how much the next `follow` count.
+def divide(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mark the best clusters that have `room` tokens together, and name the next `follow` with their log counts.
 
-    Returns also how many tokens the marked ones have.
+    Where fewer follow, those behind count as -inf. Returns also how many tokens the marked ones have.
     """
-    retrieved, log_counts = torch.empty(weights.shape, dtype=torch.bool), torch.empty_like(weights)
-    counts = torch.empty(weights.shape[0], dtype=torch.int64)
+    (heads, _), retrieved = weights.shape, torch.empty(weights.shape, dtype=torch.bool)
+    estimated, log_counts = torch.empty(heads, follow, dtype=torch.int64), weights.new_empty(heads, follow)
+    counts = torch.empty(heads, dtype=torch.int64)
     bits = weights.view(torch.uint32)
-    run(_divide, 8 * weights.numel(), bits, sizes, room, follow, retrieved, log_counts, counts)
-    return retrieved, log_counts, counts
+    run(_divide, 8 * weights.numel(), bits, sizes, room, retrieved, estimated, log_counts, counts)
+    return retrieved, estimated, log_counts, counts
 
 
 def listed(cluster: Tensor, retrieved: Tensor, counts: Tensor, first: int) -> Tensor:
     """List the tokens of the retrieved clusters, of which every head has so many, numbered from `first`."""
-    out = torch.empty(cluster.shape[0], int(counts.max()), dtype=torch.int64)
-    run(_list, cluster.numel(), cluster, retrieved, first, EMPTY, out)
+    (heads, n), marks = cluster.shape, retrieved.view(torch.uint8)
+    out = torch.empty(heads, int(counts.max()), dtype=torch.int64)
+    run(_list, cluster.numel(), flat(cluster), cluster.stride(0), n, marks, first, EMPTY, out)
     return out
 
 

@@ -20,23 +20,30 @@ PIECE = 1 << 13  # numbers that a thread takes at once, in whole rows
 
 @compiled
 def _scatter(blocks: Any, held: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
-    half, apart = blocks.shape[1] // 2, blocks.shape[1] > k.shape[1]
+    half = len(k[0])
     for piece in prange((len(rows) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
             if i + AHEAD < len(rows):
                 prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
-            # Two at once: a compiler calls a library's copy for a single one, which short rows wait for.
-            if apart:
-                for c in range(half):
-                    key[c] = source[c]
-                    value[c] = source[half + c]
-            else:
-                for c in range(half):
-                    key[c] = source[c]
-                    key[half + c] = source[half + c]
-                if len(key) > 2 * half:
-                    key[2 * half] = source[2 * half]
+            for c in range(half):
+                key[c] = source[c]
+                value[c] = source[half + c]
+
+
+@compiled
+def _scatter_whole(blocks: Any, held: Any, rows: Any, into: Any, places: Any, at_once: int) -> None:
+    half = len(into[0]) // 2
+    for piece in prange((len(rows) + at_once - 1) // at_once):
+        for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
+            if i + AHEAD < len(rows):
+                prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
+            source, target = blocks[rows[i]], into[places[i]]
+            for c in range(half):  # two at once: for a single one a library's copy is called, which short rows wait for
+                target[c] = source[c]
+                target[half + c] = source[half + c]
+            if len(target) > 2 * half:
+                target[2 * half] = source[2 * half]
 
 
 def suits(blocks: Tensor, *targets: Tensor) -> bool:
@@ -48,7 +55,10 @@ def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Ten
     """Put blocks [n, w] into k and v [slots, p], which may be the same; False where it does not suit."""
     if not suits(blocks, k, v):
         return False
-    at_once = max(1, PIECE // blocks.shape[1])
-    numbers = rows.shape[0] * blocks.shape[1]
-    run(_scatter, numbers, blocks, flat(blocks), rows.contiguous(), k, v, places.contiguous(), at_once)
+    at_once, numbers = max(1, PIECE // blocks.shape[1]), rows.shape[0] * blocks.shape[1]
+    held, (rows, places) = (blocks, flat(blocks)), (rows.contiguous(), places.contiguous())
+    if blocks.shape[1] > k.shape[1]:
+        run(_scatter, numbers, *held, rows, k, v, places, at_once)
+    else:
+        run(_scatter_whole, numbers, *held, rows, k, places, at_once)
     return True

@@ -128,7 +128,7 @@ class ClusteredTokenCache(TokensOnHost):
         assert self.chosen is not None
         assert self.slots is not None
         heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
-        estimated = TokenSet(zones.scores, None, values, log_counts=zones.log_counts[:, None])
+        estimated = TokenSet(zones.scores, None, values, zones.estimated, log_counts=zones.log_counts[:, None])
         retrieved = TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY)
         steady = TokenSet(heads, self.near.k, self.near.v, self.near.rows_of(self.steady)[None])
         return attend_sets(q, [steady, retrieved, estimated], softmax)

@@ -35,14 +35,15 @@ class Clustering(NamedTuple):
 
 
 class Zones(NamedTuple):
-    """The tokens read exactly, [Hk, m] with EMPTY behind the `counts` of a head, and what of the others is estimated.
+    """The tokens read exactly, [Hk, m] with EMPTY behind the `counts` of a head, and the clusters `estimated` [Hk, f].
 
-    `log_counts` [Hk, C] are the logarithms of how many tokens a cluster has that is estimated, -inf of all others;
-    `scores` [Hk, G, C] are those of all centroids.
+    `log_counts` [Hk, f] are the logarithms of how many tokens these have, -inf where there are fewer clusters;
+    `scores` [Hk, G, f] are those of their centroids.
     """
 
     retrieved: Tensor
     counts: list[int]
+    estimated: Tensor
     log_counts: Tensor
     scores: Tensor
 
@@ -84,20 +85,18 @@ class WaveIndex:
         follow, cluster = round(estimated * self.clusters), self.cluster[:, : self.tokens]
         if cluster_rows.suits(cluster):
             weights = cluster_rows.weighed(scores, sizes)
-            read, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
-            return Zones(cluster_rows.listed(cluster, read, counts, first), counts.tolist(), log_counts, scores)
-        weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
-        order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
-        fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
-        place, behind = torch.arange(self.clusters, device=q.device), fits.sum(1, keepdim=True)
-        follows = (place >= behind) & (place < behind + follow)
-        read, counted = (torch.zeros_like(fits).scatter(1, order, ranked) for ranked in (fits, follows))
-        log_counts = sizes.float().log().masked_fill(~counted, float("-inf"))
-        heads, tokens, places = numbered(read.gather(1, cluster.long()))
-        each = heads.bincount(minlength=len(read)).tolist()
-        retrieved = tokens.new_full((len(read), max(each)), EMPTY)
-        retrieved[heads, places] = tokens + first
-        return Zones(retrieved, each, log_counts, scores)
+            read, following, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
+            tokens, each = cluster_rows.listed(cluster, read, counts, first), counts.tolist()
+        else:
+            weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
+            order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
+            fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
+            read = torch.zeros_like(fits).scatter(1, order, fits)
+            places = fits.sum(1, keepdim=True) + torch.arange(follow, device=q.device)  # of those that follow
+            following = order.gather(1, places.clamp_max(self.clusters - 1))
+            log_counts = sizes.gather(1, following).float().log().masked_fill(places >= self.clusters, float("-inf"))
+            tokens, each = _listed(read.gather(1, cluster.long()), first)
+        return Zones(tokens, each, following, log_counts, scores.take_along_dim(following[:, None], 2))
 
     def settled(self) -> list[Settled]:
         """Clusters do not change."""
@@ -108,3 +107,12 @@ class WaveIndex:
         """Bytes on the device, of all clusters or of the first ones."""
         parts = (self.centroids[:, :clusters], self.values[:, :clusters], self.sizes[:, :clusters])
         return nbytes(*parts, self.cluster)
+
+
+def _listed(marks: Tensor, first: int) -> tuple[Tensor, list[int]]:
+    """List the tokens marked in bool [Hk, n], numbered from `first`, EMPTY behind, and say how many each head has."""
+    heads, tokens, places = numbered(marks)
+    each = heads.bincount(minlength=len(marks)).tolist()
+    listed = tokens.new_full((len(marks), max(each)), EMPTY)
+    listed[heads, places] = tokens + first
+    return listed, each

@@ -510,16 +510,16 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
     weights = cluster_rows.weighed(scores, sizes)
     expected = scores.masked_fill(sizes[:, None] == 0, -math.inf).softmax(-1).sum(1)
     torch.testing.assert_close(weights, expected, atol=1e-7, rtol=1e-5)
-    read, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
+    read, estimated, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     fits = sizes.gather(1, order).cumsum(1) <= room
-    place, first = torch.arange(clusters), fits.sum(1, keepdim=True)
-    follows = (place >= first) & (place < first + follow)
-    for one, ranked in zip(
-        (read, log_counts != -math.inf), (fits, follows & (sizes.gather(1, order) > 0)), strict=True
-    ):
-        assert torch.equal(one, torch.zeros_like(fits).scatter(1, order, ranked))
-    torch.testing.assert_close(log_counts.exp(), (sizes * (log_counts != -math.inf)).float(), atol=1e-4, rtol=1e-5)
+    assert torch.equal(read, torch.zeros_like(fits).scatter(1, order, fits))
+    for own, ranked, behind in zip(range(heads), order, fits.sum(1), strict=True):
+        following = ranked[behind : behind + follow]
+        assert torch.equal(estimated[own, : len(following)], following)
+        counted = log_counts[own].exp()
+        torch.testing.assert_close(counted[: len(following)], sizes[own, following].float(), atol=1e-4, rtol=1e-5)
+        assert (counted[len(following) :] == 0).all()
     marks = read.gather(1, cluster.long())
     assert counts.tolist() == marks.sum(1).tolist()
     tokens = cluster_rows.listed(cluster, read, counts, 5)
