@@ -32,7 +32,8 @@ class TokenSet(NamedTuple):
     """Tokens that are attended to: all of k and v or those in `rows` [1 or Hk, n]; of them those `valid`, bool [Hk, n].
 
     `log_counts` [Hk, G or 1, n] are the logarithms of how often each counts, -inf for never. Without k, what is in the
-    place of the queries are scores [Hk, G, n] that are known, scaled and bounded; weights take their place.
+    place of the queries are scores [Hk, G, n] that are known, scaled and bounded, of v or its `rows`; weights take
+    their place.
     """
 
     q: Tensor

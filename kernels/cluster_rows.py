@@ -145,7 +145,7 @@ def weighed(scores: Tensor, sizes: Tensor) -> Tensor:
     """Add up the softmaxes of a group's scores over the clusters that have tokens."""
     heads, _, n = scores.shape
     weights, out = scores.new_empty(heads, n), scores.new_empty(heads, n)
-    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # no gaps: many at once
+    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # many at once, without gaps
     return out
 
 

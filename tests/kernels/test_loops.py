@@ -128,12 +128,14 @@ def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch
     known, means = noise(heads, group, 70, seed=6), noise(heads, 70, wide, seed=7)
     counts = noise(heads, 1, 70, seed=8).masked_fill(noise(heads, 1, 70) > 1, -math.inf)
     sets = [TokenSet(q, near_k, near_v, valid=valid), TokenSet(other_q, far_k, far_v, rows), TokenSet(q, far_k, far_v)]
-    found = attention_rows.attend([*sets, TokenSet(known.clone(), None, means, log_counts=counts)], softmax)
+    some = noise(heads, 70, seed=10).argsort(-1)[:, :50]
+    sets += [TokenSet(known.clone(), None, means, log_counts=counts), TokenSet(known[..., :50] - 1, None, means, some)]
+    found = attention_rows.attend(sets, softmax)
     near = (0.3 * q.double() @ near_k.double().mT).masked_fill(~valid[:, None], -math.inf)
     there = far_k[:, rows[0]], far_v[:, rows[0]]
     far, every = (0.3 * x.double() @ k.double().mT for x, k in ((other_q, there[0]), (q, far_k)))
-    scores = torch.cat((near, far, every, known.double() + counts), -1)
-    values = torch.cat((near_v, there[1], far_v, means), 1).double()
+    scores = torch.cat((near, far, every, known.double() + counts, known[..., :50].double() - 1), -1)
+    values = torch.cat((near_v, there[1], far_v, means, means.take_along_dim(some[..., None], 1)), 1).double()
     torch.testing.assert_close(found.out.double(), scores.softmax(-1) @ values, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
     given = scores.softmax(-1)[..., :1500].sum((0, 1))
