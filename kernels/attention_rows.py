@@ -31,9 +31,8 @@ _LINE = 16  # numbers behind the d' of a part: its highest score and the sum of 
 class TokenSet(NamedTuple):
     """Tokens that are attended to: all of k and v or those in `rows` [1 or Hk, n]; of them those `valid`, bool [Hk, n].
 
-    `log_counts` [Hk, G or 1, n] are the logarithms of how often each counts, -inf for never. Without k, what is in the
-    place of the queries are scores [Hk, G, n] that are known, scaled and bounded, of v or its `rows`; weights take
-    their place.
+    `log_counts` [Hk, G or 1, n] are the logarithms of how often each counts, -inf for never. Without k, in the place of
+    the queries are scores [Hk, G, n] that are known, scaled and bounded, of v or its `rows`; weights take their place.
     """
 
     q: Tensor

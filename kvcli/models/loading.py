@@ -22,7 +22,7 @@ from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.place import bundled_model, find
 from kvcli.models.placement import Place, Placement, device_map, take_hooks_out
-from kvcli.models.quantising import have_plain_latents, settle
+from kvcli.models.quantising import have_dtype, have_plain_latents, settle
 from kvcli.models.weight_form import WIDER, WeightForm, Weights, form_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -255,10 +255,9 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     found: dict[str, Any] = loaded[1]
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
     if missing:
-        raise KvcliError(
-            f"{spec.label} lacks {len(missing)} of its weights, the first is {missing[0]}",
-            "the files are incomplete or belong to another config.json: get them again",
-        )
+        hint = "the files are incomplete or belong to another config.json: get them again"
+        hint += "" if form is None else f"; or transformers is too old for {form.name}: update it"
+        raise KvcliError(f"{spec.label} lacks {len(missing)} of its weights, the first is {missing[0]}", hint)
     if mismatched:
         name, stored, expected = mismatched[0]
         raise KvcliError(
@@ -270,6 +269,8 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         raise KvcliError(f"the weights of {spec.label} cannot be read: {' '.join(found['error_msgs'][0].split())}")
     take_hooks_out(module)
     have_plain_latents(module, checkpoint.dtype)
+    if form is not None and form.widened:
+        have_dtype(module, checkpoint.dtype)
     return module
 
 

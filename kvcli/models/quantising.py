@@ -72,3 +72,10 @@ def have_plain_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, child in list(model.named_modules()):
         if name.endswith(LATENT_UP) and not is_plain(child):
             model.set_submodule(name, _made_plain(child, dtype))
+
+
+def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Bring 16-bit weights into the dtype that was asked for, in place: transformers widens some forms to bfloat16."""
+    for weight in model.parameters():
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            weight.data = weight.data.to(dtype)

@@ -88,7 +88,7 @@ class Watch:
         attend_rows = attention_rows.attend
         monkeypatch.setattr(attention_rows, "attend", watched_rows)
         for module in list(sys.modules.values()):
-            if getattr(module, "block_attention", None) is block_attention:
+            if getattr(module, "__dict__", {}).get("block_attention") is block_attention:
                 monkeypatch.setattr(module, "block_attention", watched)
         for name, keys in (("prefill", 2), ("attend_window", 3)):
             monkeypatch.setattr(Method, name, self.noting(getattr(Method, name), keys))

@@ -105,7 +105,7 @@ def on_block_attention(monkeypatch, note):
 
     monkeypatch.setattr(attention_rows, "attend", watched_rows)
     for module in list(sys.modules.values()):
-        if getattr(module, "block_attention", None) is block_attention:
+        if getattr(module, "__dict__", {}).get("block_attention") is block_attention:
             monkeypatch.setattr(module, "block_attention", watched)
 
 

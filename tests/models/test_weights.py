@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from families import VOCAB, tiny_checkpoint, tiny_model
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -191,6 +193,11 @@ WIDENED = {
 def test_a_form_that_nothing_here_multiplies_by_is_made_wide_and_counted_so(form, tmp_path):
     change, family, how = WIDENED[form]
     spec = checkpoint(tmp_path, how, change, family)
+    if form == "compressed-tensors" and Version(transformers.__version__) < Version("5.23"):
+        with pytest.raises(KvcliError, match="lacks") as refused:  # it packs this form's weights, which are not packed
+            load_model(spec)
+        assert "transformers is too old for compressed-tensors" in refused.value.hint
+        return
     model = load_model(spec)
     assert model.as_dict()["weights"] == f"{form}, widened"
     assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}
