@@ -5,7 +5,7 @@ torch sorts all clusters and all slots for it, and looks at every token several 
     weighed    scores [Hk, G, C] fp32, sizes [Hk, C] int32 -> weights [Hk, C]
     divide     weights, sizes -> clusters read, bool [Hk, C], those estimated [Hk, f] and the logarithms of how many
                tokens each has, and how many tokens are read [Hk]
-    listed     cluster [Hk, n] int32 of each token, clusters read -> tokens [Hk, m] int64, EMPTY behind
+    listed     members [Hk, n] int32, cluster after cluster, sizes, clusters read -> tokens [Hk, m] int64, EMPTY behind
     resolve    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._exp import exp
-from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._prefetch import AHEAD, prefetch
 from kvcli.kernels.resolve_pages import Misses
 from kvcli.kernels.resolve_rows import listed as list_misses
 from kvcli.kernels.slot_layout import EMPTY
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
-AT_ONCE = 8  # tokens of which seldom one is listed
 
 
 @compiled
@@ -75,27 +75,23 @@ def _divide(bits: Any, sizes: Any, room: int, retrieved: Any, estimated: Any, lo
             log_counts[h, i] = np.log(np.float32(sizes[h, order[place + i]]))
 
 
-@inlined
-def _list_some(cluster: Any, retrieved: Any, start: int, stop: int, first: int, at: Any, out: Any) -> Any:
-    for j in range(start, stop):  # no branch could be foretold here: what is not wanted is written over
-        if at < len(out):
-            out[at] = first + j
-        at += np.uint64(retrieved[np.uint64(cluster[j])])
-    return at
-
-
 @compiled
-def _list(cluster: Any, apart: int, n: int, retrieved: Any, first: int, empty: int, out: Any) -> None:
-    for h in prange(len(out)):
-        row, marks, own, at = cluster[h * apart : h * apart + n], retrieved[h], out[h], np.uint64(0)
-        many = n // AT_ONCE * AT_ONCE
-        for start in range(0, many, AT_ONCE):
-            some = np.uint8(0)
-            for i in range(AT_ONCE):
-                some |= marks[np.uint64(row[np.uint64(start + i)])]
-            if some:
-                at = _list_some(row, marks, start, start + AT_ONCE, first, at, own)
-        at = _list_some(row, marks, many, n, first, at, own)
+def _list(members: Any, apart: int, sizes: Any, retrieved: Any, first: int, empty: int, out: Any) -> None:
+    heads, n = retrieved.shape
+    for h in prange(heads):
+        begins, counts = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
+        begin, found, at, own = h * apart, np.uint64(0), np.uint64(0), out[h]
+        for c in range(n):  # no branch could be foretold here: what is not wanted is written over
+            begins[found], counts[found] = begin, sizes[h, c]
+            begin += sizes[h, c]
+            found += np.uint64(retrieved[h, c])
+        for c in range(found):
+            if c + AHEAD < found:
+                prefetch(members, begins[c + AHEAD], counts[c + AHEAD])
+            start = np.uint64(begins[c])
+            for i in range(counts[c]):
+                own[at + np.uint64(i)] = first + members[start + np.uint64(i)]
+            at += np.uint64(counts[c])
         for i in range(at, len(own)):
             own[i] = empty
 
@@ -136,9 +132,9 @@ def _resolve(
             gone[0, h, j], gone[1, h, j] = tokens[h, i], slot
 
 
-def suits(cluster: Tensor) -> bool:
-    """Tell whether loops can divide the clusters of these tokens."""
-    return serves(cluster, dtype=torch.int32)
+def suits(members: Tensor) -> bool:
+    """Tell whether loops can divide clusters of these members."""
+    return serves(members, dtype=torch.int32)
 
 
 def weighed(scores: Tensor, sizes: Tensor) -> Tensor:
@@ -162,11 +158,11 @@ def divide(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tens
     return retrieved, estimated, log_counts, counts
 
 
-def listed(cluster: Tensor, retrieved: Tensor, counts: Tensor, first: int) -> Tensor:
+def listed(members: Tensor, sizes: Tensor, retrieved: Tensor, counts: Tensor, first: int) -> Tensor:
     """List the tokens of the retrieved clusters, of which every head has so many, numbered from `first`."""
-    (heads, n), marks = cluster.shape, retrieved.view(torch.uint8)
-    out = torch.empty(heads, int(counts.max()), dtype=torch.int64)
-    run(_list, cluster.numel(), flat(cluster), cluster.stride(0), n, marks, first, EMPTY, out)
+    out = torch.empty(len(members), int(counts.max()), dtype=torch.int64)
+    marks = retrieved.view(torch.uint8)
+    run(_list, 8 * marks.numel(), flat(members), members.stride(0), sizes.contiguous(), marks, first, EMPTY, out)
     return out
 
 

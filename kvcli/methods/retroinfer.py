@@ -65,7 +65,7 @@ class RetroInferConfig(HostKVConfig, TokenConfig):
     @property
     def clustering(self) -> Clustering:
         """How tokens are clustered."""
-        return Clustering(self.cluster, self.segment, self.rounds, self.update)
+        return Clustering(self.cluster, self.segment, self.rounds, self.update, self.estimation)
 
     @model_validator(mode="after")
     def _holds_clusters(self) -> RetroInferConfig:
@@ -108,7 +108,7 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
         if not cache.index.tokens:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("select", layer):
-            zones = cache.zones(q, softmax, self.config.estimation)
+            zones = cache.zones(q, softmax)
         with self.span("recall", layer):
             asked, misses, moved = cache.recall(zones)
         self.count_heads(layer, Count.PAGES_REQUESTED, asked)

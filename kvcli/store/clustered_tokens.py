@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class ClusteredTokenCache(TokensOnHost):
     @override
     def waiting(self) -> Sequence[Tensor]:
         index = self.index
-        return self.kv, self.near.kv, index.centroids, index.values, index.sizes, index.cluster
+        return self.kv, self.near.kv, index.centroids, index.values, index.sizes, index.members
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
@@ -87,10 +88,10 @@ class ClusteredTokenCache(TokensOnHost):
             self.index.add(self.near.k[:, rows], self.near.v[:, rows])
         return written
 
-    def zones(self, q: Tensor, softmax: Softmax, estimated: float) -> Zones:
+    def zones(self, q: Tensor, softmax: Softmax) -> Zones:
         """Divide the clusters for q [H, d]; see `WaveIndex.zones`."""
         heads = q.view(len(self.k), -1, q.shape[-1])
-        return self.index.zones(heads, softmax, self.budget.max_selected, estimated, self.budget.sink)
+        return self.index.zones(heads, softmax, self.budget.max_selected, self.budget.sink)
 
     def recall(self, zones: Zones) -> tuple[list[int], list[int], int]:
         """Bring the tokens that are retrieved into the block cache.
@@ -99,7 +100,7 @@ class ClusteredTokenCache(TokensOnHost):
         """
         self.step += 1
         self.chosen = zones.retrieved
-        if cluster_rows.suits(self.index.cluster):
+        if cluster_rows.suits(self.index.members):
             held = self.resident, self.used
             self.slots, misses = cluster_rows.resolve(self.chosen, self.length, self.step, *held)
         else:
@@ -128,10 +129,13 @@ class ClusteredTokenCache(TokensOnHost):
         assert self.chosen is not None
         assert self.slots is not None
         heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
-        estimated = TokenSet(zones.scores, None, values, zones.estimated, log_counts=zones.log_counts[:, None])
-        retrieved = TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY)
-        steady = TokenSet(heads, self.near.k, self.near.v, self.near.rows_of(self.steady)[None])
-        return attend_sets(q, [steady, retrieved, estimated], softmax)
+        rows = _near_rows(self.budget.sink, self.near.window, self.index.tokens, self.length, q.device)
+        steady = TokenSet(heads, self.near.k, self.near.v, rows)
+        sets = [steady, TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY)]
+        if zones.estimated.shape[1]:
+            counts = zones.log_counts[:, None]
+            sets.append(TokenSet(zones.scores, None, values, zones.estimated, log_counts=counts))
+        return attend_sets(q, sets, softmax)
 
     @override
     def attended(self) -> Tensor:
@@ -154,7 +158,14 @@ class ClusteredTokenCache(TokensOnHost):
         clusters, read = far // clustering.size + 1, min(far, self.budget.max_selected)
         return Traffic(
             attended=min(length, self.budget.total + clustering.update - 1) * token,
-            scored=self.index.nbytes(clusters),
+            scored=self.index.read(clusters, read),
             scores=4 * len(self.k) * clusters,
             recalled=read * self.pool.page_bytes,
         )
+
+
+@lru_cache(maxsize=64)  # all layers of a sequence ask alike
+def _near_rows(sink: int, window: int, clustered: int, length: int, device: torch.device) -> Tensor:
+    """Rows of the sinks and of the tokens behind those clustered, which are in a ring of `window` rows: [1, n]."""
+    ring = sink + torch.arange(clustered, length - sink, device=device) % window
+    return torch.cat((torch.arange(sink, device=device), ring))[None]

@@ -522,11 +522,11 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
         counted = log_counts[own].exp()
         torch.testing.assert_close(counted[: len(following)], sizes[own, following].float(), atol=1e-4, rtol=1e-5)
         assert (counted[len(following) :] == 0).all()
-    marks = read.gather(1, cluster.long())
-    assert counts.tolist() == marks.sum(1).tolist()
-    tokens = cluster_rows.listed(cluster, read, counts, 5)
-    for own, count, row in zip(tokens, counts, marks, strict=True):
-        assert own[:count].tolist() == (5 + row.nonzero()[:, 0]).tolist()
+    members = cluster.argsort(dim=1, stable=True).int()
+    tokens = cluster_rows.listed(members, sizes, read, counts, 5)
+    for own, count, marks, clusters_of in zip(tokens, counts, read, cluster, strict=True):
+        expected = [5 + t for c in marks.nonzero()[:, 0] for t in (clusters_of == c).nonzero()[:, 0].tolist()]
+        assert own[:count].tolist() == expected
         assert (own[count:] == -1).all()
 
 

@@ -73,10 +73,11 @@ class Oracle:
             scores = [dot(query, mean([self.k[head][t] for t in clusters[c]])) / math.sqrt(D) for c in full]
             for c, weight in zip(full, softmax(scores), strict=True):
                 total[c] += weight
-        order, tokens = best(total, len(total)), []
-        while order and len(tokens) + len(clusters[order[0]]) <= ROOM:
-            tokens += clusters[order.pop(0)]
-        return sorted(tokens), order[: round(self.settings["estimation"] * len(total))]
+        order, chosen = best(total, len(total)), []
+        while order and sum(len(clusters[c]) for c in [*chosen, order[0]]) <= ROOM:
+            chosen.append(order.pop(0))
+        tokens = [t for c in sorted(chosen) for t in clusters[c]]
+        return tokens, order[: round(self.settings["estimation"] * len(total))]
 
     def read(self, step, head, tokens):
         """The block cache takes what it lacks, in the place of what was read least recently."""
