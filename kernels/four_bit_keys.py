@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvcli.kernels import four_bit_rows
+from kvcli.kernels._numba import serves
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels.four_bit_rows import LEVELS
 
-LEVELS = 15  # steps between a token's least and greatest channel
+FEW = 64  # keys of all heads that one loop is the faster way for
 
 
-def quantise_four_bit(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise keys [Hk, n, d]: codes and ranges."""
+def quantise_four_bit(keys: Tensor, among: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantise keys [Hk, n, d]: codes and ranges. `among`: how many keys a KV head has altogether."""
+    if keys.shape[0] * keys.shape[1] <= FEW and serves(keys, numbers=among * keys.shape[0] * keys.shape[2]):
+        return four_bit_rows.quantise(keys)
     low, high = (bound.to(_accumulating(keys)) for bound in torch.aminmax(keys, dim=-1))  # [Hk, n]
     ranges = torch.stack(((high - low) / LEVELS, low), -1).to(keys.dtype)
     scale, zero = ranges.to(low.dtype)[..., None].unbind(2)  # [Hk, n, 1]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcli.kernels import near_rows
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 
 BLOCK = 4096  # scores that a program looks at together
@@ -23,6 +24,13 @@ class NearTally(NamedTuple):
     chosen: Tensor
     choices: Tensor
     layer_steps: Tensor
+
+
+def near_best(scores: Tensor, alpha: float) -> Tensor:
+    """Count the scores [Hk, n] of one sequence that are within `alpha` of the best of their head: [Hk]."""
+    if near_rows.suits(scores):
+        return near_rows.count(scores, alpha)
+    return (scores >= scores.amax(1, keepdim=True) - alpha).sum(1)
 
 
 def count_near_best_ref(

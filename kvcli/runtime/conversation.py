@@ -104,7 +104,7 @@ class Conversation:
         with self._engine(self._capacity) as ready:
             chosen = writers(self.ids[:tokens], ready.rope.fingerprint(self._capacity))
             for layer in ready.layers:
-                rows = self._tiers.on_device(layer.parts, layer.num_kv_heads, tokens, layer.head_dim)
+                rows = self._tiers.scratch(layer.parts, layer.num_kv_heads, tokens, layer.head_dim)
                 kv.fill(layer.index, rows)
                 for writer in chosen:
                     writer.prefill(layer.index, *both(rows), rows[:0], Softmax(1.0))

@@ -12,6 +12,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+HUGE_PAGE = 2 << 20  # bytes, of most systems
+
 
 def mapping(size: int, *advice: str) -> mmap.mmap:
     """Map `size` >= 1 bytes of zeros, with further `advice` to the system by the names of its constants."""

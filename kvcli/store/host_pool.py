@@ -138,7 +138,7 @@ class HostPagePool:
 
         Indices on the device are waited for, and with them every earlier `write` of its stream.
         """
-        out = self.tiers.on_device(len(pages), *self.block_shape)
+        out = self.tiers.scratch(len(pages), *self.block_shape)
         for part, blocks in self.fetch_parts(pages, heads):
             if len(blocks) == len(out):
                 return blocks
@@ -155,13 +155,13 @@ class HostPagePool:
         for part in slices(len(pages), at_once):
             shape = (part.stop - part.start, form.bytes)
             some = self.tiers.gathered(shape, partial(_within, gather, part.start), torch.uint8)
-            numbers = self.tiers.on_device(len(some), *self.block_shape)
+            numbers = self.tiers.scratch(len(some), *self.block_shape)
             form.dequantise(some, numbers, self.sizes, None if self.sizes is None else heads[part])
             yield part, numbers
 
     def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring block (pages[i], heads[i]) for every i to slot slots[i] of its head: kv [t, Hk, slots, p, d]."""
-        rows, targets = heads * kv.shape[2] + slots, kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
+        rows, targets = slots.add(heads, alpha=kv.shape[2]), kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
         if not self._move_here(pages, heads, targets, rows):
             for part, blocks in self.fetch_parts(pages, heads):
                 targets.index_copy_(0, rows[part], blocks)
@@ -231,7 +231,7 @@ class HostPagePool:
         """Put blocks into `rows` of targets [n, t, p, d] without a copy in between, where a loop on the CPU does so."""
         if not self._in_one_piece(targets):
             return False
-        held, numbers = self.pieces[0].flatten(0, 1), pages * self.page_shape[0] + heads
+        held, numbers = self.pieces[0].flatten(0, 1), heads.add(pages, alpha=self.page_shape[0])
         if self.format is not None:
             return self.format.move(held, numbers, targets, rows, self.sizes, heads)
         parts = [targets.flatten(1)] if targets.is_contiguous() else [part.flatten(1) for part in targets.unbind(1)]

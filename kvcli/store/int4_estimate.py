@@ -50,7 +50,7 @@ class Int4Keys:
         self.filled = first + keys.shape[1]
         codes, ranges = self.codes[:, first:], self.ranges[:, first:]
         for part in slices(keys.shape[1], PIECE):
-            codes[:, part], ranges[:, part] = quantise_four_bit(keys[:, part])
+            codes[:, part], ranges[:, part] = quantise_four_bit(keys[:, part], self.filled)
 
     def products(self, q: Tensor, tokens: Tensor) -> Tensor:
         """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""

@@ -98,7 +98,7 @@ class TokenMajorCache(LayerCache):
         if self.format is None and self.on_disk is None:
             kv = [rows[: self.held].to(self.tiers.device, non_blocking=True) for rows in self.kv]
         else:
-            kv = list(brought := self.tiers.on_device(self.tiers.parts, self.held, *self.token_shape))
+            kv = list(brought := self.tiers.scratch(self.tiers.parts, self.held, *self.token_shape))
             self.read(slice(0, self.held), brought)
             self.restore_recent(brought)
         return kv[0].transpose(0, 1), kv[-1].transpose(0, 1), self._moved(self.held)

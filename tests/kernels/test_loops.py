@@ -17,6 +17,7 @@ from kvcli.kernels import (
     dequantise_rows,
     few_rows,
     four_bit_rows,
+    near_rows,
     nucleus_rows,
     one_bit_rows,
     quantised_rows,
@@ -32,7 +33,8 @@ from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation, turned_query
 from kvcli.kernels.counted_attention import counted_attention
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
-from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
+from kvcli.kernels.four_bit_keys import FEW, four_bit_scores, quantise_four_bit
+from kvcli.kernels.near_best import near_best
 from kvcli.kernels.one_bit_keys import quantise_keys
 from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
 from kvcli.kernels.quantised_blocks import BlockFormat
@@ -436,6 +438,24 @@ def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     monkeypatch.setattr(_numba, "numba", None)
     exact = estimated_products(q.double(), codes, weights.double(), tokens)
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "n", "d"), [(1, 1, 1), (3, 2, 7), (4, 1, 64), (2, 30, 129)])
+def test_a_few_keys_are_quantised_to_four_bits_as_many_are(heads, n, d):
+    keys = noise(heads, n + 2, d)[:, 1:-1]
+    keys[0, 0] = 0.7  # all channels are equal
+    many = quantise_four_bit(torch.cat([keys] * (FEW + 1), 1))  # by torch
+    for found, other in zip(four_bit_rows.quantise(keys), many, strict=True):
+        assert torch.equal(found, other[:, :n])
+
+
+@pytest.mark.parametrize(("heads", "n"), [(1, 1), (3, 700), (2, 40_000)])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 100.0])
+def test_scores_near_the_best_are_counted(heads, n, alpha):
+    scores = among_poison(noise(heads, n))
+    expected = (scores >= scores.amax(1, keepdim=True) - alpha).sum(1)
+    for found in (near_rows.count(scores, alpha), near_best(scores, alpha)):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.near_best import NearTally, count_near_best
+from kvcli.kernels.near_best import NearTally, count_near_best, near_best
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -77,8 +77,7 @@ class NearBest(Rule):
     def pick(self, step: LayerStep, q: Tensor) -> Picked:
         scores = step.scores(q)  # [Hk, n]
         with step.span("select"):
-            near = scores >= scores.amax(1, keepdim=True) - self.alpha
-            wanted = int(near.sum(1).float().mean())
+            wanted = int(near_best(scores, self.alpha).float().mean())
         tokens = step.best(scores, min(wanted, step.cache.budget.max_selected))
         step.tally(chosen=tokens.numel(), choices=len(tokens), layer_steps=int(step.foretold))
         return Picked(tokens)
