@@ -21,13 +21,13 @@ from torch import Tensor
 
 from kvcli.kernels._masks import first_one, ones, without_first
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, run_alone, serial, serves
-from kvcli.kernels._prefetch import AHEAD, prefetch
+from kvcli.kernels._prefetch import prefetch
 from kvcli.kernels._vectors import LOT, FlatArrays, all_of
 from kvcli.kernels.slot_layout import EMPTY
 
 FEW = 16  # vectors that one thread hashes
 PIECE = 16  # blocks that a thread takes at once
-BLOCKS_AHEAD = 4  # blocks that are on their way
+KEYS_AHEAD = 16  # keys that are on their way: a step reads some that lie anywhere
 CHOSEN = 64  # keys of a sample that a thread takes at once
 CURVE = 4096  # steps of the curve from one cosine, -1, to the other, 1
 
@@ -83,7 +83,6 @@ def _sharing(bits: int) -> Any:
             h, first = piece // pieces, piece % pieces * PIECE
             for block in range(first, min(first + PIECE, blocks)):
                 key, found = h * head + block * LOT * width, np.uint64(0)
-                prefetch(k, key + BLOCKS_AHEAD * LOT * width, LOT * width)
                 there = np.uint64(-1) >> np.uint64(max(0, (block + 1) * LOT - n))
                 for g in range(group):
                     query = np.uint64((h * group + g) * width)
@@ -147,8 +146,8 @@ def _log_counts(
         h, first = piece // pieces, piece % pieces * CHOSEN
         rows, centred = at[h % len(at)], key[piece]
         for i in range(first, min(first + CHOSEN, m)):
-            if i + AHEAD < m:
-                prefetch(k, h * head + rows[i + AHEAD] * token, d)
+            if i + KEYS_AHEAD < m:
+                prefetch(k, h * head + rows[i + KEYS_AHEAD] * token, d)
             begin, square = np.uint64(h * head + rows[i] * token), np.float32(0)
             for c in range(d):
                 centred[c] = k[begin + np.uint64(c)] - centre[h, c]
