@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, serves
 from kvcli.kernels._prefetch import AHEAD, prefetch
+from kvcli.kernels._vectors import FlatArrays
 
 MOST_ROWS = 8
 """For more rows a matrix product is faster, which keeps numbers in registers."""
 
 PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
 TOKENS = 256  # with the keys or values of all heads
+LANES = 16  # numbers of a register of AVX-512
 FAR = 1 << 19
 """Numbers from which on they are taken to lie in memory: read ahead, they come up to 1.8 times as fast.
 
@@ -111,36 +113,52 @@ def _loops(d: int, group: int) -> tuple[Any, Any]:
     return products, products_by_token
 
 
-@compiled
-def _products_of_odd_rows(q: Any, k: Any, head: int, token: int, out: Any) -> None:
-    # Of rows that fill no register, a loop that knows their size is the slower one.
-    heads, group, d = q.shape
-    n = out.shape[2]
-    pieces = (n + PIECE - 1) // PIECE
-    for piece in prange(heads * pieces):
-        h, first = piece // pieces, piece % pieces * PIECE
-        last, own = min(first + PIECE, n), k[h * head :]
-        part = (last - first) // 4
-        for j in range(first, first + part):
-            k0, k1 = own[j * token :][:d], own[(j + part) * token :][:d]
-            k2, k3 = own[(j + 2 * part) * token :][:d], own[(j + 3 * part) * token :][:d]
-            for g in range(group):
-                query = q[h, g]
-                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for c in range(d):
-                    s0 += query[c] * k0[c]
-                    s1 += query[c] * k1[c]
-                    s2 += query[c] * k2[c]
-                    s3 += query[c] * k3[c]
-                row = out[h, g]
-                row[j], row[j + part], row[j + 2 * part], row[j + 3 * part] = s0, s1, s2, s3
-        for j in range(first + 4 * part, last):
-            key = own[j * token :][:d]
-            for g in range(group):
-                total = np.float32(0)
-                for c in range(d):
-                    total += q[h, g, c] * key[c]
-                out[h, g, j] = total
+@intrinsic
+def _dot_odd(_: Any, queries: Any, query: Any, ends: Any, end: Any, keys: Any, key: Any, d: Any, lanes: Any) -> Any:
+    """Multiply a row whose d numbers fill no registers of so many `lanes`: the last one begins before those are left.
+
+    Against what it has in common with the others there are zeros in the `ends` of the queries.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def multiply(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        held, flags = FlatArrays(context, builder, signature, given), ("contract", "reassoc")
+        count = lanes.literal_value
+        last = d.literal_value - count
+        total = builder.fmul(held.load(2, count), held.load(4, count, last), flags=flags)
+        for at in range(0, last, count):
+            product = builder.fmul(held.load(0, count, at), held.load(4, count, at), flags=flags)
+            total = builder.fadd(total, product, flags=flags)
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), total.type])
+        declare: Any = cgutils.get_or_insert_function
+        add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{count}f32")
+        return builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=flags)
+
+    if not isinstance(d, types.Literal) or not isinstance(lanes, types.Literal):
+        return None
+    return types.float32(queries, query, ends, end, keys, key, d, lanes), multiply
+
+
+@cache
+def _loop_of_odd_rows(d: int, group: int) -> Any:
+    """Make the loop over keys whose d numbers fill no registers: a compiler would take their last ones one by one."""
+    lanes = LANES if d > LANES else LANES // 2
+
+    @compiled
+    def products(q: Any, ends: Any, k: Any, head: int, token: int, out: Any) -> None:
+        heads, _, n = out.shape
+        pieces = (n + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            for j in range(first, min(first + PIECE, n)):
+                key = np.uint64(h * head + j * token)
+                for g in range(group):
+                    row = h * group + g
+                    out[h, g, j] = _dot_odd(q, np.uint64(row * d), ends, np.uint64(row * lanes), k, key, d, lanes)
+
+    return products
 
 
 def suits(rows: Tensor, *matrices: Tensor, numbers: int = 0) -> bool:
@@ -154,12 +172,15 @@ def suits(rows: Tensor, *matrices: Tensor, numbers: int = 0) -> bool:
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Score every key: [Hk, G, n]."""
     out = q.new_empty(*q.shape[:2], k.shape[1])
-    held = q.contiguous(), flat(k), *k.stride()[:2]
-    if k.shape[2] % 8:
-        run(_products_of_odd_rows, k.numel(), *held, out)
+    q, held, d = q.contiguous(), (flat(k), *k.stride()[:2]), k.shape[2]
+    if d % 8 and d > 8:
+        lanes = LANES if d > LANES else LANES // 2
+        ends = q[..., -lanes:].clone()  # zeros in the place of what whole registers before them have
+        ends[..., : -(d % lanes)] = 0
+        run(_loop_of_odd_rows(d, q.shape[1]), k.numel(), flat(q), flat(ends), *held, out)
     else:
-        loop = _loops(k.shape[2], q.shape[1])[heads_side_by_side(k)]
-        run(loop, k.numel(), *held, k.numel() >= FAR, out)
+        loop = _loops(d, q.shape[1])[heads_side_by_side(k)]
+        run(loop, k.numel(), q, *held, k.numel() >= FAR, out)
     return out
 
 
