@@ -3,6 +3,7 @@ by itself, and asks for huge pages, of which 512 times fewer have to be made bef
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 from collections.abc import Sequence
@@ -16,9 +17,17 @@ HUGE_PAGE = 2 << 20  # bytes, of most systems
 
 
 def mapping(size: int, *advice: str) -> mmap.mmap:
-    """Map `size` >= 1 bytes of zeros, with further `advice` to the system by the names of its constants."""
-    # Mappings share no page of the system: two registrations with a device must not meet in one.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Map `size` >= 1 bytes of zeros, with further `advice` to the system by the names of its constants.
+
+    Raises MemoryError where the system has no room for them.
+    """
+    try:
+        # Mappings share no page of the system: two registrations with a device must not meet in one.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"the system gives no {size:,} bytes") from error
     for name in ("MADV_HUGEPAGE", *advice):
         with suppress(AttributeError, OSError):  # not every system has all of it
             memory.madvise(getattr(mmap, name))

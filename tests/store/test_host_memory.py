@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvcli.store.cache import Tiers
-from kvcli.store.host_memory import host_memory
+from kvcli.store.host_memory import HUGE_PAGE, host_memory
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1 << 20, 3), (0, 4)])
@@ -43,3 +43,17 @@ def test_the_host_tier_is_such_memory():
 
 def _rss():
     return psutil.Process().memory_info().rss
+
+
+def test_what_stays_on_a_cpu_is_such_memory_where_it_fills_a_huge_page():
+    tiers = Tiers.for_device(torch.device("cpu"), torch.float32)
+    large = tiers.on_device(2, HUGE_PAGE // 8)
+    assert (large.shape, large.dtype) == ((2, HUGE_PAGE // 8), torch.float32)
+    assert large.data_ptr() % mmap.PAGESIZE == 0
+    assert tiers.on_device(3, dtype=torch.int64).dtype == torch.int64
+    assert Tiers.for_device(torch.device("meta"), torch.float32).on_device(1 << 40, 1 << 20).is_meta
+
+
+def test_memory_that_a_system_does_not_give_is_an_error_of_memory():
+    with pytest.raises(MemoryError, match="the system gives no"):
+        host_memory((1 << 60,), torch.uint8)
