@@ -6,9 +6,18 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in range(32) if chr(code) not in "\n
 _ESCAPES |= {code: f"\\u{code:04x}" for code in range(127, 160)}
 
 
+class Styled(str):
+    """A text for a terminal: what others wrote in it is escaped, and what control characters it has are its colours."""
+
+    def __add__(self, other: str) -> str:
+        """Put two together; they stay one such text if both are."""
+        text = super().__add__(other)
+        return Styled(text) if isinstance(other, Styled) else text
+
+
 def visible(text: str) -> str:
     """Escape the control characters of a text but newline and tab: model output, names and errors may hold any."""
-    return text.translate(_ESCAPES)
+    return text if isinstance(text, Styled) else text.translate(_ESCAPES)
 
 
 def one_line(message: str) -> str:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from command import COMMAND, environment
@@ -115,6 +116,21 @@ def test_a_closed_standard_input_is_no_document(model):
     result = shell(f"{COMMAND[0]} generate -m {model} - <&-")
     assert result.returncode == 2
     assert result.stderr.startswith("kvcli: error: stdin: cannot be read: Bad file descriptor\nhint: ")
+
+
+def test_results_have_their_colours_on_a_terminal():
+    ours, theirs = pty.openpty()
+    variables = environment() | {"TERM": "xterm-256color"}
+    variables.pop("NO_COLOR", None)
+    with subprocess.Popen([*COMMAND, "methods", "freekv"], stdout=theirs, env=variables) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # nothing holds the other side any more
+            while part := os.read(ours, 1000):
+                shown += part
+    assert process.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"\\x1b" not in shown
 
 
 @pytest.mark.parametrize("columns", ["0", "00", ""])

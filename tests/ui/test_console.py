@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 from reports import dense_sequence, report_of, retrieving_sequence
 from rich.console import Console
+from rich.text import Text
 
 from kvcli.errors import KvcliError
 from kvcli.telemetry.report import Sequence
 from kvcli.ui import console as shown
 from kvcli.ui.console.progress import _TimeLeft
 from kvcli.ui.console.tables import table_of
-from kvcli.ui.console.terminal import EscapingConsole
+from kvcli.ui.console.terminal import EscapingConsole, rendered
+from kvcli.ui.escape import visible
 from kvcli.ui.summary import Table, duration, per_second, rate, timeline_rows
 
 
@@ -270,3 +272,14 @@ def test_the_time_left_follows_the_mean_speed():
 
     assert told(10, 1.0) == "-:--:--"
     assert told(250, 10.0) == "0:00:30"
+
+
+def test_what_others_wrote_is_escaped_in_a_result_and_its_colours_are_not(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = rendered(Text("a\x1b]0;title", style="bold"), to_file=False)
+    assert text == visible(text) == "\x1b[1ma\\x1b]0;title\x1b[0m\n"
+    assert visible(text + text) == text + text
+    assert visible(text + "\x1b[1mb") == text.replace("\x1b", "\\x1b") + "\\x1b[1mb"
+    assert visible(rendered(Text("a\x1b", style="bold"), to_file=True)) == "a\\x1b\n"

@@ -8,7 +8,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from kvcli.errors import KvcliError
-from kvcli.ui.escape import one_line, visible
+from kvcli.ui.escape import Styled, one_line, visible
 
 
 class EscapingConsole(Console):
@@ -43,7 +43,7 @@ def rendered(content: RenderableType, to_file: bool, width: int | None = None) -
         emoji=False,
     )
     console.print(content)
-    return text.getvalue()
+    return Styled(text.getvalue()) if console.is_terminal else text.getvalue()
 
 
 def print_error(error: KvcliError) -> None:
