@@ -37,7 +37,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvcli.bench.peers import TokenClock
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
-from kvcli.models.state_cache import cache_argument
+from kvcli.models.layers import cache_argument
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.counters import Counters

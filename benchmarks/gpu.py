@@ -16,7 +16,7 @@ Every part runs in a process of its own within a limit of time, and the file is 
 or fails leaves what it had found, and the others. What was not run is recorded as not run, with the reason.
 
 Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
-pages a step exchanges is therefore forced to given rates (`kvcli.runtime.gpu.synthetic`), after all the work of finding
+pages a step exchanges is therefore forced to given rates (`kvcli.runtime.gpu.pipeline`), after all the work of finding
 it out was done. The KV of made-up contexts lies in one pool of host memory that all layers share, because that of the
 longest would not fit; it is far larger than the processor's caches, so that this changes what is read, not how fast.
 """

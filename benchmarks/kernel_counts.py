@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/runtime/gpu")]
 import test_fused  # noqa: E402
 import test_trace  # noqa: E402
 
-from kvcli.kernels import choose_pages, page_scores  # noqa: E402
+from kvcli.kernels import page_scores  # noqa: E402
 from kvcli.methods import get_method  # noqa: E402
-from kvcli.runtime.gpu.streams import SerialStreams  # noqa: E402
+from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
 LENGTH = 131_072
 TRACE = "tests/runtime/gpu/test_trace.py"
@@ -54,8 +54,7 @@ def counted(name: str, switch: dict[str, Any], lengths: tuple[int, ...]) -> dict
     streams = CountedStreams()
     with pytest.MonkeyPatch.context() as patch:
         if page is not None and LENGTH // page.default >= page_scores.ALONE:
-            for module in (choose_pages, page_scores):
-                patch.setattr(module, "ALONE", 0)
+            patch.setattr(page_scores, "ALONE", 0)
         triton, torch_, _ = test_trace.traced(name, switch, lengths, patch, streams)
     beside = streams.beside
     chain = triton + torch_ - sum(beside.values()) + test_fused.LAYER

@@ -30,7 +30,7 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.methods import method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
-from kvcli.runtime.kept_run import Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report

@@ -41,10 +41,10 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
-from kvcli.runtime.saved.folders import TEMPORARY
+from kvcli.runtime.saved.files import TEMPORARY
+from kvcli.runtime.saved.library import KVStore
 from kvcli.runtime.saved.manifest import MANIFEST
 from kvcli.runtime.saved.reader import verify
-from kvcli.runtime.saved.store import KVStore
 from kvcli.telemetry.observer import Observer
 
 TEXT = (Path(__file__).parent.parent / "examples" / "needle-4k.txt").read_text()[:6000]

@@ -55,7 +55,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Model, ModelSpec, load_model, read_config
-from kvcli.models.weight_form import ON_LOADING, form_of
+from kvcli.models.weights import ON_LOADING, form_of
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence

@@ -44,16 +44,16 @@ from transformers import AutoModelForCausalLM
 from kvcli.capacity.planning.probe import shortened
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import Tiers
+from kvcli.memory.disk_tier import ALIGNMENT, UnbufferedFile
+from kvcli.memory.pinned import host_memory
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.saved.manifest import PAGE, Identity, Manifest, PromptRead, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving
-from kvcli.store.cache import Tiers
-from kvcli.store.host_memory import host_memory
-from kvcli.store.pages import slices
-from kvcli.store.unbuffered import ALIGNMENT, UnbufferedFile
+from kvcli.sizes import slices
 
 BLOCK = 8 << 20
 READ_IN_ALL = 1 << 30  # bytes that small documents are read of in every way, a read of some milliseconds being a chance

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._exp import exp
+from kvcli.kernels._llvm import AHEAD, exp, prefetch
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
-from kvcli.kernels._prefetch import AHEAD, prefetch
-from kvcli.kernels.resolve_pages import Misses
-from kvcli.kernels.resolve_rows import listed as list_misses
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY, Misses
+from kvcli.kernels.page_table import listed as list_misses
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
 

@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels._llvm import LEVELS, LOT, PATTERNS, add_looked_up, multiply_levels, permutes, prefetch
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
-from kvcli.kernels._permutes import LEVELS, PATTERNS, add_looked_up, multiply_levels, permutes
-from kvcli.kernels._prefetch import prefetch
-from kvcli.kernels._vectors import LOT
-from kvcli.kernels.select_best import kth_best, places_of
+from kvcli.kernels.topk import kth_best, places_of
 
 PIECE = 1024  # keys that a thread takes at once
 CHOSEN = 256  # chosen keys that it takes at once

@@ -5,17 +5,310 @@
 Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one KV head are rows h*G .. h*G+G-1.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels import attention_rows, few_rows, quantised_rows
+from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import quantised_rows
+from kvcli.kernels._llvm import AHEAD, exp, prefetch
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run
 from kvcli.kernels._triton import same_strides, takes
-from kvcli.kernels.attention_rows import TokenSet
-from kvcli.kernels.block_attention import add_sinks, block_attention, block_attention_ref
-from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.kernels.slot_attention import slot_attention
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.kernels.block_attention import (
+    add_sinks,
+    attention_scores,
+    block_attention,
+    block_attention_ref,
+    merge_blocks,
+)
+from kvcli.kernels.gemv import FAR, PIECE, TOKENS, apart, dot, dots, heads_side_by_side
+from kvcli.kernels.page_table import PagedKV, SlotLayout
+from kvcli.kernels.paged_attention import slot_attention
+from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.softmax import Softmax
+
+# Attention of a few queries on a CPU, which reads keys and values once, a piece of the tokens after the other.
+
+_NONE = np.float32("-inf")
+_LINE = 16  # numbers behind the d' of a part: its highest score and the sum of weights, and room up to a line's edge
+
+
+class TokenSet(NamedTuple):
+    """Tokens that are attended to: all of k and v or those in `rows` [1 or Hk, n]; of them those `valid`, bool [Hk, n].
+
+    `log_counts` [Hk, G or 1, n] are the logarithms of how often each counts, -inf for never. Without k, in the place of
+    the queries are scores [Hk, G, n] that are known, scaled and bounded, of v or its `rows`; weights take their place.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    rows: Tensor | None = None
+    valid: Tensor | None = None
+    log_counts: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """KV heads, queries of each, and tokens."""
+        heads, group, _ = self.q.shape
+        if self.k is None:
+            return heads, group, self.q.shape[2]
+        return heads, group, (self.k if self.rows is None else self.rows).shape[1]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the heads of a token lie side by side, and are read together."""
+        return self.k is not None and self.rows is None and heads_side_by_side(self.k)
+
+    @property
+    def piece(self) -> int:
+        """Tokens that a thread takes at once."""
+        return TOKENS if self.by_token else PIECE
+
+
+class Attended(NamedTuple):
+    """What `attend` found: out [Hk, G, d'], zeros where nobody was attended to, and lse [Hk, G], -inf there.
+
+    Of the first set: `weights` [Hk, G, n], e^(s - top), and `parts` [Hk, pieces, G, ..], which have `top`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    weights: Tensor
+    parts: Tensor
+    piece: int
+
+
+@inlined
+def _begins(x: Any, d: int, rows: Any, start: int, step: int, j: int, part: int) -> Any:
+    # Where four rows begin that lie anywhere; those some turns later have been asked for then.
+    for turn in range(4):
+        prefetch(x, start + rows[min(j + turn * part + AHEAD, len(rows) - 1)] * step, d)
+    return (
+        np.uint64(start + rows[j] * step),
+        np.uint64(start + rows[j + part] * step),
+        np.uint64(start + rows[j + 2 * part] * step),
+        np.uint64(start + rows[j + 3 * part] * step),
+    )
+
+
+@inlined
+def _mix(w: Any, v: Any, h: int, j: int, part: int, at: Any, d: int, group: int, sums: Any) -> None:
+    a0, a1, a2, a3 = at
+    for g in range(group):
+        w0, w1, w2, w3 = w[h, g, j], w[h, g, j + part], w[h, g, j + 2 * part], w[h, g, j + 3 * part]
+        for c in range(d):
+            i = np.uint64(c)
+            sums[np.uint64(g), i] += w0 * v[a0 + i] + w1 * v[a1 + i] + w2 * v[a2 + i] + w3 * v[a3 + i]
+
+
+@inlined
+def _mix_one(w: Any, v: Any, h: int, j: int, at: int, d: int, group: int, sums: Any) -> None:
+    for g in range(group):
+        for c in range(d):
+            sums[g, c] += w[h, g, j] * v[at + np.uint64(c)]
+
+
+@inlined
+def _weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any, valid: Any, sums: Any) -> None:
+    """Turn the products of a piece into weights; the highest score and the sum go behind the `sums` [G, d' + ..]."""
+    scale, softcap, d_v = form
+    for g in range(scores.shape[1]):
+        row = scores[h, g, first:last]
+        for i in range(len(row)):
+            row[i] *= scale
+        if softcap > 0:
+            for i in range(len(row)):
+                twice = np.float32(2) * row[i] / softcap
+                far = exp(np.float32(80) if twice > np.float32(80) else twice)
+                row[i] = softcap - np.float32(2) * softcap / (far + np.float32(1))
+        if len(log_counts):
+            own = log_counts[h, g % log_counts.shape[1], first:last]
+            for i in range(len(row)):
+                row[i] += own[i]
+        if len(valid):
+            seen = valid[h, first:last]
+            for i in range(len(row)):
+                row[i] = row[i] if seen[i] else _NONE
+        top = _NONE
+        for i in range(len(row)):
+            top = row[i] if row[i] > top else top
+        shift = top if top > _NONE else np.float32(0)  # of a piece of which nobody is attended to
+        total = np.float32(0)
+        for i in range(len(row)):
+            row[i] = exp(row[i] - shift)
+            total += row[i]
+        sums[g, d_v], sums[g, d_v + 1] = top, total
+        sums[g, :d_v] = 0
+
+
+@inlined
+def _merge(parts: Any, out: Any, lse: Any) -> None:
+    """Put the pieces of all sets together."""
+    heads, group, d = out.shape
+    for h in range(heads):
+        for g in range(group):
+            top = _NONE
+            for part in parts[h]:
+                top = part[g, d] if part[g, d] > top else top
+            shift = top if top > _NONE else np.float32(0)
+            total, row = np.float32(0), out[h, g]
+            row[:] = 0
+            for part in parts[h]:
+                share, own = exp(part[g, d] - shift), part[g]
+                total += share * own[d + 1]
+                for c in range(d):
+                    row[c] += share * own[c]
+            lse[h, g] = shift + np.log(total)
+            if total != 0:
+                for c in range(d):
+                    row[c] /= total
+
+
+@cache
+def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
+    """Make the loops over keys of d and values of d_v numbers, for so many queries that share a KV head.
+
+    Rows lie `head` and `token` numbers apart; they are those `at` [1 or Hk, n], if that has any. Where the heads of a
+    token lie side by side they are read by token. Without keys the scores are there already. Rows that are `far` are
+    read ahead. The pieces of a set are those from `begin` on; the last set merges.
+    """
+
+    @compiled
+    def by_head(read: Any, at: Any, given: Any, into: Any) -> None:
+        (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid) = read, given
+        scores, parts, begin, out, lse = into
+        n = scores.shape[2]
+        pieces = (n + PIECE - 1) // PIECE
+        for piece in prange(len(scores) * pieces):
+            h, own = piece // pieces, piece % pieces
+            first, last = own * PIECE, min(own * PIECE + PIECE, n)
+            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            if len(at) and len(k):
+                rows = at[h % len(at)]
+                for j in range(first, first + part):
+                    dots(q, k, h, j, part, _begins(k, d, rows, h * k_head, k_token, j, part), d, group, scores)
+                for j in range(first + 4 * part, last):
+                    dot(q, k, h, j, np.uint64(h * k_head + rows[j] * k_token), d, group, scores)
+            elif len(k):
+                for j in range(first, first + part):
+                    dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
+                for j in range(first + 4 * part, last):
+                    dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
+            sums = parts[h, begin + own]  # on a line's edge, as torch allocates; numba's own memory need not be
+            _weigh(scores, h, first, last, form, log_counts, valid, sums)
+            if len(at):
+                rows = at[h % len(at)]
+                for j in range(first, first + part):
+                    _mix(scores, v, h, j, part, _begins(v, d_v, rows, h * v_head, v_token, j, part), d_v, group, sums)
+                for j in range(first + 4 * part, last):
+                    _mix_one(scores, v, h, j, np.uint64(h * v_head + rows[j] * v_token), d_v, group, sums)
+            else:
+                for j in range(first, first + part):
+                    here = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
+                    _mix(scores, v, h, j, part, here, d_v, group, sums)
+                for j in range(first + 4 * part, last):
+                    _mix_one(scores, v, h, j, np.uint64(h * v_head + j * v_token), d_v, group, sums)
+        if begin + pieces == parts.shape[1]:
+            _merge(parts, out, lse)
+
+    @compiled
+    def by_token(read: Any, given: Any, into: Any) -> None:
+        (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid) = read, given
+        scores, parts, begin, out, lse = into
+        heads, n = len(scores), scores.shape[2]
+        pieces = (n + TOKENS - 1) // TOKENS
+        for own in prange(pieces):
+            first, last = own * TOKENS, min(own * TOKENS + TOKENS, n)
+            part = (last - first) // 4
+            for j in range(first, first + part):  # of all heads, so that memory is read in its order
+                for h in range(heads):
+                    dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
+            for j in range(first + 4 * part, last):
+                for h in range(heads):
+                    dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
+            for h in range(heads):
+                _weigh(scores, h, first, last, form, log_counts, valid, parts[h, begin + own])
+            for j in range(first, first + part):
+                for h in range(heads):
+                    at = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
+                    _mix(scores, v, h, j, part, at, d_v, group, parts[h, begin + own])
+            for j in range(first + 4 * part, last):
+                for h in range(heads):
+                    at_one = np.uint64(h * v_head + j * v_token)
+                    _mix_one(scores, v, h, j, at_one, d_v, group, parts[h, begin + own])
+        if begin + pieces == parts.shape[1]:
+            _merge(parts, out, lse)
+
+    return by_head, by_token
+
+
+@compiled
+def _add_up(weights: Any, parts: Any, lse: Any, piece: int, d: int, out: Any) -> None:
+    heads, group, n = weights.shape
+    for own in prange((n + piece - 1) // piece):
+        first, last = own * piece, min(own * piece + piece, n)
+        mass = out[first:last]
+        mass[:] = 0
+        for h in range(heads):
+            for g in range(group):
+                share, row = exp(parts[h, own, g, d] - lse[h, g]), weights[h, g, first:last]
+                for i in range(len(mass)):
+                    mass[i] += share * row[i]
+
+
+_NOTHING = np.empty(0, np.float32)
+_ALL = np.empty((0, 0), np.int64)
+_ONCE = np.empty((0, 1, 0), np.float32)
+_EVERYBODY = np.empty((0, 0), np.bool_)
+
+
+def attend(sets: Sequence[TokenSet], softmax: Softmax) -> Attended:
+    """Attend to disjoint sets of tokens, as if they were one."""
+    shapes, d = [each.shape for each in sets], sets[0].v.shape[2]
+    counts = [-(-n // each.piece) for each, (_, _, n) in zip(sets, shapes, strict=True)]
+    heads, group, _ = shapes[0]
+    v = sets[0].v
+    parts = v.new_empty(heads, sum(counts), group, d + _LINE)
+    out, lse = v.new_empty(heads, group, d), v.new_empty(heads, group)
+    begin, weights = 0, []
+    for each, shape, pieces in zip(sets, shapes, counts, strict=True):
+        weights.append(_attend(each, shape, softmax, (parts, begin, out, lse)))
+        begin += pieces
+    return Attended(out, lse, weights[0], parts, sets[0].piece)
+
+
+def mass(of: Attended, lse: Tensor) -> Tensor:
+    """Add up the attention that each token of the first set got from all queries, by the lse of these: [n]."""
+    out = of.weights.new_empty(of.weights.shape[2])
+    run(_add_up, of.weights.numel(), of.weights, of.parts, lse, of.piece, of.out.shape[2], out)
+    return out
+
+
+def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, into: tuple[Any, ...]) -> Tensor:
+    (q, k, v, rows, valid, log_counts), d, far = tokens, tokens.v.shape[2], tokens.v.numel() >= FAR
+    if k is None:
+        scores, form = q, (np.float32(1), np.float32(0), d)
+        read: tuple[Any, ...] = q, _NOTHING, flat(v), 0, 0, *v.stride()[:2], far
+        by_head, by_token = _loops(d, d, shape[1])
+    else:
+        scores, form = q.new_empty(shape), (np.float32(softmax.scale), np.float32(softmax.softcap or 0), d)
+        read = q.contiguous(), flat(k), flat(v), *k.stride()[:2], *v.stride()[:2], far
+        by_head, by_token = _loops(q.shape[2], d, shape[1])
+    counts = _ONCE if log_counts is None else log_counts.contiguous()
+    given = form, counts, _EVERYBODY if valid is None else valid.contiguous()
+    if tokens.by_token:
+        run(by_token, 2 * scores.numel() * d, read, given, (scores, *into))
+    else:
+        at = _ALL if rows is None else rows.contiguous()
+        run(by_head, 2 * scores.numel() * d, read, at, given, (scores, *into))
+    return scores
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -29,7 +322,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
         return attend_rows(q, k, v, softmax)
     heads = _by_group(q, k)
     if few_rows.suits(heads, k, v):
-        return _finish(q, *attention_rows.attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
+        return _finish(q, *attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
     return _finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
@@ -42,7 +335,7 @@ def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax, valid: Tensor | None = None
 ) -> Tensor:
     """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy; to those `valid`, bool [Hk, m]."""
-    return _finish(q, *attention_rows.attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
+    return _finish(q, *attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
 
 
 def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
@@ -79,3 +372,36 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks.view_as(lse))
     return out.reshape(q.shape[0], -1)
+
+
+# Attention to several sets of tokens as if they were one, where some count more or less than once.
+
+
+def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
+    """Attend with one query of each head; at least one token of a head counts."""
+    numbers = sum(each.v.numel() for each in sets)  # some sets may be small
+    if all(few_rows.suits(each.q, each.v, *([] if each.k is None else [each.k]), numbers=numbers) for each in sets):
+        out, lse, *_ = attend(sets, softmax)
+    else:
+        out, lse = merge_blocks(*(counted_attention(each, softmax) for each in sets))
+    if softmax.sinks is not None:
+        out = add_sinks(out, lse, softmax.sinks.view_as(lse))
+    return out.to(q.dtype).reshape(q.shape[0], -1)
+
+
+def counted_attention(tokens: TokenSet, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend to one set by torch: out [Hk, G, d], lse [Hk, G] in fp32; zeros and lse -inf where nothing counts."""
+    q, k, v, rows, valid, log_counts = tokens
+    if rows is not None:
+        k, v = (None if x is None else x.take_along_dim(rows[..., None], 1) for x in (k, v))  # type: ignore[assignment]
+    if k is not None and log_counts is None:
+        mask = None if valid is None else valid[:, None].expand(-1, q.shape[1], -1)
+        return block_attention(q, k, v, softmax, mask)
+    scores = q if k is None else attention_scores(q, k, softmax)
+    if log_counts is not None:
+        scores = scores + log_counts
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
+    return weights @ v.to(weights.dtype), lse

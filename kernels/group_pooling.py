@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, tl
-from kvcli.kernels.slot_layout import SlotLayout, candidate_range
+from kvcli.kernels.page_table import SlotLayout, candidate_range
 
 POOL_BLOCK = 1024  # scores that a program pools at once
 

@@ -4,7 +4,7 @@
     nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
 
 Where keys are kept elsewhere, there is 1 in place of 2. Quantised, a page of one KV head is a block of bytes
-(`kvcli.kernels.quantised_blocks`): [pages, Hk, bytes] uint8.
+(`kvcli.kernels.quant`): [pages, Hk, bytes] uint8.
 
 A pool may lie in several pieces, so that it can be allocated bit by bit and sequences can share some of them. Kernels
 see pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are cut to a
@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.kernels.page_table import PagedKV, SlotLayout
+from kvcli.kernels.quant import BlockFormat
 
 HostLayout = Literal["hnd", "nhd"]
 

@@ -13,7 +13,7 @@ of which is kept (arXiv 2410.21465, appendix A.1), x_t being its keys without th
 The divisor takes the attention scaling out, with which the keys were rotated. Every program looks at the length on the
 device: a step takes no decision on the host.
 
-Shapes: rows as in `kvcli.kernels.slot_layout`, whose ring is left `early`; factor B [b, Hk, r, d], rotation as in
+Shapes: rows as in `kvcli.kernels.page_table`, whose ring is left `early`; factor B [b, Hk, r, d], rotation as in
 `kvcli.kernels.rebuild_keys` -> a [b, n, c, r], means [b, Hk, n, d], and numbers [b].
 """
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels.page_table import PagedKV, active, slot_of, slot_of_page
 from kvcli.kernels.rebuild_keys import Rotation, at_positions
-from kvcli.kernels.slot_layout import PagedKV, active, slot_of, slot_of_page
 
 BLOCK_ELEMENTS = 512  # of the keys that a program holds at once: in fp32 products take many registers
 BLOCK_R = 32  # of the rank that it computes
@@ -154,7 +154,7 @@ def _leaving_kernel(
 def keep_leaving_chunk(rows: PagedKV, factor: Tensor, rotation: Rotation | None, stored: StoredChunks) -> None:
     """Store what is kept of the keys of the chunk that leaves, of every sequence that loses one with its next token.
 
-    Its values are the pages that `stored.left` tokens have filled, see `kvcli.kernels.filled_page`. rotation is None in
+    Its values are the pages that `stored.left` tokens have filled, see `kvcli.kernels.append`. rotation is None in
     a layer without rotary positions. The rows are read until the kernel has finished. May be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read, and for rings that are not left early.

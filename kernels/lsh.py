@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcli.kernels import lsh_rows
+from kvcli.kernels._llvm import LOT
 from kvcli.kernels._numba import serves
-from kvcli.kernels._vectors import LOT
 from kvcli.kernels.lsh_rows import CURVE
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 
 BLOCK = LOT
 """Keys whose codes are compared at once."""

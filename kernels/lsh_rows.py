@@ -19,11 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels._masks import first_one, ones, without_first
+from kvcli.kernels._llvm import LOT, FlatArrays, all_of, first_one, ones, prefetch, without_first
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, run_alone, serial, serves
-from kvcli.kernels._prefetch import prefetch
-from kvcli.kernels._vectors import LOT, FlatArrays, all_of
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 
 FEW = 16  # vectors that one thread hashes
 PIECE = 16  # blocks that a thread takes at once

@@ -31,7 +31,7 @@ from kvcli.kernels._triton import (
 )
 from kvcli.kernels.four_bit_keys import four_bit_scores
 from kvcli.kernels.keep_most import keep_most
-from kvcli.kernels.slot_layout import PagedKV, page_in_slot, row_positions
+from kvcli.kernels.page_table import PagedKV, page_in_slot, row_positions
 from kvcli.kernels.softmax import Softmax, capped
 
 BLOCK_N = 128  # rows that a program scores

@@ -26,11 +26,9 @@ from kvcli.kernels._triton import (
     tl,
 )
 from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_queries, pool_scores, pool_weights
-from kvcli.kernels.pick import pick
-from kvcli.kernels.resolve_pages import nothing_missing, resolve_head
-from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates
+from kvcli.kernels.page_table import SlotLayout, candidate_range, candidates, nothing_missing, resolve_head
 from kvcli.kernels.token_scores import token_scores
-from kvcli.kernels.topk import Selection
+from kvcli.kernels.topk import Selection, pick, topk_pages_device
 
 BLOCK_ELEMENTS = 4096  # of the maxima, and as many of the minima, that a program holds at once
 ALONE = 8192  # pages of a KV head that a program can look at in about the time of two launches
@@ -266,3 +264,46 @@ def score_pages(
     )
     if not finishes:
         left.pool(lengths, layout, heads)
+
+
+# Pages chosen by the bounds on their keys: scores, the best of them, and what the page table lacks of these.
+
+
+def choose_pages_ref(
+    q: Tensor,
+    summary: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    selection: Selection,
+    heads: Tensor | None = None,
+    arrived: Tensor | None = None,
+) -> None:
+    """Score, then choose."""
+    out = torch.empty(summary.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    page_scores_device_ref(q, summary, lengths, layout, scale, pooling, out, heads)
+    topk_pages_device(out.float(), lengths, layout, selection, heads, arrived=arrived)
+
+
+def choose_pages(
+    q: Tensor,
+    summary: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    selection: Selection,
+    heads: Tensor | None = None,
+    arrived: Tensor | None = None,
+) -> None:
+    """Choose pages by their scores: what `page_scores_device` and `topk_pages_device` do, if possible in one kernel."""
+    selection.check(*summary.shape[:2])
+    if not takes(q):
+        return choose_pages_ref(q, summary, lengths, layout, scale, pooling, selection, heads)
+    out = torch.empty(summary.shape[:3], dtype=torch.float32, device=q.device)
+    alone = summary.shape[2] <= ALONE
+    score_pages(q, summary, lengths, layout, scale, pooling, out, heads, arrived, selection if alone else None)
+    if not alone:
+        topk_pages_device(out, lengths, layout, selection, heads, arrived=arrived)
+    return None

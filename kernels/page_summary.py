@@ -6,7 +6,7 @@
 The cuboid is narrower than the bounds: a single outlier moves its centre, but hardly its width.
 
 Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower.
-`kvcli.kernels.filled_page` does it for the page that the newest token has filled.
+`kvcli.kernels.append` does it for the page that the newest token has filled.
 """
 
 from __future__ import annotations

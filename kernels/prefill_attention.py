@@ -8,18 +8,25 @@ The keys before the chunk are seen by every query and need no mask; only the squ
 parts are merged by their log-sum-exp.
 """
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from kvcli.kernels import decode_attention as attention_rows
+from kvcli.kernels import gemv as few_rows
 from kvcli.kernels.block_attention import (
     add_sinks,
+    attention_scores,
     block_attention,
     block_attention_ref,
     causal_attention,
     merge_blocks,
 )
+from kvcli.kernels.decode_attention import TokenSet
 from kvcli.kernels.softmax import Softmax
 
 # Queries of a sliding-window layer handled together: bounds its mask to ROWS * (ROWS + window).
@@ -103,3 +110,240 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks[:, None])
     return out
+
+
+# Causal attention to near tokens, and to far ones that stand elsewhere than positions tell (arXiv 2402.04617).
+
+
+class FarTokens(NamedTuple):
+    """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d].
+
+    For `one_query` they may be those in `rows` [1, f], of l and w [Hk, n, d].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor | None = None
+
+
+def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend causally with the newest m tokens to near keys, and to far keys that all of them see.
+
+        s_ij = f(scale * q_i . k_j), near, j <= n - m + i      t_ij = f(scale * p_i . l_j), far
+        z_i = log(sum_j e^s_ij + sum_j e^t_ij + e^sink)
+        out_i = sum_j e^(s_ij - z_i) v_j + sum_j e^(t_ij - z_i) w_j
+        mass_j = sum over all heads, and over i with n - m + i > j, of e^(s_ij - z_i)
+
+    f is the model's softcap. The far keys have a query of their own, p, for they may stand at another distance than
+    their position tells. `mass` is the attention that a near token got from those that came after it; only the near
+    weights are ever held as a matrix. q [H, m, d], k, v [Hk, n, d], m <= n -> out [H, m, d], mass [n] in at least fp32.
+    """
+    out, norm = windowed_attention(q, k, v, far, softmax)
+    queries = _fold_far_near_attention(q, k)
+    weights = torch.exp(attention_scores(queries, k, softmax) - norm[..., None])
+    later = _band(q.shape[1], k.shape[1], q, above=1).repeat(q.shape[0] // k.shape[0], 1)
+    return out, weights.masked_fill(~later, 0.0).sum((0, 1))
+
+
+def one_query_suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tell whether `one_query` serves: on a CPU, a single query of each head."""
+    return q.shape[1] == 1 and few_rows.suits(_fold_far_near_attention(q, k), k, v)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Do as `far_near_attention` for m = 1, several sets of far keys, each where it lies: out [H, 1, d], mass [n]."""
+    parts = [FarTokens(q, k, v), *far]
+    sets = [TokenSet(_fold_far_near_attention(each.q, k), each.k, each.v, each.rows) for each in parts]
+    attended = attention_rows.attend(sets, softmax)
+    out, norm = attended.out, attended.lse
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.view_as(norm)
+        out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
+    mass = attention_rows.mass(attended, norm)
+    mass[-1] = 0  # its own
+    return out.view_as(q), mass
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend so, to no more than the last `window` near keys up to a query's own -> out [H, m, d], z [Hk, G*m]."""
+    (m, n), groups = (q.shape[1], k.shape[1]), q.shape[0] // k.shape[0]
+    mask = _band(m, n, q, window).repeat(groups, 1) if m > 1 else None
+    near = slice(0 if window is None or m > 1 else max(0, n - window), n)
+    out, norm = block_attention(
+        _fold_far_near_attention(q, k), k[:, near], v[:, near], softmax, mask
+    )  # queries [Hk, G*m, d]
+    if far.k.shape[1]:
+        out, norm = merge_blocks(
+            (out, norm), block_attention(_fold_far_near_attention(far.q, k), far.k, far.v, softmax)
+        )
+    if softmax.sinks is not None:
+        sinks = softmax.sinks[:, None].expand(-1, m).reshape(norm.shape)  # [H] -> [Hk, G*m]
+        out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
+    return out.reshape(q.shape), norm
+
+
+def _band(m: int, n: int, like: Tensor, window: int | None = None, above: int = 0) -> Tensor:
+    """Keys [m, n] at least `above` tokens before each query, and fewer than `window`."""
+    band = torch.ones(m, n, dtype=torch.bool, device=like.device).tril(n - m - above)
+    return band if window is None else band.triu(n - m - window + 1)
+
+
+def _fold_far_near_attention(q: Tensor, k: Tensor) -> Tensor:
+    return q.reshape(k.shape[0], -1, q.shape[-1])  # [H, m, d] -> [Hk, G*m, d]
+
+
+# Causal attention of the newest m tokens of a prompt over a part of all n so far: A-shape and vertical-slash.
+
+ROWS = 64
+"""Queries of a block; as many tell what a head looks at."""
+
+ALWAYS = 30
+"""First columns and nearest diagonals that are always among those chosen, as in the reference code."""
+
+
+class Pattern(Protocol):
+    """Which keys a block of queries sees."""
+
+    def seen(self, start: int, stop: int) -> Tensor:
+        """Tell which of the first `stop` keys queries at positions `start` to `stop` see: bool [H or 1, stop]."""
+
+
+class AShape(NamedTuple):
+    """The first `sink` tokens and the newest `window` before each block."""
+
+    sink: int
+    window: int
+    device: torch.device
+
+    def seen(self, start: int, stop: int) -> Tensor:
+        """See `Pattern.seen`."""
+        position = torch.arange(stop, device=self.device)
+        return ((position < self.sink) | (position > start - self.window))[None]
+
+
+class VerticalSlash(NamedTuple):
+    """Columns of each head, bool [H, n], and its diagonals, distances [H, c]."""
+
+    columns: Tensor
+    diagonals: Tensor
+
+    def seen(self, start: int, stop: int) -> Tensor:
+        """See `Pattern.seen`: a diagonal passes a block from the key of its first query to that of its last."""
+        first, last = start - self.diagonals, stop - self.diagonals  # [H, c], of keys
+        edges = torch.zeros(len(self.columns), stop + 1, dtype=torch.int32, device=self.columns.device)
+        there = (last > 0).to(torch.int32)
+        edges.scatter_add_(1, first.clamp(min=0), there).scatter_add_(1, last.clamp(min=0), -there)
+        return self.columns[:, :stop] | (edges.cumsum(1)[:, :stop] > 0)
+
+
+def vertical_slash(q: Tensor, k: Tensor, softmax: Softmax, columns: int, diagonals: int) -> VerticalSlash:
+    """Choose columns and diagonals of each head, so many where there are as many keys, by the newest queries of q."""
+    n = k.shape[1]
+    found = [_sums(weights) for weights in last_rows_by_kv_head(q[:, -ROWS:], k, softmax)]
+    by_column, by_distance = (torch.cat(parts) for parts in zip(*found, strict=True))  # [H, n]
+    for scores in (by_column, by_distance):
+        scores[:, :ALWAYS] = torch.inf
+    chosen = by_column.topk(min(n, max(columns, ALWAYS)), dim=1).indices
+    kept = torch.zeros_like(by_column, dtype=torch.bool).scatter_(1, chosen, True)
+    return VerticalSlash(kept, by_distance.topk(min(n, max(diagonals, ALWAYS)), dim=1).indices)
+
+
+def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of weights [G, r, n] of the newest r queries along columns and along diagonals: [G, n] each."""
+    groups, rows, n = weights.shape
+    diagonals = weights.new_zeros(groups, n)
+    for row in range(rows):
+        own = n - rows + row + 1  # keys up to the query's own, at distance 0
+        diagonals[:, :own] += weights[:, row, :own].flip(1)
+    return weights.sum(1), diagonals
+
+
+def sparse_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, pattern: Pattern, rows: int = ROWS
+) -> tuple[Tensor, Tensor]:
+    """Plain torch with the whole m*n mask of every head, in at least fp32."""
+    (num_heads, m, _), n = q.shape, k.shape[1]
+    masks = []
+    for start in range(n - m, n, rows):
+        stop = min(start + rows, n)
+        mask = functional.pad(pattern.seen(start, stop), (0, n - stop)).expand(num_heads, -1)
+        masks.append(mask[:, None].expand(-1, stop - start, -1))
+    causal = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
+    keys, values = (x.repeat_interleave(num_heads // len(k), 0) for x in (k, v))
+    return block_attention_ref(q, keys, values, softmax, torch.cat(masks, 1) & causal)
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, pattern: Pattern, rows: int = ROWS
+) -> tuple[Tensor, Tensor]:
+    """Attend block by block to the keys gathered for it; the model's sinks are left to the caller, who has the lse."""
+    (num_heads, m, _), n = q.shape, k.shape[1]
+    of_group = torch.arange(num_heads, device=q.device)[:, None] // (num_heads // len(k))
+    parts = []
+    for start in range(n - m, n, rows):
+        stop = min(start + rows, n)
+        seen = pattern.seen(start, stop).expand(num_heads, -1)  # [H, stop]
+        at, there = _packed(seen)  # [H, c]
+        position = torch.arange(start, stop, device=q.device)
+        mask = there[:, None] & (at[:, None] <= position[:, None])  # [H, rows, c]
+        queries = q[:, start - n + m : stop - n + m]
+        parts.append(block_attention(queries, k[of_group, at], v[of_group, at], softmax, mask))
+    out, lse = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    return out, lse
+
+
+def _packed(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions that are True in seen [H, n], packed to the left, and which of them are there: [H, most] each."""
+    counts = seen.sum(1)
+    head, position = seen.nonzero(as_tuple=True)
+    at = seen.new_zeros(len(seen), int(counts.max()), dtype=torch.long)
+    at[head, (seen.cumsum(1) - 1)[head, position]] = position
+    return at, torch.arange(at.shape[1], device=seen.device) < counts[:, None]
+
+
+# Attention weights of the last few queries over all keys, without an s*s matrix.
+
+# Keys handled together: bounds their copy in full precision.
+KEYS_AT_ONCE = 1 << 13
+
+# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
+# GPU what keeps it busy (256 MiB).
+WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 32
+
+
+def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """Weights of the newest queries, in one pass over the keys."""
+    (num_heads, rows, _), length = q.shape, k.shape[1]
+    heads = q.reshape(k.shape[0], -1, q.shape[-1])  # [Hk, G * r, d]
+    parts = [attention_scores(heads, some, softmax) for some in torch.split(k, KEYS_AT_ONCE, 1)]
+    scores = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(num_heads, rows, length)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    scores[..., length - rows :].masked_fill_(later, float("-inf"))  # a query sees nothing that came after it
+    weights = scores.softmax(-1)
+    if softmax.sinks is not None:  # of the norm, what is not the sink's
+        weights *= torch.sigmoid(scores.logsumexp(-1) - softmax.sinks[:, None])[..., None]
+    return weights
+
+
+def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Tensor]:
+    """Give the weights of one KV head's query heads after the other, [G, r, s] each: all at once may be too many."""
+    queries = q.unflatten(0, (k.shape[0], -1))  # type: ignore[no-untyped-call]  # [Hk, G, r, d]
+    for head in range(k.shape[0]):
+        sinks = None if softmax.sinks is None else softmax.sinks.view(k.shape[0], -1)[head]
+        yield last_rows(queries[head], k[head : head + 1], softmax._replace(sinks=sinks))
+
+
+def many_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[tuple[int, Tensor]]:
+    """Give the weights of any number n <= s of the newest queries, a bounded number of them at a time.
+
+    Each time a KV head and what some of the queries of its group give the keys up to the last of them, [G, r, m].
+    """
+    (num_heads, n, _), (num_kv_heads, s, _) = q.shape, k.shape
+    rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (num_heads // num_kv_heads * s))
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        yield from enumerate(last_rows_by_kv_head(q[:, start:stop], k[:, : s - n + stop], softmax))

@@ -1,4 +1,4 @@
-"""Products on a CPU with tokens held in bytes (`kvcli.kernels.quantised_blocks`), of which no buffer holds all in fp32.
+"""Products on a CPU with tokens held in bytes (`kvcli.kernels.quant`), of which no buffer holds all in fp32.
 
     products  s_hgj = q_hg . (z_hj + s_hj code_hj)        every key, for the query rows that share a KV head
     mixtures  o_hg = sum_j w_hgj (z_hj + s_hj code_hj)    every value, weighted
@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels import few_rows
+from kvcli.kernels import gemv as few_rows
 from kvcli.kernels._numba import compiled, prange, run, serves
-from kvcli.kernels.dequantise_rows import PartLayout, numbers_of_halves, read_token
-from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.quant import BlockFormat, PartLayout, numbers_of_halves, read_token
 from kvcli.kernels.softmax import Softmax
 
 PIECE = 512  # tokens that a thread takes at once; their number does not depend on the threads

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
-from kvcli.kernels.slot_layout import SlotLayout, active
+from kvcli.kernels.page_table import SlotLayout, active
 
 
 class Turn(IntEnum):

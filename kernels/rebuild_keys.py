@@ -5,7 +5,7 @@
 The partner of a channel is the other one of its rotary pair, and x_t,partner = A_t (B_h with its columns exchanged): so
 any layout of the pairs is two products and no exchange of results.
 
-Shapes: a [b, n, c, r], factor B [b, Hk, r, d], misses [b, Hk, k] as in `kvcli.kernels.resolve_pages`, cos and sin
+Shapes: a [b, n, c, r], factor B [b, Hk, r, d], misses [b, Hk, k] as in `kvcli.kernels.page_table`, cos and sin
 [positions, w] fp32 with the attention scaling in them -> rows of k [b, Hk, rows, d].
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
-from kvcli.kernels.resolve_pages import MissList
+from kvcli.kernels.page_table import MissList
 
 BLOCK_ELEMENTS = 4096  # of the keys that a program rebuilds
 BLOCK_R = 32  # of the rank that it multiplies at once

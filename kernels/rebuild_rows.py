@@ -2,10 +2,10 @@
 
     x_t = A_t B_h      k_tc = x_tc * cos(t, c) + x_t,partner(c) * sign(c) * sin(t, c)
 
-Where torch has all keys in memory after each of three steps (`kvcli.kernels.low_rank.rebuild_keys`, the rotation, the
+Where torch has all keys in memory after each of three steps (`kvcli.kernels.key_bases.rebuild_keys`, the rotation, the
 copy), a chunk stays in the processor's first cache until it is in its slot.
 
-Shapes: a [n, c, r] and b [Hk, r, d] without gaps, misses as in `kvcli.kernels.resolve_pages`, rotation as in
+Shapes: a [n, c, r] and b [Hk, r, d] without gaps, misses as in `kvcli.kernels.page_table`, rotation as in
 `kvcli.kernels.rebuild_keys`, slots k [Hk, k, c, d] with any strides but the last; all fp32.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
+from kvcli.kernels.page_table import Misses
 from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.kernels.resolve_pages import Misses
 
 PIECE = 8  # chunks that a thread takes at once
 LINE = 16  # numbers that come from memory together

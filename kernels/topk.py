@@ -4,7 +4,7 @@ Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, in no particular ord
 front, and lengths [b] that say which pages are candidates.
 
 On the device one program serves a head, or a part of its pages; of several the last to finish chooses from what they
-chose (`kvcli.kernels.pick`).
+chose (`kvcli.kernels.topk`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,254 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kvcli.kernels import select_best
+from kvcli.kernels._llvm import LOT, above, at_least, first_one, ones, without_first
+from kvcli.kernels._numba import compiled, inlined, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
-from kvcli.kernels.pick import BLOCK, pick
-from kvcli.kernels.resolve_pages import MissList, nothing_missing, resolve_head, resolve_pages_device_ref
-from kvcli.kernels.slot_layout import SlotLayout, candidate_range, candidates, selected_count
+from kvcli.kernels.page_table import (
+    MissList,
+    SlotLayout,
+    candidate_range,
+    candidates,
+    nothing_missing,
+    resolve_head,
+    resolve_pages_device_ref,
+    selected_count,
+)
+
+# The k largest scores of a row, inside a kernel: one program finds them, ties to the lower entry.
+
+BLOCK = 2048  # scores that a program looks at together
+
+
+@jit
+def _ordered(scores: tl.tensor) -> tl.tensor:
+    """Turn fp32 into int32 of the same order; both zeros are one."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _entries(row: tl.tensor, names: tl.tensor, entry: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Read scores as ordered integers, and say which of these entries are any."""
+    there = entry < high
+    if names is not None:
+        there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
+    return _ordered(tl.load(row + entry, mask=there, other=0.0)), there
+
+
+@jit
+def _threshold(
+    row: tl.tensor,
+    names: tl.tensor,
+    marks: tl.tensor,
+    which: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    k: tl.tensor,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Find the k-th largest of entries low .. high, of those alone whose mark is `which`; and how many equals it has
+    among the k largest.
+    """
+    found = tl.zeros([1], tl.int32)
+    room = tl.maximum(k, 0)
+    digits = tl.arange(0, 256)
+    for digit in range(4):
+        shift = 24 - 8 * digit
+        flip = tl.where(digit == 0, 128, 0)  # the sign's bit counts the other way round
+        counts = tl.zeros([256], tl.int32)
+        for start in range(low, high, BLOCK_N):
+            entry = start + tl.arange(0, BLOCK_N)
+            key, there = _entries(row, names, entry, high)
+            if marks is not None:
+                there = there & (tl.load(marks + entry, mask=there, other=-1) == which)
+            there = there & ((digit == 0) | (((key ^ found) >> shift) >> 8 == 0))  # so far the threshold's digits
+            counts += tl.histogram(((key >> shift) & 255) ^ flip, 256, mask=there)
+        reach = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # entries of this digit or a larger one
+        room = tl.minimum(room, tl.sum(counts, axis=0))  # there may be less than k
+        best = tl.sum((reach >= room).to(tl.int32), axis=0) - 1
+        room -= tl.sum(tl.where(digits == best, reach - counts, 0), axis=0)
+        found |= (best ^ flip) << shift
+    return tl.sum(found, axis=0), room
+
+
+@jit
+def _mark(
+    row: tl.tensor,
+    marks: tl.tensor,
+    resident: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Mark the best entries, FIRST of them, and what is resident, with 1 and all others with 0; gives their number."""
+    threshold, room = _threshold(row, None, None, 0, low, high, FIRST, BLOCK_N)
+    equal = 0
+    for start in range(low, high, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        key, there = _entries(row, None, entry, high)
+        tie = ((key == threshold) & there).to(tl.int32)
+        best = ((key > threshold) & there) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
+        tl.store(marks + entry, best.to(tl.int8), mask=there)
+        equal += tl.sum(tie, axis=0)
+    tl.debug_barrier()
+    page = tl.load(resident + tl.arange(0, BLOCK_K), mask=tl.arange(0, BLOCK_K) < K, other=-1)
+    tl.store(marks + page, tl.full([BLOCK_K], 1, tl.int8), mask=(page >= low) & (page < high))
+    tl.debug_barrier()
+    count = 0
+    for start in range(low, high, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        count += tl.sum(tl.load(marks + entry, mask=entry < high, other=0).to(tl.int32), axis=0)
+    return count
+
+
+@jit
+def pick(
+    row: tl.tensor,
+    names: tl.tensor,
+    marks: tl.tensor,
+    resident: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    k: tl.tensor,
+    selected: tl.tensor,
+    best: tl.tensor,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Choose k of the entries low .. high of a row of scores: pages, or what `names` calls them, where it does.
+
+    Writes what was chosen to `selected` [K], in ascending order, and its scores to `best` where there is one.
+    """
+    which, room = 0, k  # those of which mark compete for how many places
+    if FIRST:
+        count = _mark(row, marks, resident, low, high, K, FIRST, BLOCK_K, BLOCK_N)
+        which = (count >= k).to(tl.int32)
+        room = tl.where(which == 1, k, k - count)
+        threshold, room = _threshold(row, names, marks, which, low, high, room, BLOCK_N)
+    else:
+        threshold, room = _threshold(row, names, None, 0, low, high, room, BLOCK_N)
+    taken, equal = 0, 0
+    for start in range(low, high, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        key, there = _entries(row, names, entry, high)
+        competes = there
+        if FIRST:
+            mark = tl.load(marks + entry, mask=there, other=-1)
+            competes = there & (mark == which)
+        tie = ((key == threshold) & competes).to(tl.int32)
+        chosen = ((key > threshold) & competes) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
+        if FIRST:
+            chosen = chosen | (there & (mark > which))  # those marked, where they need not compete
+        place = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        page = entry
+        if names is not None:
+            page = tl.load(names + entry, mask=chosen, other=-1)
+        tl.store(selected + place, page.to(selected.dtype.element_ty), mask=chosen)
+        if best is not None:
+            tl.store(best + place, tl.load(row + entry, mask=chosen, other=0.0), mask=chosen)
+        taken += tl.sum(chosen.to(tl.int32), axis=0)
+        equal += tl.sum(tie, axis=0)
+    rest = tl.arange(0, BLOCK_K)
+    tl.store(selected + rest, -1, mask=(rest >= taken) & (rest < K))
+
+
+# The k best of each row on a CPU, ties to the lower index: what `kvcli.kernels.topk` selects, by halving.
+
+AT_ONCE = 11  # bits that are found of one set of keys
+
+KEY = 64  # numbers that a score is made of, about
+LOOKS = 4  # and how many numbers could be read while one is looked at so often
+
+_NO_NAMES = np.empty((0, 0), np.int64)
+
+
+@inlined
+def kth_best(keys: Any, bits: int, wanted: int) -> tuple[int, int]:
+    """Find the `wanted`-th best of keys of so many `bits`, and how many that equal it belong to the best."""
+    best = 0
+    while bits > 0:
+        rest, better = max(0, bits - AT_ONCE), 0
+        while bits > rest:
+            bits -= 1
+            bound, count = best | 1 << bits, 0
+            for j in range(0, len(keys), LOT):
+                count += ones(at_least(keys, j, bound))
+            if count >= wanted:
+                best = bound
+            else:
+                better = count
+        wanted -= better
+        if rest:
+            keys = _between(keys, best, best | (1 << rest) - 1)
+    return best, wanted
+
+
+@inlined
+def _between(keys: Any, least: int, most: int) -> Any:
+    """List the keys that are neither below `least` nor above `most`."""
+    taken, at = np.empty(len(keys), keys.dtype), 0
+    for j in range(0, len(keys), LOT):
+        mask = at_least(keys, j, least) & ~above(keys, j, most)
+        while mask:
+            taken[np.uint64(at)] = keys[np.uint64(j + first_one(mask))]
+            mask = without_first(mask)
+            at += 1
+    return taken[:at]
+
+
+@inlined
+def places_of(keys: Any, least: int, wanted: int, out: Any) -> None:
+    """List where the keys are that exceed the `least`, and the `wanted` first that equal it: as many as `out` takes."""
+    at, j = 0, 0
+    while at < len(out):
+        mask = above(keys, j, least)
+        equal = at_least(keys, j, least) & ~mask if wanted else np.uint64(0)
+        while equal and wanted:
+            mask |= equal & ~without_first(equal)
+            equal = without_first(equal)
+            wanted -= 1
+        while mask:
+            out[np.uint64(at)] = j + first_one(mask)
+            mask = without_first(mask)
+            at += 1
+        j += LOT
+
+
+@compiled
+def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
+    heads, n = bits.shape
+    for h in prange(heads):
+        keys, taken = np.empty(n, np.uint32), out[h]  # keys rise with the scores
+        for i in range(n):
+            b = np.uint32(bits[h, i])
+            b = np.uint32(0) if b == np.uint32(0x80000000) else b  # minus zero equals zero
+            keys[i] = b ^ (np.uint32(0x80000000) | np.uint32(np.int32(b) >> np.int32(31)))
+        best, wanted = kth_best(keys, 32, k)
+        places_of(keys, best, wanted, taken)
+        for i in range(k):
+            taken[i] = first + (names[h, taken[i]] if len(names) else taken[i])
+
+
+def suits(scores: Tensor) -> bool:
+    """Tell whether this can select by these scores; keys that were scored have kept a loop busy before."""
+    return serves(scores, numbers=KEY * scores.numel())
+
+
+def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int = 0) -> Tensor:
+    """Select the k best of each row: by their places in it or by their `names` [Hk, n], counted from the `first`."""
+    out = torch.empty(scores.shape[0], k, dtype=torch.int64)
+    bits, known = scores.contiguous().view(torch.int32), _NO_NAMES if names is None else names.contiguous()
+    run(_select, LOOKS * scores.numel(), bits, k, known, first, out)
+    return out
+
 
 LONG = 256
 """Scores of a row from which on a loop over them all is faster on a CPU than to divide them."""
@@ -180,21 +422,21 @@ def _topk_kernel(
 def topk_pages(scores: Tensor, k: int) -> Tensor:
     """Select k pages of every head, with the fastest means of the device."""
     if not takes(scores):
-        if scores.shape[1] >= LONG and select_best.suits(scores):
-            return select_best.select_best(scores, k)
+        if scores.shape[1] >= LONG and suits(scores):
+            return select_best(scores, k)
         known = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64)
         selected = _partitioned(scores.numpy(), k) if known and k < scores.shape[1] else None
         return topk_pages_ref(scores, k) if selected is None else selected
     selected = torch.empty(scores.shape[0], k, dtype=torch.int64, device=scores.device)
     everything = SlotLayout.everything(scores.shape[1])
-    _select(scores.float().contiguous()[None], None, everything, Selection(selected[None]), None, None, None)
+    _select_topk(scores.float().contiguous()[None], None, everything, Selection(selected[None]), None, None, None)
     return selected
 
 
 def topk_named(scores: Tensor, k: int, names: Tensor, first: int = 0) -> Tensor:
     """Select k of `names` [Hk, n] for every head by their scores, and add the number of the `first`."""
-    if scores.shape[1] >= LONG and not takes(scores) and select_best.suits(scores):
-        return select_best.select_best(scores, k, names, first)
+    if scores.shape[1] >= LONG and not takes(scores) and suits(scores):
+        return select_best(scores, k, names, first)
     return names.gather(1, topk_pages(scores, k)) + first
 
 
@@ -238,10 +480,10 @@ def topk_pages_device(
         return None
     if not takes(scores):
         return topk_pages_device_ref(scores, lengths, layout, selection, heads, wanted)
-    return _select(scores, lengths, layout, selection, heads, wanted, arrived)
+    return _select_topk(scores, lengths, layout, selection, heads, wanted, arrived)
 
 
-def _select(
+def _select_topk(
     scores: Tensor,
     lengths: Tensor | None,
     layout: SlotLayout,
@@ -280,3 +522,11 @@ def _select(
         BLOCK_N=block_n,
         warps=4 if max(block_n, k) <= 1024 else 8,
     )
+
+
+# Which tokens an eviction leaves: the newest, and of those before them the ones that score best.
+
+
+def kept_tokens(scores: Tensor, recent: int, k: int) -> Tensor:
+    """Select with the newest tokens beyond all scores."""
+    return topk_pages(functional.pad(scores, (0, recent), value=float("inf")), k).sort(-1).values

@@ -30,9 +30,9 @@ from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, encode_all
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.models.weight_form import Weights
+from kvcli.models.weights import Weights
 from kvcli.request import begin_to_keep, check, choose_pipeline, open_disk, open_library, request_of
-from kvcli.runtime.kept_run import Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
 

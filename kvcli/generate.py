@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from kvcli.capacity.ahead import forget_host_memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
+from kvcli.memory.disk_tier import DiskError, DiskTier
+from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
 from kvcli.request import (
@@ -24,16 +26,14 @@ from kvcli.request import (
     open_disk,
     open_library,
 )
+from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.kept_run import KeptRun
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Footprint
-from kvcli.store.disk_tier import DiskError, DiskTier
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline

@@ -16,13 +16,13 @@ from kvcli.inputs.kv_options import DiskOptions, KVOptions, disk_options
 from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt, QuestionFirst
 from kvcli.inputs.provenance import profile_mismatch
+from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint
-from kvcli.runtime.kept_run import EVERY, Asked, Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import EVERY, Asked, Keep, KeptRun
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.sizes import parse_bytes
-from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.observer import Observer
 
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
@@ -47,7 +47,7 @@ class GenerationRequest:
     lossless: int | None = None
     """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
     disk: DiskOptions | None = None
-    """Where KV lies that host memory is not to hold, see `kvcli.store.disk_tier`."""
+    """Where KV lies that host memory is not to hold, see `kvcli.memory.disk_tier`."""
 
     def beside(self, device: str) -> Profile | None:
         """The profile of the second method that each sequence brings on a type of device, if it does."""

@@ -1,6 +1,7 @@
 """Sizes as people write them: 32K tokens, 24GiB."""
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -108,3 +109,8 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
     if not value.is_integer():
         raise ValueError(f"{text!r} is not {wanted}: it comes to {value:g}")
     return int(value)
+
+
+def slices(stop: int, at_most: int) -> Iterator[slice]:
+    """Cut range(stop) into consecutive slices of at most `at_most` (>= 1)."""
+    return (slice(start, min(start + at_most, stop)) for start in range(0, stop, at_most))

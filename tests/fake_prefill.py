@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels import block_attention
+from kvcli.memory import tiers
+from kvcli.memory import tiers as parking
+from kvcli.models.devices import place
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import Model
-from kvcli.models.placement import place
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.engine import Engine
-from kvcli.store import parking, tiers
 
 
 class FakeStream:

@@ -2,7 +2,7 @@
 
 import random
 
-from kvcli.runtime.gpu.streams import Streams
+from kvcli.runtime.gpu.recorder import Streams
 
 
 class Late(Streams):

@@ -11,43 +11,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.kernels import add_rms_norm as add_norm
-from kvcli.kernels import append_token as append
-from kvcli.kernels import choose_pages as choose
+from kvcli.kernels import append, one_bit, topk
+from kvcli.kernels import append as filled
+from kvcli.kernels import append as write_small
+from kvcli.kernels import block_attention as tiles
 from kvcli.kernels import decode_attention as decode
-from kvcli.kernels import filled_page as filled
 from kvcli.kernels import four_bit_keys as four_bit
-from kvcli.kernels import gather_pages as gather
-from kvcli.kernels import gather_quantised as gather_small
-from kvcli.kernels import host_tokens as whole
 from kvcli.kernels import kept_query as kept_queries
 from kvcli.kernels import leaving_chunk as leaving
 from kvcli.kernels import make_room as room
-from kvcli.kernels import move_keys as moving
 from kvcli.kernels import near_best as near
+from kvcli.kernels import norm_rope as add_norm
+from kvcli.kernels import norm_rope as moving
+from kvcli.kernels import norm_rope as norm
+from kvcli.kernels import norm_rope as rotating
+from kvcli.kernels import norm_rope as silu
 from kvcli.kernels import nucleus as tokens_kept
-from kvcli.kernels import one_bit_keys as one_bit
-from kvcli.kernels import one_bit_scores as one_bit_scoring
+from kvcli.kernels import one_bit as one_bit_scoring
+from kvcli.kernels import page_scores as choose
 from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_summary as summary
+from kvcli.kernels import page_table as resolve
+from kvcli.kernels import paged_attention as slot
 from kvcli.kernels import prefill_attention as prefill
-from kvcli.kernels import project_heads as projecting
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import rebuild_keys as rebuild
+from kvcli.kernels import recall as gather
+from kvcli.kernels import recall as gather_small
 from kvcli.kernels import replace_page as replace
-from kvcli.kernels import resolve_pages as resolve
-from kvcli.kernels import rms_norm as norm
-from kvcli.kernels import rotate as rotating
-from kvcli.kernels import silu_mul as silu
-from kvcli.kernels import slot_attention as slot
-from kvcli.kernels import tile_attention as tiles
+from kvcli.kernels import token_scores as projecting
 from kvcli.kernels import token_scores as tokens
-from kvcli.kernels import topk
-from kvcli.kernels import write_quantised as write_small
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.quantised_blocks import BlockFormat
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, page_count, row_positions
+from kvcli.kernels.page_table import PagedKV, SlotLayout, active, page_count, row_positions
+from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.softmax import Softmax
+from kvcli.runtime.gpu import pipeline as whole
 
 NAN = float("nan")
 # Relative RMS. Under the interpreter a cast to bf16 cuts off what the device rounds.

@@ -26,7 +26,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
-from kvcli.kernels import _triton, slot_attention
+from kvcli.kernels import _triton
+from kvcli.kernels import paged_attention as slot_attention
 from kvcli.kernels.nucleus import keep_nucleus
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from claims.subject import Document, Subject, percent, table
-from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
 
 TOKENS, HEADS = ("representatives", "mean of all", "best token"), ("together", "best head")

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from claims.subject import Subject, percent, table
 from kvcli.kernels.group_pooling import pool_scores
-from kvcli.kernels.one_bit_keys import quantise_keys
-from kvcli.kernels.one_bit_scores import one_bit_scores
+from kvcli.kernels.one_bit import one_bit_scores, quantise_keys
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.page_summary import page_summary
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache
+from kvcli.kv.pages import paged
 from kvcli.methods.full import Full
-from kvcli.store.cache import DenseCache
-from kvcli.store.pages import paged
 
 FIRST_LAYER = 1  # the layers before it are dense in both methods
 POOLING = "max_s"

@@ -31,7 +31,7 @@ from kvcli.models.loading import ModelSpec, load_model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams, Streams
+from kvcli.runtime.gpu.recorder import CudaStreams, SerialStreams, Streams
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from common import spread
 
+from kvcli.memory.pinned import pinned_allocator
 from kvcli.runtime.gpu.recorder import CudaRecorder
-from kvcli.store.pinned import pinned_allocator
 
 Work = Callable[[], Any]
 

@@ -16,12 +16,12 @@ from gpu_parts.rates import pinned
 from gpu_parts.setting import Setting
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.kv.cache import Tiers
 from kvcli.methods import get_method
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Tiers
 from kvcli.telemetry.counters import Counters
 
 _ALIGNED = 4096  # elements to which views of the shared pool begin

@@ -18,12 +18,11 @@ from torch import Tensor
 from gpu_parts.clock import captured, freed, in_turn, ratios
 from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
-from kvcli.kernels.gather_pages import PROGRAMS, gather_pages, gather_pages_ref
 from kvcli.kernels.host_pages import HostLayout, HostPages
-from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
-from kvcli.store.host_pool import PIECE_BYTES
-from kvcli.store.pinned import pinned_allocator
+from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
+from kvcli.kernels.recall import PROGRAMS, gather_pages, gather_pages_ref
+from kvcli.memory.host_pool import PIECE_BYTES
+from kvcli.memory.pinned import pinned_allocator
 
 HEADS, D = 8, 128
 CALLS = 4

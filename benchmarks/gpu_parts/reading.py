@@ -20,8 +20,8 @@ from gpu_parts.made_up import dummy_model
 from gpu_parts.setting import Setting
 from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.layers import cache_argument
 from kvcli.models.loading import Model
-from kvcli.models.state_cache import cache_argument
 from kvcli.runtime.engine import engine
 
 ROUNDS = 2

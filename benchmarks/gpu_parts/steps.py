@@ -16,8 +16,8 @@ from gpu_parts.setting import Setting
 from kvcli.capacity.roofline import step_work
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
+from kvcli.runtime.gpu.pipeline import DecisionRates
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.synthetic import DecisionRates
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.counters import Count
 

@@ -9,8 +9,8 @@ from kvcli.batch.rows import Row, RowProblem
 from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, is_out_of_memory
 from kvcli.inputs.encoding import EncodedPrompt
+from kvcli.memory.tiers import Footprint
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Footprint
 
 
 @dataclass

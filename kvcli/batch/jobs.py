@@ -18,9 +18,8 @@ from kvcli.inputs.chat_template import render_chat_template
 from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.sampling import Sampling
-from kvcli.models.fingerprint import fingerprint
-from kvcli.models.loading import Checkpoint
-from kvcli.store.disk_tier import DiskTier
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.models.loading import Checkpoint, fingerprint
 
 _BEGINNING = 1024  # characters of a text by which documents are told apart before there are tokens
 _FIRST_PREFIX = 64  # tokens; the next ones are twice as long each

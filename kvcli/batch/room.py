@@ -9,9 +9,9 @@ from kvcli.capacity.memory import Need, PromptSize
 from kvcli.capacity.workspace import Workspace
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Model
-from kvcli.store.cache import Footprint
-from kvcli.store.disk_tier import DiskTier
 
 
 class Room:

@@ -25,7 +25,7 @@ from kvcli.errors import KvcliError
 from kvcli.kernels.page_summary import page_summary, page_summary_ref
 from kvcli.models.checkpoint import check_config, check_files
 from kvcli.models.place import bundled_model
-from kvcli.models.weight_form import ON_LOADING, installed
+from kvcli.models.weights import ON_LOADING, installed
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import processor

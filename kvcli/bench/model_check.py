@@ -5,12 +5,12 @@ from itertools import groupby
 
 from kvcli.bench.doctor import Check, CheckState
 from kvcli.errors import KvcliError
+from kvcli.kv.recurrent import PAGE, STATE_PAGES
 from kvcli.models.devices import resolve_device
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import ModelSpec, describe, locate, read_config, resolve_dtype
-from kvcli.models.weight_form import WIDER, WeightForm, form_of
+from kvcli.models.weights import WIDER, WeightForm, form_of
 from kvcli.sizes import format_bytes
-from kvcli.store.recurrent import PAGE, STATE_PAGES
 
 
 def examine_model(spec: ModelSpec) -> Iterator[Check]:

@@ -19,8 +19,8 @@ from typing_extensions import override
 from kvcli.bench.runs import Load, TimedRun
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.models.layers import cache_argument
 from kvcli.models.loading import Model
-from kvcli.models.state_cache import cache_argument
 from kvcli.telemetry.timeline import Timeline
 
 _RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"

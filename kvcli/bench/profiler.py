@@ -35,12 +35,12 @@ from kvcli.capacity.roofline import MachineRates, RatesOverTime
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
+from kvcli.models.devices import Place, all_of
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.models.placement import Place, all_of
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
-from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry import report as telemetry_report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Span

@@ -22,17 +22,17 @@ from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.variants import Variant, ablated
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.memory.tiers import Footprint
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
+from kvcli.models.devices import Place, Placement
 from kvcli.models.loading import Model
-from kvcli.models.placement import Place, Placement
 from kvcli.runtime.decode import decode
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.pipeline import Pipeline, stepper_for
 from kvcli.runtime.sampling import Sampling
-from kvcli.store.cache import Footprint
-from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.counters import Count, Counters
 from kvcli.telemetry.timeline import Timeline
 

@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
-from kvcli.models.placement import Place, Placement
 from kvcli.telemetry.timeline import Span, Timeline
 
 

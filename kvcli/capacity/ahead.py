@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvcli.capacity.memory import planned_method
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.pinned import Wanted, pinned_allocator
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
-from kvcli.store.pinned import Wanted, pinned_allocator
 
 
 def prepare_host_memory(profile: Profile, checkpoint: Checkpoint, prompt_tokens: int, max_tokens: int) -> None:

@@ -10,7 +10,7 @@ from kvcli.capacity.memory import available
 from kvcli.errors import usage_error
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
-from kvcli.store.disk_tier import DiskTier
+from kvcli.memory.disk_tier import DiskTier
 
 
 def disk_for(

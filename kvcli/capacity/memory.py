@@ -22,18 +22,18 @@ from kvcli.capacity.need import devices_of
 from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.memory.pinned import HostAllocator
+from kvcli.memory.tiers import Footprint
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.methods.steps.plan import Whole
+from kvcli.models.devices import Place, Placement, first_of, placement_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
-from kvcli.models.placement import Place, Placement, first_of, placement_of
 from kvcli.runtime.sampling import Sampling
 from kvcli.sizes import format_bytes
-from kvcli.store.cache import Footprint
-from kvcli.store.disk_tier import DiskTier
-from kvcli.store.pinned import HostAllocator
 
 CPU = torch.device("cpu")
 LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch

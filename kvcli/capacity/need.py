@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.capacity.workspace import Workspace
-from kvcli.models.placement import Place, Placement
-from kvcli.store.cache import Footprint
+from kvcli.memory.tiers import Footprint
+from kvcli.models.devices import Place, Placement
 
 # Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import torch
 
+from kvcli.memory.tiers import Traffic
 from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import ModelGeometry
-from kvcli.store.cache import Traffic
 
 REPEATS = 5
 OLD = 2.0

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcli.memory.tiers import nbytes
 from kvcli.methods.base import AnyMethod
 from kvcli.models.geometry import ModelGeometry
-from kvcli.runtime.hidden_states import CHUNKS_ON_DEVICE, streamed
-from kvcli.runtime.layer_major import chunk_length
-from kvcli.store.footprint import nbytes
-from kvcli.store.prefill_offloader import prefill_buffers
+from kvcli.runtime.layer_major import CHUNKS_ON_DEVICE, chunk_length, streamed
+from kvcli.runtime.prefill import prefill_buffers
 
 _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 

@@ -14,6 +14,7 @@ from kvcli.inputs.kv_options import KVOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import profile_mismatch
+from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.runtime.conversation import Conversation, NewTurn, in_common
 from kvcli.runtime.run_report import run_report
@@ -21,7 +22,6 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.sizes import format_bytes
-from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 

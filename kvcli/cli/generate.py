@@ -182,7 +182,7 @@ def generate(
     from kvcli.generate import generate as run
     from kvcli.models.loading import ModelSpec
     from kvcli.request import GenerationRequest
-    from kvcli.runtime.kept_run import Keep
+    from kvcli.runtime.checkpoint.kept_run import Keep
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
     show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)

@@ -16,7 +16,7 @@ from kvcli.errors import KvcliError, usage_error
 from kvcli.sizes import format_age, format_bytes
 
 if TYPE_CHECKING:
-    from kvcli.runtime.saved.store import KVStore, Stored
+    from kvcli.runtime.saved.library import KVStore, Stored
 
 kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
 
@@ -94,7 +94,7 @@ def check(names: Names = None, cache: Store = None, debug: options.Debug = False
 @kv.command()
 def rm(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
     """Remove entries; what another process is reading stays."""
-    from kvcli.runtime.saved.folders import remove
+    from kvcli.runtime.saved.files import remove
     from kvcli.runtime.saved.manifest import MANIFEST
 
     for folder in _folders(cache, names):
@@ -116,7 +116,7 @@ def prune(cache: Store = None, cache_size: KVCacheSize = None, debug: options.De
 
 
 def _store(cache: Path | None) -> KVStore:
-    from kvcli.runtime.saved.store import KVStore
+    from kvcli.runtime.saved.library import KVStore
 
     if cache is None:
         raise usage_error("nothing says which store", "name it with --kv-cache, or set KVCLI_KV_CACHE")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
-    from kvcli.models.weight_form import Weights
+    from kvcli.models.weights import Weights
 
 _SIZE = at_least(1, parse_bytes)
 _RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
@@ -180,7 +180,7 @@ def _subject_and_machine(
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
     from kvcli.models.devices import another_machine, placed, resolve_devices
     from kvcli.models.loading import ModelSpec, locate, read_config, resolve_dtype
-    from kvcli.models.weight_form import form_of
+    from kvcli.models.weights import form_of
 
     spec = ModelSpec(model, load_format="dummy", offline=offline, weights=weights)
     config = read_config(spec)

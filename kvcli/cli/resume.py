@@ -38,7 +38,7 @@ def resume_run(
     check_files({"-o": output, "--trace": trace}, **named)
 
     from kvcli.generate import resume
-    from kvcli.runtime.kept_run import Keep, KeptRun
+    from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
     kept = KeptRun.open(Keep(directory, every))

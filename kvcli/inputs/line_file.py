@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.store.journal import sync_folder
 
 
 class LineFile:
@@ -126,3 +125,12 @@ def whole_lines(path: Path, file: BinaryIO, what: str, start: bytes, hint: str) 
 def not_ours(path: Path, what: str, hint: str) -> KvcliError:
     """Make the error of a file that holds something else."""
     return usage_error(f"{path} is there already and no file of {what}", hint)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that the names of the files in a folder are on disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,8 +2,7 @@
 
 from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile
-from kvcli.models.fingerprint import fingerprint
-from kvcli.models.loading import Checkpoint
+from kvcli.models.loading import Checkpoint, fingerprint
 
 
 def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:

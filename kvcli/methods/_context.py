@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import Tiers
+from kvcli.kv.parking import Parking
+from kvcli.memory.tiers import Footprint
+from kvcli.models.devices import Placement
 from kvcli.models.geometry import StateGeometry
-from kvcli.models.placement import Placement
-from kvcli.store.cache import Footprint, Tiers
-from kvcli.store.parking import Parking
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.timeline import Timeline
 

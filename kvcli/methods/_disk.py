@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcli.kv.cache import LayerCache, Tiers
 from kvcli.methods._latents import tiers_for
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import LayerCache, Tiers
 from kvcli.telemetry.counters import Count
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcli.errors import usage_error
+from kvcli.kv.cache import Tiers
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Tiers
 
 
 def tiers_for(layers: Sequence[LayerGeometry], tiers: Tiers, name: str, refused: str | None) -> Tiers:

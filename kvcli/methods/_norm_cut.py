@@ -7,9 +7,9 @@ heads.
 import torch
 from torch import Tensor
 
-from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.pages import slices
+from kvcli.sizes import slices
 
 ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
 

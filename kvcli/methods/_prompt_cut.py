@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import kept_tokens
+from kvcli.kv.pruned import PrunedCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pruned import PrunedCache
 
 
 class PromptCutConfig(MethodConfig):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import LayerCache
-from kvcli.store.parking import Waits
+from kvcli.kv.cache import LayerCache
+from kvcli.kv.parking import Waits
 from kvcli.telemetry.counters import Count
 
 if TYPE_CHECKING:

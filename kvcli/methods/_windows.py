@@ -6,8 +6,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import LayerCache
 from kvcli.methods._disk import count_disk
-from kvcli.store.cache import LayerCache
 
 CacheT = TypeVar("CacheT", bound=LayerCache, contravariant=True)
 

@@ -19,15 +19,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_scores import cosine_scores, density, dot_scores
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.blocks import BlockCache, cosine_scores, density, dot_scores
 from kvcli.methods._activation import EPS, Moments, activation_probe, merge_moments, moments_of
 from kvcli.methods._cut_off import CutOff
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.blocks import BlockCache
 
 
 class ActQKVConfig(InfLLMConfig):

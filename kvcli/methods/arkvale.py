@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_summary import page_cuboid
+from kvcli.kv.paged import OffloadedPageCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.methods.steps.choices import Best
 from kvcli.methods.steps.page_bounds import PageBounds
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
 class ArkValeConfig(HostKVConfig, PagedConfig):

@@ -17,6 +17,11 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache, LayerCache
+from kvcli.kv.pages import distinct
+from kvcli.kv.recurrent import RecurrentState
+from kvcli.kv.sliding import SlidingCache, windowed_cache
+from kvcli.memory.tiers import Footprint, Traffic
 from kvcli.methods._context import AttentionObserver as AttentionObserver
 from kvcli.methods._context import SequenceContext as SequenceContext
 from kvcli.methods._disk import count_disk, tiers_of_layer
@@ -27,11 +32,6 @@ from kvcli.methods.steps.phases import Phases
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.methods.steps.step import Remembered
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache, Footprint, LayerCache, Traffic
-from kvcli.store.chunks import windowed_cache
-from kvcli.store.pages import distinct
-from kvcli.store.recurrent import RecurrentState
-from kvcli.store.sliding import SlidingCache
 from kvcli.telemetry.counters import Count, Counters
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)

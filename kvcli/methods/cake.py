@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels.kept_tokens import kept_tokens
-from kvcli.kernels.last_rows import last_rows_by_kv_head
+from kvcli.kernels.prefill_attention import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import kept_tokens
+from kvcli.kv.pruned import PrunedCache
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pruned import PrunedCache
 
 
 class CAKEConfig(SnapKVConfig):

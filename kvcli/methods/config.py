@@ -20,13 +20,13 @@ from pydantic import (
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.kernels.quantised_blocks import KVDtype
+from kvcli.kernels.quant import KVDtype
+from kvcli.kv.cache import Tiers
+from kvcli.kv.pages import PageBudget
+from kvcli.kv.tokens import TokenBudget
 from kvcli.methods._reading import PrefillPattern
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import Share
-from kvcli.store.cache import Tiers
-from kvcli.store.pages import PageBudget
-from kvcli.store.tokens import TokenBudget
 
 
 def _power_of_two(value: int) -> int:

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kv.cache import DenseCache
+from kvcli.kv.calibration_file import read_tensor
+from kvcli.kv.compensated import HeadSplitCache
+from kvcli.kv.sliding import SlidingCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.methods.razor import choose_heads
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache
-from kvcli.store.calibration_file import read_tensor
-from kvcli.store.compensated import HeadSplitCache
-from kvcli.store.sliding import SlidingCache
 
 
 class DuoAttentionConfig(MethodConfig):

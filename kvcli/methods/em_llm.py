@@ -30,16 +30,14 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.event_boundaries import refined
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.blocks import BlockLayout, BlockStats, PhaseStats, Positions, dot_scores, summarise
+from kvcli.kv.pages import PageBudget
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.block_layout import BlockLayout, Positions
-from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
 from kvcli.store.events import EventCache, Events, Surprises
-from kvcli.store.pages import PageBudget
 from kvcli.telemetry.counters import Count
 
 

@@ -28,12 +28,12 @@ from typing_extensions import override
 
 from kvcli.kernels.expected_attention import QueryMoments, expected_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.pruned import PrunedCache
 from kvcli.methods._prompt_cut import DocumentCut, DocumentCutConfig
 from kvcli.methods._prompt_parts import last_used_here
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pruned import PrunedCache
 
 
 class ExpectedAttentionConfig(DocumentCutConfig):

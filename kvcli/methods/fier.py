@@ -24,6 +24,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling
+from kvcli.kv.pages import paged
+from kvcli.kv.tokens import OffloadedTokenCache, ResidentTokenCache, TokenCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import Best
@@ -31,10 +33,7 @@ from kvcli.methods.steps.plan import RESIDENT, FromHost, Rule, StepPlan
 from kvcli.methods.steps.step import LayerStep, Picked
 from kvcli.methods.steps.token_scores import OneBit
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.pages import paged
-from kvcli.store.tokens import ResidentTokenCache, TokenCache
 
 
 class FIERConfig(HostKVConfig, TokenConfig):

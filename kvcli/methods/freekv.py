@@ -16,12 +16,12 @@ from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.host_pages import HostLayout
+from kvcli.kv.paged import OffloadedPageCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import CosineByLayer, HostKVConfig, PagedConfig, by_layer, setting
 from kvcli.methods.steps.page_bounds import PageBounds
 from kvcli.methods.steps.plan import Correction, FromHost, RecallBy, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
 class FreeKVConfig(HostKVConfig, PagedConfig):

@@ -15,10 +15,10 @@ from kvcli.kernels.group_pooling import Pooling
 from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
+from kvcli.kv.paged import OffloadedPageCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.offloaded_pages import OffloadedPageCache
 
 
 class FreeKVLayerConfig(PagedConfig):

@@ -4,11 +4,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache
 
 
 class FullConfig(MethodConfig):

@@ -21,8 +21,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.skew import prompt_skew, strongest_columns
+from kvcli.kernels.key_bases import prompt_skew, strongest_columns
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.calibration_file import CalibrationMatrices
+from kvcli.kv.tokens import OffloadedTokenCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.steps.choices import NearBest
@@ -30,8 +32,6 @@ from kvcli.methods.steps.phases import Phases
 from kvcli.methods.steps.plan import FromHost, StepPlan
 from kvcli.methods.steps.token_scores import PartialKeys
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.calibration_file import CalibrationMatrices
-from kvcli.store.offloaded_tokens import OffloadedTokenCache
 from kvcli.store.partial_keys import PartialKeyIndex
 
 Cache = OffloadedTokenCache[PartialKeyIndex]

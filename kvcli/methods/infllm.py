@@ -23,15 +23,12 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_scores import dot_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
+from kvcli.kv.blocks import BlockCache, BlockLayout, BlockStats, PhaseStats, Positions, dot_scores, summarise
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.block_layout import BlockLayout, Positions
-from kvcli.store.block_stats import BlockStats, PhaseStats, summarise
-from kvcli.store.blocks import BlockCache
 from kvcli.telemetry.counters import Count
 
 

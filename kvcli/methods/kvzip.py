@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels.last_rows import many_rows_by_kv_head
+from kvcli.kernels.prefill_attention import many_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.pruned import PrunedCache
 from kvcli.methods._prompt_cut import DocumentCut, DocumentCutConfig
 from kvcli.methods._prompt_parts import last_used_here
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.pages import slices
-from kvcli.store.pruned import PrunedCache
+from kvcli.sizes import slices
 
 REQUEST = 32  # tokens that a request may take, for plans; how many they are is up to the tokenizer
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kv.blocks import BlockCache
 from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
-from kvcli.store.blocks import BlockCache
 
 
 class LMInfiniteConfig(InfLLMConfig):

@@ -21,17 +21,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.principal_axes import centred_moments, principal_axes
-from kvcli.kernels.project_heads import project_heads
+from kvcli.kernels.key_bases import centred_moments, principal_axes
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.token_scores import project_heads
+from kvcli.kv.calibration_file import CalibrationMatrices
+from kvcli.kv.tokens import PrincipalAxesCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import Coordinates, StepPlan
 from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.calibration_file import CalibrationMatrices
-from kvcli.store.channel_scored import PrincipalAxesCache
 
 
 class LokiConfig(TokenConfig):

@@ -17,14 +17,14 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.dense import TokenMajorCache
+from kvcli.kv.parking import Waits
+from kvcli.memory.tiers import Footprint, nbytes
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig
 from kvcli.methods.steps.plan import StepPlan, Whole
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Footprint, nbytes
 from kvcli.store.layer_prefetcher import LayerPrefetcher
-from kvcli.store.parking import Waits
-from kvcli.store.token_major import TokenMajorCache
 from kvcli.telemetry.counters import Count
 
 

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.tokens import OffloadedTokenCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.models.geometry import LayerGeometry
 from kvcli.store.collision_index import CollisionIndex
-from kvcli.store.offloaded_tokens import OffloadedTokenCache
 
 Cache = OffloadedTokenCache[CollisionIndex]
 

@@ -20,15 +20,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.block_scores import dot_scores
-from kvcli.kernels.far_near_attention import FarTokens, far_near_attention
+from kvcli.kernels.prefill_attention import FarTokens, far_near_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
+from kvcli.kv.blocks import BlockCache, dot_scores
 from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import CountOrShare, PowerOfTwo, setting
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.blocks import BlockCache
 
 
 class QLLMConfig(InfLLMConfig):

@@ -28,13 +28,13 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kv.cache import DenseCache
+from kvcli.kv.calibration_file import read_tensor
+from kvcli.kv.compensated import CompensatedCache, HeadSplitCache
+from kvcli.kv.sliding import SlidingCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import DenseCache
-from kvcli.store.calibration_file import read_tensor
-from kvcli.store.compensated import CompensatedCache, HeadSplitCache
-from kvcli.store.sliding import SlidingCache
 
 
 class RazorConfig(MethodConfig):

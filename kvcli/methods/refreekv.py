@@ -21,13 +21,13 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.pruned import PrunedCache
+from kvcli.memory.tiers import nbytes
 from kvcli.methods._norm_cut import mean_row, norm_cut
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.footprint import nbytes
-from kvcli.store.pruned import PrunedCache
 from kvcli.telemetry.counters import Count
 
 

@@ -19,7 +19,7 @@ Decided where the paper is silent:
 - The local window is the last `local` full chunks and what follows them (the reference code keeps as much).
 - `svd_refresh` is the variant that FreeKV compared with (arXiv 2505.13109, appendix A): every so many generated tokens
   a new factor is made of all exact keys seen, and the tokens stored are carried over to it (`LowRankKeys.refresh`).
-- The factorisation is by the Gram matrix, as good as an SVD in fp32 and faster; `kvcli.kernels.low_rank` has numbers.
+- The factorisation is by the Gram matrix, as good as an SVD in fp32 and faster; `kvcli.kernels.key_bases` has numbers.
 """
 
 from __future__ import annotations

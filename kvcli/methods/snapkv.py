@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels.kept_tokens import kept_tokens
-from kvcli.kernels.last_rows import last_rows_by_kv_head
+from kvcli.kernels.prefill_attention import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.topk import kept_tokens
 from kvcli.methods._prompt_cut import PromptCut, PromptCutConfig
 from kvcli.methods.config import setting
 

@@ -20,16 +20,15 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.far_near_attention import FarTokens, windowed_attention
-from kvcli.kernels.move_keys import move_sinks
-from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.norm_rope import move_sinks
+from kvcli.kernels.prefill_attention import FarTokens, prefill_attention, windowed_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.sliding import SlidingCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.sliding import SlidingCache
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary

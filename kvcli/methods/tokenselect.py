@@ -26,6 +26,7 @@ from kvcli.kernels.kept_query import KeptQuery, turn_from_kept
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
+from kvcli.kv.tokens import ChannelScoredCache
 from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.steps.batch_slots import BatchSlots
@@ -34,7 +35,6 @@ from kvcli.methods.steps.plan import Rule, StepPlan
 from kvcli.methods.steps.step import LayerStep, Picked
 from kvcli.methods.steps.token_scores import KeyChannels
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.channel_scored import ChannelScoredCache
 
 
 class TokenSelectConfig(TokenConfig):

@@ -11,14 +11,14 @@ heads hold the same tokens. The budget includes the current token, at whose arri
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.last_rows import last_rows
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.pruned import EvictingCache
 from kvcli.methods.base import Method
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
 from kvcli.methods.steps.eviction import LowestScore, mean_attention
 from kvcli.methods.steps.plan import StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.evicting import EvictingCache
 
 
 class TOVAConfig(MethodConfig):

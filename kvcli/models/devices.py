@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import psutil
 import torch
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError, usage_error
+from kvcli.models.auto import decoder_of
 from kvcli.models.geometry import ModelGeometry, build_on_meta
-from kvcli.models.placement import Placement, free_memory, place
+from kvcli.sizes import format_bytes
 
 
 def resolve_device(name: str) -> torch.device:
@@ -82,3 +89,209 @@ def placed(
     if geometry.form is not None:
         raise usage_error(f"weights in {geometry.form.label} lie on one device, --device names several", "name one")
     return place(build_on_meta(config, dtype), geometry, devices, free or free_memory(devices))
+
+
+# On which of several devices each part of a model lies: whole decoder layers, in their order.
+
+_TRIED = 64
+"""The room for caches is found to one part in so many."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A device with the decoder layers from `first` to `last` and the bytes of all weights that lie there."""
+
+    device: torch.device
+    first: int
+    last: int
+    weights: int
+
+    @property
+    def label(self) -> str:
+        """Say which layers: "cuda:0 has 0-15"."""
+        layers = "none" if self.last < self.first else f"{self.first}-{self.last}"
+        return f"{self.device} has {layers if self.last != self.first else self.first}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parts of a model lie.
+
+    `modules` has the device of the embeddings, of each decoder layer, and of what comes behind them, by name; `layers`
+    that of the decoder layers, `attending` of those that attend, `keeping` of those that keep a state. Several pieces
+    may lie on one device.
+    """
+
+    modules: Mapping[str, torch.device]
+    pieces: tuple[Piece, ...]
+    attending: tuple[torch.device, ...]
+    keeping: tuple[torch.device, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(str(piece.device) for piece in self.pieces)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Each device once, the first one with the embeddings."""
+        return tuple(dict.fromkeys(piece.device for piece in self.pieces))
+
+    @property
+    def first(self) -> torch.device:
+        """Where tokens go in, and logits come out."""
+        return self.pieces[0].device
+
+    @property
+    def type(self) -> str:
+        """The kind of all devices: cuda or cpu."""
+        return self.first.type
+
+    @property
+    def layers(self) -> tuple[torch.device, ...]:
+        """The device of each decoder layer."""
+        return tuple(piece.device for piece in self.pieces for _ in range(piece.first, piece.last + 1))
+
+    def weights(self, device: torch.device) -> int:
+        """Bytes of the weights on a device."""
+        return sum(piece.weights for piece in self.pieces if piece.device == device)
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """Give what a report says of it."""
+        return [
+            {"device": str(piece.device), "layers": [piece.first, piece.last], "weight_bytes": piece.weights}
+            for piece in self.pieces
+        ]
+
+
+Place: TypeAlias = torch.device | Placement
+"""One device, or several with the layers of each."""
+
+
+def first_of(place: Place) -> torch.device:
+    """The device where tokens go in."""
+    return place.first if isinstance(place, Placement) else place
+
+
+def all_of(place: Place) -> tuple[torch.device, ...]:
+    """Each device once."""
+    return place.devices if isinstance(place, Placement) else (place,)
+
+
+def placement_of(place: Place) -> Placement | None:
+    """Where the layers lie, if not all on one device."""
+    return place if isinstance(place, Placement) else None
+
+
+def free_memory(devices: Sequence[torch.device]) -> list[int]:
+    """Free bytes of each device; pieces on the CPU have equal parts of what the host has."""
+    host = psutil.virtual_memory().available // len(devices)
+    return [torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host for device in devices]
+
+
+def place(
+    model: PreTrainedModel, geometry: ModelGeometry, devices: Sequence[torch.device], free: Sequence[int]
+) -> Placement:
+    """Place a model, which is on the meta device, on devices with so many free bytes each.
+
+    Raises:
+        KvcliError: they do not hold the weights (will not fit); there are fewer layers than devices (usage).
+    """
+    if len(devices) > geometry.depth:
+        what = f"{len(devices)} devices are named for {geometry.depth} layers"
+        raise KvcliError(what, "a layer is not split: name as many at most", ExitCode.USAGE)
+    attending = iter(geometry.layers)
+    of_layers = [next(attending) if layer.attention else None for layer in geometry.decoder]
+    sizes = [0 if each is None or each.window is not None else each.token_size for each in of_layers]
+    sizes = sizes if any(sizes) else [1] * geometry.depth  # what caches take does not grow with the prompt
+    most = sum(free) // sum(sizes)
+    least, beyond, found = 0, most + 1, _mapped(model, [0] * geometry.depth, free)
+    while found is not None and beyond - least > max(1, most // _TRIED):
+        room = (least + beyond) // 2
+        tried = _mapped(model, [room * size for size in sizes], free)
+        least, beyond, found = (least, room, found) if tried is None else (room, beyond, tried)
+    if found is None:
+        held = ", ".join(f"{device} {format_bytes(size)}" for device, size in zip(devices, free, strict=True))
+        what = f"the weights take {format_bytes(geometry.weight_bytes)}, whole layers of them do not fit: {held} free"
+        raise KvcliError(what, "name more devices, or take a smaller --dtype", ExitCode.WILL_NOT_FIT)
+    return _placement(model, geometry, devices, found)
+
+
+def _mapped(model: PreTrainedModel, rooms: Sequence[int], free: Sequence[int]) -> dict[str, int] | None:
+    """Map the parts of a model, each layer with so many bytes beside its weights, to the numbers of devices.
+
+    None where they do not fit.
+    """
+    from accelerate import infer_auto_device_map
+
+    layers: Any = decoder_of(model).layers
+    log = logging.getLogger("accelerate.utils.modeling")  # warns of devices that this machine lacks
+    before, log.level = log.level, logging.ERROR
+    for layer, room in zip(layers, rooms, strict=True):  # a buffer is counted as weights are
+        layer.register_buffer("kvcli_room", torch.empty(room, dtype=torch.uint8, device="meta"), persistent=False)
+    try:
+        # Number 0 holds nothing: of its first device accelerate keeps as much free as the largest layer takes.
+        memory: dict[int | str, int | str] = {0: 0, **dict(enumerate(free, 1))}
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        found = infer_auto_device_map(model, memory, kinds, clean_result=False, offload_buffers=True)
+    finally:
+        log.level = before
+        for layer in layers:
+            del layer.kvcli_room
+    numbers = {name: _looked_up(found, name) for name in parts_of(model)}
+    return None if "disk" in numbers.values() else {name: int(number) - 1 for name, number in numbers.items()}
+
+
+def _looked_up(found: Mapping[str, Any], name: str) -> Any:
+    """Find a part of a model in a map that may name what it lies in."""
+    while name not in found:
+        name = name.rpartition(".")[0]
+    return found[name]
+
+
+def parts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name what is placed as one, in the order of a model: decoder layers, and modules with weights outside of them."""
+    layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
+    inside = {module for layer in layers for module in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module in layers or (module not in inside and any(True for _ in module.parameters(recurse=False)))
+    }
+
+
+def _placement(
+    model: PreTrainedModel, geometry: ModelGeometry, devices: Sequence[torch.device], found: Mapping[str, int]
+) -> Placement:
+    parts = parts_of(model)
+    names = {module: name for name, module in parts.items()}
+    layers = [found[names[layer]] for layer in decoder_of(model).layers]  # type: ignore[union-attr]
+    weights, seen = Counter[int](), set[nn.Parameter]()
+    for name, module in parts.items():
+        for weight in module.parameters():
+            if weight not in seen:  # embeddings that are the head, too
+                weights[found[name]] += weight.nbytes
+                seen.add(weight)
+    begun = [sum(layer < number for layer in layers) for number in range(len(devices) + 1)]
+    spans = zip(devices, begun, begun[1:], strict=False)
+    return Placement(
+        modules={name: devices[number] for name, number in found.items()},
+        pieces=tuple(Piece(device, first, stop - 1, weights[at]) for at, (device, first, stop) in enumerate(spans)),
+        attending=tuple(devices[at] for at, layer in zip(layers, geometry.decoder, strict=True) if layer.attention),
+        keeping=tuple(devices[at] for at, layer in zip(layers, geometry.decoder, strict=True) if layer.state),
+    )
+
+
+def device_map(place: Place) -> dict[str, torch.device]:
+    """Say where transformers is to load what; what is no part that was placed has no weights."""
+    if isinstance(place, Placement) and len(place.devices) > 1:
+        return {**place.modules, "": place.first}
+    return {"": first_of(place)}
+
+
+def take_hooks_out(module: PreTrainedModel) -> None:
+    """Take out the hooks that accelerate puts around modules on several devices: `kvcli.runtime.crossing` does that."""
+    from accelerate.hooks import remove_hook_from_module
+
+    if any(hasattr(each, "_hf_hook") for each in module.modules()):
+        remove_hook_from_module(module, recurse=True)
+        for each in module.modules():
+            vars(each).pop("forward", None)  # back to the method of the class

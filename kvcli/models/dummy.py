@@ -2,21 +2,15 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
+from kvcli.models.devices import Place, Placement, all_of
 from kvcli.models.place import bundled_model
-from kvcli.models.placement import Place, Placement, all_of
-from kvcli.models.quantising import quantise
-from kvcli.models.weight_form import WeightForm
+from kvcli.models.weights import WeightForm, quantise
 
 _SEED = 0
 

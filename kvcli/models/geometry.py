@@ -19,12 +19,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import model_class
-from kvcli.models.checkpoint import quiet
-from kvcli.models.checkpoint_files import StoredTensor
+from kvcli.models.checkpoint import StoredTensor, quiet
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import StateGeometry as StateGeometry
-from kvcli.models.weight_form import WeightForm
+from kvcli.models.weights import WeightForm
 
 
 class WeightCounts(NamedTuple):

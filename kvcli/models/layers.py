@@ -7,7 +7,8 @@ state into its cache keeps a state, of the shapes that it puts there. A layer ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import Parameter, signature
@@ -15,13 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
+    Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from kvcli.compat import exporting
@@ -30,8 +35,129 @@ from kvcli.models.auto import angles_at
 from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
-from kvcli.models.state_cache import CACHE_ARGUMENTS, StateCache
-from kvcli.models.watching import PeakBytes, UseOf
+
+# The cache that a module of transformers is given for its state alone: of a convolution, of a recurrence.
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""What modules of transformers call their cache: `cache` from 5.24 on."""
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Name the argument for its cache that a module which takes one has."""
+    taken = signature(module.forward).parameters
+    return next(name for name in CACHE_ARGUMENTS if name in taken)
+
+
+class StateCache(Cache):
+    """The state of module `number`, as it counts itself: `tensors` as `tensors()` gives them, [b, ...] each.
+
+    Where none are given, the module makes them. They hold something where the sequence has `started`.
+    """
+
+    def __init__(
+        self, number: int, tensors: Mapping[str, Tensor] | None = None, started: bool = False, states: int = 1
+    ):
+        self.state = LinearAttentionLayer(number_of_states=sum("conv" in name for name in tensors or ()) or states)
+        super().__init__(layers=[self.state] * (number + 1))  # the module asks for its own
+        for name, tensor in (tensors or {}).items():
+            kind, at = name.split(".")
+            getattr(self.state, f"{kind}_states")[int(at)] = tensor
+            getattr(self.state, f"is_{kind}_states_initialized")[int(at)] = True
+            self.state.device, self.state.dtype = tensor.device, tensor.dtype  # type: ignore[assignment]
+            if kind == "conv":
+                self.state.conv_kernel_size[int(at)] = tensor.shape[-1]
+        self.started = started
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the module keeps: "conv.0" and "recurrent.0", as far as it has them, and the same of further states."""
+        kinds = {"conv": self.state.conv_states, "recurrent": self.state.recurrent_states}
+        return {
+            f"{kind}.{number}": tensor
+            for kind, held in kinds.items()
+            for number, tensor in held.items()
+            if tensor is not None
+        }
+
+    @property
+    def started(self) -> bool:
+        """Whether the tensors are those of a sequence's first tokens; zeros go before those."""
+        return all(self.state.has_previous_state.values())
+
+    @started.setter
+    def started(self, started: bool) -> None:
+        self.state.has_previous_state = dict.fromkeys(self.state.has_previous_state, started)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep no keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Count no tokens, as none are kept."""
+        return 0
+
+    # What MiniMax asks for, whose layers have a cache class of their own.
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # noqa: ARG002
+        """Give the state of a layer, if it has one."""
+        return self.state.recurrent_states[0] if self.started else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take the state of a layer."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+
+# What work does with tensors, watched while it runs: how much memory it takes at its peak, and what it reads.
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all tensors that are made inside and live at the same time: `most` of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: int = 0
+        self.most: int = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is gone; views share one."""
+        storage = tensor.untyped_storage()
+        identity, size = storage._cdata, storage.nbytes()
+        if identity not in self._known:
+            self._known.add(identity)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, identity, size)
+
+    def _gone(self, identity: int, size: int) -> None:
+        self._known.remove(identity)
+        self.now -= size
+
+
+class UseOf(TorchFunctionMode):
+    """Watches whether one of some tensors is read by any torch function called inside."""
+
+    def __init__(self, tensors: list[Any]):
+        super().__init__()
+        self.tensors = tensors
+        self.found: bool = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = args[1:] if function is Tensor.copy_ else args
+        given = tree_leaves((read, kwargs))
+        self.found = self.found or any(each is tensor for each in given for tensor in self.tensors)
+        return function(*args, **(kwargs or {}))
+
 
 _PROBE = "kvcli_probe"
 _FEW = 16  # tokens

@@ -17,11 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
+from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
-from kvcli.models.latent import Latent, compressed
+from kvcli.models.latent import Latent, Temperature, compressed, taken_out
 from kvcli.models.layers import decoder_of
-from kvcli.models.placement import Placement
-from kvcli.models.temperature import Temperature, taken_out
 from kvcli.runtime.crossing import Carrier, Crossing, crossing
 from kvcli.runtime.recurrent import States, stateful
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:  # graphs of kernels alone do without a model
     from transformers import PreTrainedModel
 
-    from kvcli.models.placement import Placement
+    from kvcli.models.devices import Placement
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcli.store.state import Settled
+from kvcli.memory.state import Settled
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from kvcli.inputs.profiles import Profile
+from kvcli.kv.parking import Parking
+from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.models.geometry import LayerGeometry
@@ -24,7 +26,7 @@ from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.crossing import current
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
-from kvcli.runtime.hidden_states import streamed
+from kvcli.runtime.layer_major import streamed
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for
 from kvcli.runtime.prefill import Branches, PrefillConsumer, prefill
@@ -34,8 +36,6 @@ from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_score
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend, windowed_prefill
-from kvcli.store.disk_tier import DiskTier
-from kvcli.store.parking import Parking
 from kvcli.telemetry.timeline import Timeline
 
 _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # of models that were probed

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from kvcli.kernels.norm_rope import rms_norm_ref
 from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.kernels.rms_norm import rms_norm_ref
-from kvcli.models.quantising import is_plain
+from kvcli.models.weights import is_plain
 
 Turn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -40,10 +40,10 @@ class Kernels(Protocol):
         """Make the function silu(gate(x)) * up(x)."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
-        """Normalise rows, see `kvcli.kernels.rms_norm`."""
+        """Normalise rows, see `kvcli.kernels.norm_rope`."""
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> None:
-        """Turn queries and keys in place, see `kvcli.kernels.rotate`."""
+        """Turn queries and keys in place, see `kvcli.kernels.norm_rope`."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ class Turning:
 
 
 class Norm(NamedTuple):
-    """What a module does that normalises rows by their root mean square, see `kvcli.kernels.rms_norm`."""
+    """What a module does that normalises rows by their root mean square, see `kvcli.kernels.norm_rope`."""
 
     weight: Tensor
     eps: float

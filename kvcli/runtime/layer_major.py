@@ -2,17 +2,197 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels.softmax import Softmax
+from kvcli.memory.host_pool import PIECE_BYTES
+from kvcli.memory.tiers import Tiers
+from kvcli.models.geometry import ModelGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.hidden_states import ResidentHiddenStates, StreamedHiddenStates
+from kvcli.runtime.gpu.recorder import Point, Streams, streams_for
+
+# The hidden states of prompts on their way through the layers: on the device, or in host memory beyond a size.
+
+STREAMED_BYTES = 1 << 30
+"""Hidden states of so many bytes and more lie in host memory beside a GPU: 128K tokens of an 8B model take as much."""
+
+CHUNKS_ON_DEVICE = 4
+"""Of those in host memory: a chunk before and one after its layer, one that arrives and one that leaves."""
+
+
+def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.device) -> bool:
+    """Tell whether the hidden states of so many tokens pass through the device by chunks.
+
+    They cannot where layers with a state read a prompt in one piece.
+    """
+    large = tokens * geometry.hidden_size * itemsize >= STREAMED_BYTES
+    return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
+
+
+class ResidentHiddenStates:
+    """Hidden states [1, n, D] on the device, which layers write over, part by part."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+    def read(self, part: slice) -> Tensor:
+        """View a part [1, m, D]."""
+        return self.hidden[:, part]
+
+    def write(self, part: slice, out: Tensor) -> None:
+        """Put what a layer has made of a part in its place."""
+        self.hidden[:, part] = out
+
+
+class StreamedHiddenStates:
+    """Hidden states of n tokens in host memory, cut into `parts`, which each layer reads in turn, on its device.
+
+    The first layer gets what `embed` makes of a part's tokens, [1, m, D]. `devices` has that of every layer.
+
+    Raises:
+        KvcliError: reading and writing, where the system does not pin that memory (will not fit).
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[slice],
+        embed: Callable[[slice], Tensor],
+        devices: Sequence[torch.device],
+        streams: Streams | None = None,
+    ):
+        self.parts, self.embed, self.devices = list(parts), embed, devices
+        self.place = {part.start: at for at, part in enumerate(self.parts)}
+        self.streams = {device: streams or streams_for(device) for device in dict.fromkeys(devices)}
+        self.read_so_far = 0  # parts, of all layers
+        self._written: dict[int, Point] = {}  # when each part is there of the last layer that made it
+        self._host: list[tuple[Future[Tensor], slice]] = []  # memory of each part, and its rows there
+        self._arriving: deque[tuple[int, Tensor, Point]] = deque()
+        self._leaving: deque[tuple[Tensor, Streams, Point]] = deque()
+
+    def read(self, part: slice) -> Tensor:
+        """Give a part [1, m, D], and have the next one come."""
+        at, number = self.place[part.start], self.read_so_far
+        self.read_so_far += 1
+        if number < len(self.parts):
+            return self.embed(part)
+        if not self._arriving:
+            self._fetch(number)
+        found, hidden, arrived = self._arriving.popleft()
+        assert found == at, f"part {at} is read after part {found - 1}"
+        self._at(number)[1].wait(arrived)
+        if len(self.parts) > 1:  # of the next layer once this one has all; the only part is not there yet
+            self._fetch(number + 1)
+        return hidden
+
+    def write(self, part: slice, out: Tensor) -> None:
+        """Send what a layer has made of a part [1, m, D] to the host."""
+        at, streams = self.place[part.start], self._at(self.read_so_far - 1)[1]
+        host = self._memory(at, out)
+        while self._leaving:  # the device lets go of memory for work that comes after the copy
+            _, theirs, left = self._leaving.popleft()
+            theirs.wait(left)
+        left = self._written[at] = streams.submit("hidden states", partial(_copy, host, out[0]), [streams.mark()])
+        self._leaving.append((out, streams, left))
+
+    def close(self) -> None:
+        """Let what the device does next wait for all copies, and let go of the memory."""
+        for streams in self.streams.values():
+            streams.join()
+        for held in (self._host, self._arriving, self._leaving):
+            held.clear()
+
+    def _at(self, number: int) -> tuple[torch.device, Streams]:
+        """The device of the layer that reads so many parts after the first one, and its streams."""
+        device = self.devices[min(number // len(self.parts), len(self.devices) - 1)]
+        return device, self.streams[device]
+
+    def _fetch(self, number: int) -> None:
+        """Begin to bring a part to its layer's device, once all that was given to that so far is done."""
+        at, (device, streams) = number % len(self.parts), self._at(number)
+        pinned = self._rows(at)
+        target = torch.empty_like(pinned, device=device)
+        work = partial(_copy, target, pinned)
+        arrived = streams.submit("hidden states", work, [streams.mark(), self._written[at]])
+        self._arriving.append((at, target[None], arrived))
+
+    def _memory(self, at: int, like: Tensor) -> Tensor:
+        """Find a part's rows; in the first layer, memory for all rows like those of `like` [1, m, D] is asked for."""
+        if not self._host:
+            tiers, width = Tiers.for_device(like.device, like.dtype), like.shape[2]
+            most = max(1, PIECE_BYTES // (width * like.dtype.itemsize))
+            for parts in _gathered(self.parts, most):
+                begin, end = parts[0].start, parts[-1].stop
+                memory = tiers.on_host_async(end - begin, width, urgent=True)
+                self._host += [(memory, slice(part.start - begin, part.stop - begin)) for part in parts]
+        return self._rows(at)
+
+    def _rows(self, at: int) -> Tensor:
+        memory, rows = self._host[at]
+        return memory.result()[rows]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _gathered(parts: Sequence[slice], most: int) -> Iterator[list[slice]]:
+    """Put consecutive parts together, at most so many tokens, or one part alone."""
+    some = [parts[0]]
+    for part in parts[1:]:
+        if part.stop - some[0].start > most:
+            yield some
+            some = []
+        some.append(part)
+    yield some
+
+
+class _EmbeddedError(Exception):
+    """Leaves a model before its first layer, with what that would be given."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__("not an error: the model is left here")
+        self.hidden = hidden
+
+
+def embedded_part(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
+    """Give what the first decoder layer is given for a part of tokens [1, n] at positions [1, n]: [1, m, D]."""
+    tokens, positions = tokens[:, part], positions[:, part]
+    with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[arg-type, index]
+        try:
+            hook.run(_no_attention, tokens, positions)
+        except _EmbeddedError as found:
+            return found.hidden
+    raise RuntimeError("the model never called its first layer")
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG001
+    raise RuntimeError(f"layer {layer} attended before the first one")
+
+
+@contextmanager
+def _leaving_at(layer: nn.Module) -> Iterator[None]:
+    def leave(hidden_states: Tensor, *_: object, **__: object) -> None:
+        raise _EmbeddedError(hidden_states)
+
+    before = vars(layer).get("forward")
+    layer.forward = leave
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward  # back to the method of the class
+        else:
+            layer.forward = before
 
 
 def chunk_length(device: torch.device) -> int:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
-from kvcli.kernels import few_rows
+from kvcli.kernels import gemv as few_rows
 from kvcli.kernels._numba import serves
-from kvcli.kernels.weight_rows import row_products
-from kvcli.models.quantising import is_plain
+from kvcli.kernels.gemv import row_products
+from kvcli.models.weights import is_plain
 
 Forward = Callable[[Tensor], Tensor]
 

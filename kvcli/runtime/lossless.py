@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kv.sliding import SlidingCache
 from kvcli.methods.base import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
@@ -25,7 +26,6 @@ from kvcli.runtime.decode import BlockingStepper, Stepper
 from kvcli.runtime.sampling import Sampler
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend
-from kvcli.store.sliding import SlidingCache
 from kvcli.telemetry.report import DraftCounts
 
 

@@ -1,4 +1,4 @@
-"""Prefill, layer-major in chunks; exact, but where sparse attention is asked for (`kvcli.runtime.sparse_prefill`).
+"""Prefill, layer-major in chunks; exact, but where sparse attention is asked for (`kvcli.runtime.prefill`).
 
 Each decoder layer runs over the whole prompt in chunks before the next one begins, so that only the hidden states, one
 layer's KV and the method's own store are ever as long as the prompt; MLP and projection intermediates are as long as a
@@ -10,27 +10,227 @@ then each one's rest, which attends to the common KV and its own. The first toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.block_attention import add_sinks, block_attention
+from kvcli.kernels.prefill_attention import ROWS, AShape, Pattern, prefill_attention, sparse_attention, vertical_slash
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import LayerCache, both
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.pinned import host_memory
+from kvcli.methods._reading import PrefillPattern
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded_part, streamed
-from kvcli.runtime.known_kv import KnownKV
-from kvcli.runtime.layer_major import chunk_length, layer_major
+from kvcli.runtime.layer_major import StreamedHiddenStates, chunk_length, embedded_part, layer_major, streamed
 from kvcli.runtime.recurrent import PrefillStates, state_takers
-from kvcli.runtime.sparse_prefill import SparseReading
-from kvcli.store.cache import both
-from kvcli.store.prefill_offloader import PrefillOffloaders
+
+# KV of a prompt's first tokens that is there already, so that they need not be computed.
+
+
+class KnownKV(Protocol):
+    """KV of a prompt's first tokens, which need not be computed: a saved document's, or a conversation's so far."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens it is of."""
+
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once a layer, in their order."""
+
+    def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put the state of a layer that keeps one after so many tokens, as `cut` gives them, into its tensors."""
+
+    def cut(self, limit: int) -> int:
+        """After how many tokens another prompt can go on, `limit` at most: whole pages, where a state was kept."""
+
+
+@runtime_checkable
+class LentKV(KnownKV, Protocol):
+    """KV that lies in pages of host memory, which caches of the same pages can share."""
+
+    def pool(self) -> HostPagePool:
+        """Give the pages of the layer that was filled last."""
+
+    def keep(self, pool: HostPagePool) -> None:
+        """Leave them to those who share them."""
+
+
+class Lending:
+    """Known KV whose pages `caches`, [consumer][layer], share where they can, instead of being given them."""
+
+    def __init__(self, known: LentKV, caches: Sequence[Sequence[LayerCache]], tokens: int):
+        self.known, self.caches, self.length = known, caches, tokens
+        self.fill_state, self.cut = known.fill_state, known.cut
+
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """Fill, and lend."""
+        self.known.fill(layer, kv)
+        pool = self.known.pool()
+        taken = [caches[layer].share_pages(pool, self.length) for caches in self.caches]
+        if any(taken):
+            self.known.keep(pool)
+
+
+# Prefill attention that leaves tokens out, and how much that was (arXiv 2407.02490).
+
+
+class SparseReading:
+    """Attends by a pattern while a prompt is read, and audits itself."""
+
+    def __init__(self, reading: PrefillPattern):
+        self.reading = reading
+        self.audited: defaultdict[int, list[Tensor]] = defaultdict(list)  # layer -> [queries, mass, error^2, norm^2]
+
+    @classmethod
+    def of(cls, reading: PrefillPattern) -> SparseReading | None:
+        """None where a prompt is read exactly."""
+        return None if reading.pattern == "exact" else cls(reading)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with the next chunk, q [H, m, d], to a part of all keys up to it, k and v [Hk, n, d] -> [H, m, d]."""
+        out, lse = sparse_attention(q, k, v, softmax, self._pattern(q, k, softmax))
+        self.audited[layer].append(_audit(q, k, v, softmax, out, lse))
+        return out if softmax.sinks is None else add_sinks(out, lse, softmax.sinks[:, None])
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Say the pattern, the part of the attention that it covered, and the relative RMS error of the output.
+
+        Over the audited queries of all heads; over all layers, and of each that did not attend to a window alone.
+        """
+        found = torch.stack([torch.stack(self.audited[layer]).sum(0) for layer in sorted(self.audited)])  # [layers, 4]
+        queries, mass, off, norm = (found[:, at].tolist() for at in range(4))
+        return {
+            "prefill": str(self.reading),
+            "prefill_mass": sum(mass) / sum(queries),
+            "prefill_error": (sum(off) / sum(norm)) ** 0.5,
+            "prefill_mass_by_layer": [m / n for m, n in zip(mass, queries, strict=True)],
+            "prefill_error_by_layer": [(o / n) ** 0.5 for o, n in zip(off, norm, strict=True)],
+        }
+
+    def _pattern(self, q: Tensor, k: Tensor, softmax: Softmax) -> Pattern:
+        first, second = self.reading.sizes
+        if self.reading.pattern == "a-shape":
+            return AShape(first, second, k.device)
+        return vertical_slash(q, k, softmax, first, second)
+
+
+def _audit(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, out: Tensor, lse: Tensor) -> Tensor:
+    """Let some queries attend exactly: their number, and sums of mass covered, squared error and squared norm [4].
+
+    The mass that a query's pattern covers is the ratio of the softmax's norms, e^(lse - lse of all keys).
+    """
+    (num_heads, m, _), n = q.shape, k.shape[1]
+    rows = torch.linspace(0, m - 1, min(m, ROWS), device=q.device).round().long()
+    causal = torch.arange(n, device=q.device) <= (n - m + rows)[:, None]  # [r, n]
+    queries = q[:, rows].reshape(len(k), -1, q.shape[2])  # [Hk, G * r, d]
+    exact, norm = block_attention(queries, k, v, softmax, causal.repeat(num_heads // len(k), 1))
+    exact = exact.reshape(num_heads, len(rows), -1).float()
+    covered = torch.exp(lse[:, rows] - norm.reshape(num_heads, -1))
+    off = (out[:, rows].float() - exact).square().sum()
+    found = (torch.tensor(float(covered.numel()), device=q.device), covered.sum(), off, exact.square().sum())
+    return torch.stack([each.double() for each in found])
+
+
+# A layer's prompt KV on its way from the computation to the method's cache.
+
+ALONE_BYTES = 1 << 30
+"""A layer's KV of more bytes has no second buffer beside it: what is offloaded by chunks has all but left by then."""
+
+
+def prefill_buffers(device: torch.device, nbytes: int) -> int:
+    """Buffers of so many bytes that hold a layer's KV during the prefill: one being computed and, on CUDA, another.
+
+    That one is being offloaded meanwhile.
+    """
+    return 2 if device.type == "cuda" and nbytes <= ALONE_BYTES else 1
+
+
+class PrefillOffloader:
+    """Lends a buffer for each layer's KV, and does the work of offloading it while the next layer is computed.
+
+    On CUDA the work has a stream of its own, and the layers take turns with two buffers, or one that is large: it is
+    lent again once the work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in
+    one buffer.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The work stays with its buffer, so that whatever else it reads outlives it too.
+        self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
+        self._without: tuple[Callable[[], None], torch.cuda.Event | None] | None = None  # the last that had no buffer
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Lend an uninitialised buffer on the device."""
+        found = None
+        while len(self._lent) >= prefill_buffers(self.device, math.prod(shape) * dtype.itemsize):
+            buffer, _, done = self._lent.popleft()
+            if done is not None:
+                torch.cuda.current_stream(self.device).wait_event(done)
+            found = buffer if buffer.shape == shape and buffer.dtype == dtype else found
+            del buffer  # before there is another one
+        if found is not None:
+            return found
+        if self.device.type == "cpu":
+            return host_memory(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do `work` after all that was computed so far; it reads a buffer that `start` is called with later."""
+        if self.stream is None:
+            work()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def start(self, buffer: Tensor | None, work: Callable[[], None]) -> None:
+        """Do `work`, the last that reads `buffer`, after all that was computed so far; None: it was not lent here."""
+        self.beside(work)
+        done = None if self.stream is None else self.stream.record_event()
+        if buffer is not None:
+            self._lent.append((buffer, work, done))
+            return
+        if self._without is not None and (before := self._without[1]) is not None:
+            torch.cuda.current_stream(self.device).wait_event(before)
+        self._without = work, done
+
+    def finish(self) -> None:
+        """Wait until all work is done, and let go of the buffers."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._lent.clear()
+        self._without = None
+
+
+class PrefillOffloaders:
+    """An offloader for each device on which layers lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, PrefillOffloader] = {}
+
+    def on(self, device: torch.device) -> PrefillOffloader:
+        """Give that of a device."""
+        if device not in self._of:
+            self._of[device] = PrefillOffloader(device)
+        return self._of[device]
+
+    def finish(self) -> None:
+        """Wait until all work is done, and let go of the buffers."""
+        for offloader in self._of.values():
+            offloader.finish()
 
 
 class PrefillConsumer(Protocol):

@@ -10,25 +10,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.tiers import Footprint
 from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.runtime.engine import Engine, shared_windows
-from kvcli.runtime.prefill import Branches
+from kvcli.runtime.prefill import (
+    Branches,
+)
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.saved.manifest import PAGE
 from kvcli.runtime.saved.reader import KVDamagedError, SavedKV
 from kvcli.runtime.saved.writer import KVWriter
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import Footprint
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import KVOrigin, SavedPrompt
 from kvcli.telemetry.timeline import Timeline
+
+if TYPE_CHECKING:
+    pass
+
+
+# Reading prompts once for all methods that have them read alike, with what else the model is to read for these.
 
 
 @dataclass

@@ -1,12 +1,12 @@
-"""Reading prompts once for all methods that have them read alike, with what else the model is to read for these."""
+"""Read a prompt once for all methods that read alike, with what else the model is asked for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import usage_error
 from kvcli.methods._reading import PrefillPattern
@@ -14,13 +14,16 @@ from kvcli.methods.base import AnyMethod
 from kvcli.methods.config import MethodConfig
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.known_kv import Lending, LentKV
-from kvcli.runtime.prefill import Branches, PrefillConsumer, PrefillFanout, prefill_branches
+from kvcli.runtime.prefill import (
+    Branches,
+    Lending,
+    LentKV,
+    PrefillConsumer,
+    PrefillFanout,
+    SparseReading,
+    prefill_branches,
+)
 from kvcli.runtime.repetition import reach, with_repetitions
-from kvcli.runtime.sparse_prefill import SparseReading
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def read_together(

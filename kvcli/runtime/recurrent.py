@@ -1,6 +1,6 @@
 """Layers that keep a state: transformers' own modules compute, on states that are ours.
 
-Inside `stateful` each such module is given a cache of its state alone (`kvcli.models.state_cache`), by the `States` of
+Inside `stateful` each such module is given a cache of its state alone (`kvcli.models.layers`), by the `States` of
 the current run: those of a batch that decodes, or those of prompts that are read.
 """
 
@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from kvcli.kv.recurrent import RecurrentState
 from kvcli.models.checkpoint import quiet
-from kvcli.models.layers import StateGeometry
-from kvcli.models.state_cache import StateCache, cache_argument
-from kvcli.store.recurrent import RecurrentState
+from kvcli.models.layers import StateCache, StateGeometry, cache_argument
 
 Tensors = dict[str, Tensor]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.tiers import Footprint
+from kvcli.models.devices import all_of
 from kvcli.models.loading import Model
-from kvcli.models.placement import all_of
-from kvcli.store.cache import Footprint
 from kvcli.telemetry import report
 
 

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint
 from kvcli.methods.base import AnyMethod
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
-from kvcli.store.footprint import Footprint
-from kvcli.store.state import Settled
 from kvcli.telemetry import report
 from kvcli.telemetry.counters import Counters
 

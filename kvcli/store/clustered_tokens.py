@@ -10,15 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import cluster_rows
-from kvcli.kernels.attention_rows import TokenSet
-from kvcli.kernels.counted_attention import attend_sets
-from kvcli.kernels.resolve_pages import Misses
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.decode_attention import TokenSet, attend_sets
+from kvcli.kernels.page_table import EMPTY, Misses
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
-from kvcli.store.pages import numbered
-from kvcli.store.tokens import TokenBudget
-from kvcli.store.tokens_on_host import TokensOnHost
+from kvcli.kv.cache import Tiers, both
+from kvcli.kv.pages import numbered
+from kvcli.kv.tokens import TokenBudget, TokensOnHost
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.store.wave_index import Clustering, WaveIndex, Zones
 
 

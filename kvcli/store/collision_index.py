@@ -21,10 +21,11 @@ from kvcli.kernels.collisions import (
     turned_query,
 )
 from kvcli.kernels.topk import topk_named
-from kvcli.store.cache import Tiers, Traffic, nbytes
-from kvcli.store.pages import slices
-from kvcli.store.state import Settled
-from kvcli.store.tokens import TokenBudget, TokenIndex
+from kvcli.kv.cache import Tiers
+from kvcli.kv.tokens import TokenBudget, TokenIndex
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Traffic, nbytes
+from kvcli.sizes import slices
 
 # Tokens whose keys are encoded at once: fp32 copies of them stay this long.
 PIECE = 4096

@@ -15,11 +15,10 @@ from typing_extensions import override
 
 from kvcli.kernels.event_boundaries import surprise, surprising
 from kvcli.kernels.topk import topk_pages
+from kvcli.kv.blocks import BlockCache, BlockLayout
+from kvcli.kv.cache import Tiers
+from kvcli.memory.state import Settled
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.block_layout import BlockLayout
-from kvcli.store.blocks import BlockCache
-from kvcli.store.cache import Tiers
-from kvcli.store.state import Settled
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary

@@ -12,16 +12,15 @@ from typing_extensions import override
 
 from kvcli.kernels import four_bit_rows, nucleus_rows
 from kvcli.kernels._triton import takes
-from kvcli.kernels.attention_rows import TokenSet
-from kvcli.kernels.counted_attention import attend_sets
-from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, attend_rows
+from kvcli.kernels.decode_attention import TokenSet, attend_chosen, attend_chosen_suits, attend_rows, attend_sets
 from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, Tiers, Traffic, nbytes
-from kvcli.store.layer_slots import LayerSlots
-from kvcli.store.pages import PageBudget, slices, take
-from kvcli.store.resident_pages import ResidentPageCache
-from kvcli.store.state import Settled
+from kvcli.kv.cache import LayerSlots, Tiers
+from kvcli.kv.paged import ResidentPageCache
+from kvcli.kv.pages import PageBudget, take
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
+from kvcli.sizes import slices
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.
 PIECE = 4096

@@ -7,9 +7,10 @@ from torch.nn import functional
 from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import topk_pages
-from kvcli.store.cache import Tiers, nbytes
-from kvcli.store.pages import slices
-from kvcli.store.state import Settled
+from kvcli.kv.cache import Tiers
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import nbytes
+from kvcli.sizes import slices
 
 # Chunks summarised at once: fp32 copies of the keys stay this long.
 PIECE = 512

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcli.store.cache import Footprint, Tiers, both, nbytes
-from kvcli.store.token_major import TokenMajorCache
+from kvcli.kv.cache import Tiers, both
+from kvcli.kv.dense import TokenMajorCache
+from kvcli.memory.tiers import Footprint, nbytes
 
 
 class LayerPrefetcher:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import rebuild_rows
-from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
-from kvcli.kernels.resolve_pages import Misses
-from kvcli.store.cache import Tiers, nbytes
-from kvcli.store.pages import slices
-from kvcli.store.state import Settled
+from kvcli.kernels.key_bases import gram_matrix, rebuild_keys, right_factor
+from kvcli.kernels.page_table import Misses
+from kvcli.kv.cache import Tiers
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import nbytes
+from kvcli.sizes import slices
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary

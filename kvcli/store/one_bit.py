@@ -7,12 +7,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling, pool_queries, pool_scores
-from kvcli.kernels.one_bit_keys import quantise_keys
-from kvcli.kernels.one_bit_scores import one_bit_scores
-from kvcli.store.cache import Tiers, Traffic, nbytes
-from kvcli.store.pages import paged
-from kvcli.store.state import Settled
-from kvcli.store.tokens import TokenBudget, TokenIndex
+from kvcli.kernels.one_bit import one_bit_scores, quantise_keys
+from kvcli.kv.cache import Tiers
+from kvcli.kv.pages import paged
+from kvcli.kv.tokens import TokenBudget, TokenIndex
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Traffic, nbytes
 
 
 class OneBitIndex(TokenIndex):

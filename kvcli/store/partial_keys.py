@@ -7,10 +7,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.token_scores import token_scores
-from kvcli.store.cache import Tiers, Traffic, nbytes
-from kvcli.store.pages import slices
-from kvcli.store.state import Settled
-from kvcli.store.tokens import TokenBudget, TokenIndex
+from kvcli.kv.cache import Tiers
+from kvcli.kv.tokens import TokenBudget, TokenIndex
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Traffic, nbytes
+from kvcli.sizes import slices
 
 # Tokens whose keys are projected at once: fp32 copies of them stay this long.
 PIECE = 4096

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.attention_rows import TokenSet
-from kvcli.kernels.counted_attention import attend_sets
+from kvcli.kernels.decode_attention import TokenSet, attend_sets
 from kvcli.kernels.lsh import (
     BLOCK,
     TABLES,
@@ -23,12 +22,13 @@ from kvcli.kernels.lsh import (
     query_codes,
     sampling_chance,
 )
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, Tiers, Traffic, both, nbytes
-from kvcli.store.pages import slices
-from kvcli.store.state import Settled
-from kvcli.store.tokens_on_host import TokensOnHost
+from kvcli.kv.cache import Tiers, both
+from kvcli.kv.tokens import TokensOnHost
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
+from kvcli.sizes import slices
 
 PIECE = 1024
 """Keys that are hashed at once: their projections are many numbers each."""

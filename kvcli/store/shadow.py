@@ -19,17 +19,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.resolve_pages import Misses, resolve_pages
-from kvcli.kernels.slot_layout import EMPTY, SlotLayout, slot_of_page
+from kvcli.kernels.page_table import EMPTY, Misses, SlotLayout, resolve_pages, slot_of_page
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import NEVER, LayerCache, LayerSlots, ResidentCache, Tiers, token_mask
+from kvcli.kv.pages import paged, take
+from kvcli.memory.disk_blocks import DiskBlocks
+from kvcli.memory.host_pool import page_pool
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Footprint, LayerCache, ResidentCache, Tiers, Traffic, nbytes, token_mask
-from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.disk_pool import page_pool
 from kvcli.store.landmarks import Landmarks
-from kvcli.store.layer_slots import NEVER, LayerSlots
 from kvcli.store.low_rank import LowRankKeys
-from kvcli.store.pages import paged, take
 from kvcli.store.shadow_layout import ShadowLayout
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.slot_layout import SlotLayout
+from kvcli.kernels.page_table import SlotLayout
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.page_summary import page_summary
-from kvcli.kernels.slot_layout import SlotLayout
+from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, ResidentCache, Tiers, Traffic, nbytes
-from kvcli.store.layer_slots import NEVER, LayerSlots
-from kvcli.store.pages import PageBudget, paged
-from kvcli.store.state import Settled
+from kvcli.kv.cache import NEVER, LayerSlots, ResidentCache, Tiers
+from kvcli.kv.pages import PageBudget, paged
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
 
 
 class TimestampedPageCache(ResidentCache):

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import cluster_rows
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.spherical_kmeans import cluster_sums, spherical_kmeans
 from kvcli.kernels.token_scores import token_scores
-from kvcli.store.cache import Tiers, nbytes
-from kvcli.store.pages import numbered
-from kvcli.store.state import Settled
+from kvcli.kv.cache import Tiers
+from kvcli.kv.pages import numbered
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import nbytes
 
 
 class Clustering(NamedTuple):

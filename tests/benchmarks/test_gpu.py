@@ -38,11 +38,11 @@ from gpu_parts.setting import smoke  # noqa: E402
 from gpu_parts.tables import target_line  # noqa: E402
 
 from kvcli.inputs.profiles import resolve_profile  # noqa: E402
+from kvcli.memory.pinned import PinnedAllocator  # noqa: E402
 from kvcli.methods import get_method, method_names  # noqa: E402
 from kvcli.methods.card import GRAPH, PIECEWISE, gpu_step_of  # noqa: E402
 from kvcli.runtime import engine as engine_module  # noqa: E402
 from kvcli.runtime.gpu.fused import GpuKernels  # noqa: E402
-from kvcli.store.pinned import PinnedAllocator  # noqa: E402
 from kvcli.telemetry.counters import Count, Counters  # noqa: E402
 
 

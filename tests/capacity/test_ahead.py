@@ -7,11 +7,11 @@ from registrar import FakeRegistrar, eventually
 
 from kvcli.capacity.ahead import host_tensors
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.memory.pinned import PinnedAllocator
+from kvcli.memory.tiers import Tiers
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import SequenceContext
 from kvcli.models.geometry import geometry_of
-from kvcli.store.pinned import PinnedAllocator
-from kvcli.store.tiers import Tiers
 
 CPU = torch.device("cpu")
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "outliers": 2, "local": 1}

@@ -14,8 +14,8 @@ from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
 from kvcli.runtime.sampling import Sampling
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}

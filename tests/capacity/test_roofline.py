@@ -18,9 +18,9 @@ from kvcli.capacity.roofline import (
     timed,
 )
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.memory.tiers import Traffic
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of
-from kvcli.store.cache import Traffic
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12}
 SMALL |= {"outliers": 2, "local": 1, "prefill_window": 20, "group": 8}

@@ -14,8 +14,8 @@ from kvcli.capacity import memory
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, read_config
-from kvcli.runtime import hidden_states
-from kvcli.store import prefill_offloader
+from kvcli.runtime import layer_major as hidden_states
+from kvcli.runtime import prefill as prefill_offloader
 
 CUDA, GIB = torch.device("cuda"), 1 << 30
 CHUNK, LAYERS, MORE = 4096, 4, 256  # an odd number of layers takes another buffer with the first step

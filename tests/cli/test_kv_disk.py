@@ -17,7 +17,7 @@ CACHE = ["--host-memory", "40KiB"]
 
 FAILING = """
 import errno, os, sys
-from kvcli.store.unbuffered import UnbufferedFile
+from kvcli.memory.disk_tier import UnbufferedFile
 from kvcli.cli import main
 
 read, left = UnbufferedFile.read_scattered, [int(os.environ["READS"])]

@@ -9,7 +9,7 @@ from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_host_kv import HOLDING
 from kvcli.conformance.test_method import SMALL, prompt, settings
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.disk_tier import DiskTier
+from kvcli.memory.disk_tier import DiskTier
 
 LENGTH, STEPS = 180, 9
 SHARE = 12 << 10

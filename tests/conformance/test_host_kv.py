@@ -11,10 +11,11 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
-from kvcli.kernels import _numba, attention_rows, quantised_rows
+from kvcli.kernels import _numba, quantised_rows
+from kvcli.kernels import decode_attention as attention_rows
+from kvcli.kv import dense as recent_tokens
 from kvcli.methods import get_method, method_names
 from kvcli.methods.base import Method
-from kvcli.store import recent_tokens
 
 STEPS = 16
 RECENT = 8

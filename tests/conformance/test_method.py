@@ -12,15 +12,16 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, VOCAB, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
-from kvcli.kernels import _numba, attention_rows
+from kvcli.kernels import _numba
+from kvcli.kernels import decode_attention as attention_rows
 from kvcli.kernels.softmax import Softmax
+from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names, own_method_names
 from kvcli.methods.base import Method
+from kvcli.runtime.checkpoint.restoring import Restoring
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
-from kvcli.store.restoring import Restoring
-from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
 
 PROMPT, STEPS = 75, 18

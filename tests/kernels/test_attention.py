@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from kvcli.kernels import _triton, tile_attention
+from kvcli.kernels import _triton
 from kvcli.kernels import block_attention as block
+from kvcli.kernels import block_attention as tile_attention
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
 from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from kvcli.kernels.principal_axes import centred_moments, principal_axes, second_moments
-from kvcli.kernels.skew import prompt_skew, skew_of, strongest_columns
+from kvcli.kernels.key_bases import (
+    centred_moments,
+    principal_axes,
+    prompt_skew,
+    second_moments,
+    skew_of,
+    strongest_columns,
+)
 
 HK, G, D, R, S = 2, 3, 10, 41, 57
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_oracle import entropy
 
-from kvcli.kernels.block_scores import cosine_scores, density, dot_scores
+from kvcli.kv.blocks import cosine_scores, density, dot_scores
 
 H, HK, D = 6, 2, 16
 

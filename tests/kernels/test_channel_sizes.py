@@ -2,8 +2,7 @@
 
 import torch
 
-from kvcli.kernels.channel_sizes import TOKENS, channel_sizes
-from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.quant import TOKENS, BlockFormat, channel_sizes
 
 HK, D, N = 2, 64, 3000
 

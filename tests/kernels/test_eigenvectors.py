@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcli.kernels.eigenvectors import eigenvectors
+from kvcli.kernels.key_bases import eigenvectors
 
 W, USED = 64, 20
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcli.kernels import _numba
-from kvcli.kernels.far_near_attention import FarTokens, far_near_attention, one_query, one_query_suits
+from kvcli.kernels.prefill_attention import FarTokens, far_near_attention, one_query, one_query_suits
 from kvcli.kernels.softmax import Softmax
 
 H, HK, D = 6, 2, 16

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import kvcli.kernels.last_rows as module
-from kvcli.kernels.last_rows import last_rows
+import kvcli.kernels.prefill_attention as module
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
 
 HK, G, D = 2, 3, 8

@@ -7,45 +7,40 @@ import numpy
 import pytest
 import torch
 
+from kvcli.kernels import _llvm as _permutes
 from kvcli.kernels import (
     _numba,
-    _permutes,
-    attention_rows,
-    between_rows,
     cluster_rows,
     collision_rows,
-    dequantise_rows,
-    few_rows,
     four_bit_rows,
-    near_rows,
     nucleus_rows,
-    one_bit_rows,
     quantised_rows,
     rebuild_rows,
-    resolve_rows,
-    scatter_rows,
-    select_best,
-    weight_rows,
 )
-from kvcli.kernels._exp import exp
-from kvcli.kernels.attention_rows import TokenSet
+from kvcli.kernels import decode_attention as attention_rows
+from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import gemv as weight_rows
+from kvcli.kernels import near_best as near_rows
+from kvcli.kernels import norm_rope as between_rows
+from kvcli.kernels import one_bit as one_bit_rows
+from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels import quant as dequantise_rows
+from kvcli.kernels import topk as select_best
+from kvcli.kernels._llvm import exp
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation, turned_query
-from kvcli.kernels.counted_attention import counted_attention
-from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
+from kvcli.kernels.decode_attention import TokenSet, counted_attention, decode_attention, decode_attention_ref
 from kvcli.kernels.four_bit_keys import FEW, four_bit_scores, quantise_four_bit
 from kvcli.kernels.near_best import near_best
-from kvcli.kernels.one_bit_keys import quantise_keys
-from kvcli.kernels.one_bit_scores import one_bit_scores, one_bit_scores_ref
-from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.norm_rope import rms_norm_ref, rotate_ref
+from kvcli.kernels.one_bit import one_bit_scores, one_bit_scores_ref, quantise_keys
+from kvcli.kernels.page_table import EMPTY, Misses, place_pages, resolve_pages
+from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.rebuild_keys import Rotation, rotated
-from kvcli.kernels.resolve_pages import Misses, place_pages, resolve_pages
-from kvcli.kernels.rms_norm import rms_norm_ref
-from kvcli.kernels.rotate import rotate_ref
-from kvcli.kernels.slot_layout import EMPTY
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
+from kvcli.memory import host_pool as scatter_rows
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 

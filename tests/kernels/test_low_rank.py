@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcli.kernels.low_rank import gram_matrix, rebuild_keys, right_factor
+from kvcli.kernels.key_bases import gram_matrix, rebuild_keys, right_factor
 
 S, W = 211, 26
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcli.kernels import _numba
-from kvcli.kernels.attention_rows import TokenSet
-from kvcli.kernels.counted_attention import attend_sets, counted_attention
+from kvcli.kernels.decode_attention import TokenSet, attend_sets, counted_attention
 from kvcli.kernels.lsh import (
     BLOCK,
     TABLES,
@@ -20,7 +19,7 @@ from kvcli.kernels.lsh import (
     query_codes,
     sampling_chance,
 )
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 from kvcli.kernels.softmax import Softmax
 
 CPU = torch.device("cpu")

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvcli.kernels import _numba
-from kvcli.kernels._masks import above, at_least, first_one, ones, without_first
-from kvcli.kernels._vectors import LOT
+from kvcli.kernels._llvm import LOT, above, at_least, first_one, ones, without_first
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 

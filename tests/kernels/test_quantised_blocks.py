@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcli.kernels.quantised_blocks import BlockFormat
+from kvcli.kernels.quant import BlockFormat
 
 SHAPES = [(2, 32, 128), (1, 8, 64), (2, 1, 80)]
 FORMATS = [BlockFormat.of(held, *shape) for held in ("int8", "int4") for shape in SHAPES]

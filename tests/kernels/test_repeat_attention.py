@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-import kvcli.kernels.repeat_attention as repeats
-from kvcli.kernels.repeat_attention import repeat_attention
+import kvcli.runtime.retrieval_heads as repeats
 from kvcli.kernels.softmax import Softmax
+from kvcli.runtime.retrieval_heads import repeat_attention
 
 HK, G, D = 2, 3, 8
 SOFTMAXES = [Softmax(0.3), Softmax(0.5, softcap=2.0), Softmax(0.3, sinks=torch.linspace(-1, 2, HK * G))]

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kvcli.kernels.kept_tokens import kept_tokens
 from kvcli.kernels.token_scores import token_scores
+from kvcli.kernels.topk import kept_tokens
 
 HK, G = 2, 3
 

@@ -4,15 +4,22 @@ import pytest
 import torch
 
 from kvcli.kernels import _triton
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.filled_page import take_in_filled_page
-from kvcli.kernels.gather_pages import gather_pages
+from kvcli.kernels.append import NewToken, take_in_filled_page
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.leaving_chunk import StoredChunks, keep_leaving_chunk
+from kvcli.kernels.page_table import (
+    MissList,
+    PagedKV,
+    SlotLayout,
+    active,
+    candidates,
+    resolve_pages_device,
+    row_positions,
+    slot_of_page,
+)
+from kvcli.kernels.paged_attention import slot_attention
 from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.kernels.resolve_pages import MissList, resolve_pages_device
-from kvcli.kernels.slot_attention import slot_attention
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout, active, candidates, row_positions, slot_of_page
+from kvcli.kernels.recall import gather_pages
 from kvcli.kernels.softmax import Softmax
 
 LAYOUTS = [SlotLayout(4, 2, 3, 2), SlotLayout(2, 1, 1, 1), SlotLayout(1, 0, 0, 7), SlotLayout(8, 1, 0, 3)]

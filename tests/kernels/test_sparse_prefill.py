@@ -5,10 +5,16 @@ import math
 import pytest
 import torch
 
-import kvcli.kernels.sparse_prefill as kernels
-from kvcli.kernels.prefill_attention import prefill_attention
+import kvcli.kernels.prefill_attention as kernels
+from kvcli.kernels.prefill_attention import (
+    AShape,
+    VerticalSlash,
+    prefill_attention,
+    sparse_attention,
+    sparse_attention_ref,
+    vertical_slash,
+)
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.sparse_prefill import AShape, VerticalSlash, sparse_attention, sparse_attention_ref, vertical_slash
 
 H, HK, D = 4, 2, 8
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcli.kernels.one_bit_keys import quantise_keys
-from kvcli.kernels.one_bit_scores import one_bit_scores
+from kvcli.kernels.one_bit import one_bit_scores, quantise_keys
 
 HK, G = 2, 3
 

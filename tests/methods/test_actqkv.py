@@ -11,14 +11,14 @@ from driver import HK, SOFTMAX, D, H, by_token, close, layers
 from engine import SPARE, in_memory, new_method, profile_of, run
 from families import LAYERS, VOCAB, tiny_model
 
-from kvcli.kernels import far_near_attention
+from kvcli.kernels import prefill_attention as far_near_attention
+from kvcli.kv.blocks import BlockCache
 from kvcli.methods._cut_off import CutOff
 from kvcli.methods.actqkv import ActQKVConfig
 from kvcli.methods.base import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed
 from kvcli.runtime.engine import engine
-from kvcli.store.blocks import BlockCache
 
 P = 4
 SETTINGS = {

@@ -13,9 +13,9 @@ from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.capacity import memory
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kv.pruned import PrunedCache
 from kvcli.methods.cake import capped_shares
 from kvcli.models.geometry import geometry_of
-from kvcli.store.pruned import PrunedCache
 
 STEPS = 60
 SETTINGS = {"budget": 24, "window": 5, "kernel": 3, "gamma": 20.0, "tau1": 1.5, "tau2": 0.7}

@@ -9,7 +9,7 @@ from engine import new_method, run
 from families import VOCAB, tiny_model
 from pydantic import ValidationError
 
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 from kvcli.methods.fier import FIERConfig
 
 BUDGET, GROUP = 37, 8

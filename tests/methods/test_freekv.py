@@ -7,7 +7,7 @@ import torch
 from driver import HK, D, H, Stream
 
 from kvcli.errors import KvcliError
-from kvcli.store.offloaded_pages import EMPTY
+from kvcli.kv.paged import EMPTY
 
 P, SINK, WINDOW, SELECTED = 4, 2, 2, 3  # in pages of 4 tokens
 SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}

@@ -11,7 +11,7 @@ from oracle import G, attention, best, dot, group, same
 from safetensors.torch import save_file
 
 from kvcli.errors import KvcliError
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 
 BUDGET = 30
 SETTINGS = {"budget": BUDGET, "alpha": 0.8, "columns": 0.4, "rows": 50}

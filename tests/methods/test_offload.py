@@ -9,10 +9,10 @@ from driver import HK, SOFTMAX, D, H
 from engine import new_method
 
 from kvcli.kernels import _numba
+from kvcli.kv import dense as recent_tokens
+from kvcli.kv.dense import TokenMajorCache
+from kvcli.memory.tiers import Footprint
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store import recent_tokens
-from kvcli.store.cache import Footprint
-from kvcli.store.token_major import TokenMajorCache
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 WIDE = 3  # KV heads of the middle layer, which has more of them

@@ -8,7 +8,7 @@ from driver import HK, D, Stream
 from oracle import attention, best, dot, group, same
 
 from kvcli.kernels.collisions import encode_keys, estimated_products, magnitude_levels, rotation
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 
 M, BLOCKS = 8, D // 8
 SINK, WINDOW, BUDGET, STEPS = 3, 6, 30, 40

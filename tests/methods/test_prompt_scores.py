@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-import kvcli.kernels.last_rows as kernels
+import kvcli.kernels.prefill_attention as kernels
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.cake import attention_dynamics
 from kvcli.methods.h2o import column_sums

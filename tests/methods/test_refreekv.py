@@ -11,9 +11,9 @@ from families import LAYERS, VOCAB, tiny_model
 from kvcli.capacity import memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.memory.tiers import Footprint
 from kvcli.methods._norm_cut import norm_cut
 from kvcli.models.geometry import geometry_of
-from kvcli.store.cache import Footprint
 
 G = H // HK
 STEPS = 40

@@ -10,7 +10,7 @@ from families import VOCAB, tiny_model
 from oracle import best, dot, group, same, softmax
 from pydantic import ValidationError
 
-from kvcli.kernels.slot_layout import EMPTY
+from kvcli.kernels.page_table import EMPTY
 from kvcli.methods.retroinfer import RetroInferConfig
 
 SINK, WINDOW, UPDATE, BUDGET = 3, 6, 7, 30

@@ -13,9 +13,9 @@ from kvcli.capacity import memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
+from kvcli.kv.paged import OffloadedPageCache
+from kvcli.kv.pages import PageBudget
 from kvcli.models.geometry import geometry_of
-from kvcli.store.offloaded_pages import OffloadedPageCache
-from kvcli.store.pages import PageBudget
 from kvcli.store.shadow import EMPTY
 from kvcli.store.shadow_layout import ShadowLayout
 from kvcli.telemetry.counters import Count

@@ -7,11 +7,10 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from kvcli.conformance.models import LAYERS, config_of, tiny_model
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import decoder_of, model_class
-from kvcli.models.devices import another_machine, placed, resolve_devices
+from kvcli.models.devices import another_machine, device_map, parts_of, place, placed, resolve_devices, take_hooks_out
 from kvcli.models.dummy import allocate, random_model
 from kvcli.models.geometry import build_on_meta, geometry_of
-from kvcli.models.placement import device_map, parts_of, place, take_hooks_out
-from kvcli.models.weight_form import ON_LOADING
+from kvcli.models.weights import ON_LOADING
 
 DTYPE, MIB = torch.float32, 1 << 20
 PAIR = torch.device("cuda", 0), torch.device("cuda", 1)

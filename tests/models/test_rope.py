@@ -9,10 +9,9 @@ from rope_models import CONFIGS, model_of
 from transformers import AttentionInterface
 
 from kvcli.kernels import _numba
-from kvcli.models.frequencies import Frequencies, RopeTable
 from kvcli.models.geometry import attention_modules
 from kvcli.models.layers import decoder_of
-from kvcli.models.rope import Rope, installed
+from kvcli.models.rope import Frequencies, Rope, RopeTable, installed
 
 
 @pytest.fixture(params=["loops", "torch"])
@@ -65,7 +64,7 @@ def test_a_table_made_in_pieces_is_the_same(length, monkeypatch):
     original = decoder_of(model_of("longrope")).rotary_emb
     frequencies = Frequencies(original, length, torch.device("cpu"))
     whole = RopeTable(frequencies, torch.float32)
-    monkeypatch.setattr("kvcli.models.frequencies._CHUNK", 4)
+    monkeypatch.setattr("kvcli.models.rope._CHUNK", 4)
     pieces = RopeTable(frequencies, torch.float32)
     assert torch.equal(whole.cos_None, pieces.cos_None)
     assert torch.equal(whole.sin_None, pieces.sin_None)

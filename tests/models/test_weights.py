@@ -18,12 +18,10 @@ import kvcli
 from kvcli.capacity import pipelines
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.models import weight_form
-from kvcli.models.fingerprint import fingerprint
+from kvcli.models import weights as weight_form
 from kvcli.models.geometry import geometry_of
-from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config
-from kvcli.models.quantising import is_plain, quantise, settle
-from kvcli.models.weight_form import form_of, installed
+from kvcli.models.loading import ModelSpec, fingerprint, load_model, open_checkpoint, read_config
+from kvcli.models.weights import form_of, installed, is_plain, quantise, settle
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.linear import cpu_linears
 

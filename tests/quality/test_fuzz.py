@@ -13,13 +13,13 @@ from safetensors.torch import save
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import Variant
+from kvcli.kv.calibration_file import CalibrationMatrices, read_tensor
 from kvcli.quality.eval import layout
 from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.predictions import Predictions
 from kvcli.quality.eval.scorers import SCORERS, score
 from kvcli.quality.eval.table import EvaluationTable, results
-from kvcli.store.calibration_file import CalibrationMatrices, read_tensor
 
 VALUES = [
     None, True, False, 0, -1, 3, 0.5, 1e300, -1e300, 2**63, 10**400, "", " ", "x", "12", "-7", "1.5", "A", "\x1b]0;t",

@@ -4,7 +4,8 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 
-from kvcli.kernels import _numba, weight_rows
+from kvcli.kernels import _numba
+from kvcli.kernels import gemv as weight_rows
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.linear import cpu_linears

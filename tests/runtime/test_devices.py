@@ -18,21 +18,21 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.methods import get_method
+from kvcli.models.devices import place
 from kvcli.models.geometry import build_on_meta, geometry_of_model
 from kvcli.models.loading import ModelSpec, read_config
-from kvcli.models.placement import place
 from kvcli.models.rope import RopeTable
-from kvcli.runtime import hidden_states
+from kvcli.runtime import layer_major as hidden_states
+from kvcli.runtime import prefill as prefill_offloader
 from kvcli.runtime.crossing import Crossing, crossing
 from kvcli.runtime.crossing import current as current_device
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.gpu import stepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
 from kvcli.runtime.sampling import Sampling
-from kvcli.store import prefill_offloader
 from kvcli.telemetry.timeline import Timeline
 
 CPU, LENGTH, STEPS = torch.device("cpu"), 75, 12

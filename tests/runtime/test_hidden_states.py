@@ -14,7 +14,7 @@ from kvcli.runtime import engine as engine_module
 from kvcli.runtime import prefill as prefill_module
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.engine import engine
-from kvcli.runtime.hidden_states import StreamedHiddenStates, embedded_part, streamed
+from kvcli.runtime.layer_major import StreamedHiddenStates, embedded_part, streamed
 from kvcli.runtime.prefill import Branches, prefill_branches
 from kvcli.runtime.sampling import Sampling
 
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_had_is_said_in_a_line(streaming, monkeypatch):
         raise KvcliError("the system does not pin that much", "take a shorter context")
 
     streaming()
-    monkeypatch.setattr("kvcli.runtime.hidden_states.Tiers.on_host_async", refuse)
+    monkeypatch.setattr("kvcli.runtime.layer_major.Tiers.on_host_async", refuse)
     with pytest.raises(KvcliError, match="does not pin"):
         read(tiny_model("llama"), Branches((), [prompt(30)]), 8)
 

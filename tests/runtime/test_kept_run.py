@@ -16,10 +16,10 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
-from kvcli.runtime.kept_run import Keep, KeptRun
+from kvcli.runtime.checkpoint.journal import Journal
+from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVOptions
-from kvcli.store.journal import Journal
 from kvcli.telemetry.observer import Observer
 
 TEXT = "the quick brown fox jumps over the lazy dog and the number of the third key is 4711 " * 3

@@ -8,15 +8,15 @@ from engine import in_memory, profile_of, run
 
 from kvcli.conformance.models import HYBRIDS, VOCAB, tiny_model
 from kvcli.conformance.test_method import AMPLE, SMALL, settings
+from kvcli.memory.state import capture
 from kvcli.methods import get_method
+from kvcli.runtime.checkpoint.restoring import Restoring
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
-from kvcli.runtime.gpu.streams import SerialStreams
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.prefill import Branches
 from kvcli.runtime.sampling import Sampling
-from kvcli.store.restoring import Restoring
-from kvcli.store.state import capture
 from kvcli.telemetry.timeline import Timeline
 
 PROMPT, STEPS, CHUNK = 75, 18, 30

@@ -5,14 +5,13 @@ import torch
 from families import tiny_config, tiny_model
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.blocks import EMPTY, BlockCache, BlockLayout
+from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.kv.pages import PageBudget
+from kvcli.kv.sliding import ChunkCache, SlidingCache
+from kvcli.memory.tiers import Footprint
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.rope import installed
-from kvcli.store.block_layout import BlockLayout
-from kvcli.store.blocks import EMPTY, BlockCache
-from kvcli.store.cache import DenseCache, Footprint, Tiers
-from kvcli.store.chunks import ChunkCache
-from kvcli.store.pages import PageBudget
-from kvcli.store.sliding import SlidingCache
 
 H, HK, D, P = 4, 2, 8, 4
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

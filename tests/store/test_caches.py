@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import DenseCache, Tiers
-from kvcli.store.chunks import ChunkCache
-from kvcli.store.offloaded_pages import OffloadedPageCache
-from kvcli.store.pages import PageBudget
-from kvcli.store.resident_pages import ResidentPageCache
-from kvcli.store.sliding import SlidingCache
+from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.kv.paged import OffloadedPageCache, ResidentPageCache
+from kvcli.kv.pages import PageBudget
+from kvcli.kv.sliding import ChunkCache, SlidingCache
 
 HK, D = 2, 8
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

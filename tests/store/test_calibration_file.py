@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.store.calibration_file import CalibrationMatrices, read_tensor
+from kvcli.kv.calibration_file import CalibrationMatrices, read_tensor
 
 SHAPES = {1: (2, 8, 8), 3: (2, 8, 8)}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.compensated import compensated_attention
+from kvcli.kv.compensated import compensated_attention
 
 HK, G, D = 2, 3, 8
 SOFTMAXES = [Softmax(0.3), Softmax(0.5, softcap=2.0), Softmax(0.3, sinks=torch.linspace(-1, 2, HK * G))]

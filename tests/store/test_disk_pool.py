@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.store.disk_blocks import DiskBlocks
-from kvcli.store.disk_pool import DiskPagePool, page_pool
-from kvcli.store.disk_tier import DiskError, DiskTier
-from kvcli.store.host_pool import HostPagePool
-from kvcli.store.line_cache import LineCache
-from kvcli.store.line_layout import blocks_per_line
-from kvcli.store.tiers import Tiers
-from kvcli.store.unbuffered import UnbufferedFile
+from kvcli.memory.disk_blocks import DiskBlocks, LineCache, blocks_per_line
+from kvcli.memory.disk_tier import DiskError, DiskTier, UnbufferedFile
+from kvcli.memory.host_pool import DiskPagePool, HostPagePool, page_pool
+from kvcli.memory.tiers import Tiers
 
 HOST = Tiers.for_device(torch.device("cpu"), torch.float32)
 META = Tiers.for_device(torch.device("meta"), torch.float32)

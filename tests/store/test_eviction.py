@@ -5,9 +5,9 @@ import torch
 from driver import storage_bytes
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Footprint, Tiers
-from kvcli.store.evicting import EvictingCache
-from kvcli.store.pruned import PrunedCache
+from kvcli.kv.cache import Tiers
+from kvcli.kv.pruned import EvictingCache, PrunedCache
+from kvcli.memory.tiers import Footprint
 
 HK, D, CAPACITY = 2, 8, 60
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

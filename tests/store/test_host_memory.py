@@ -4,8 +4,8 @@ import psutil
 import pytest
 import torch
 
-from kvcli.store.cache import Tiers
-from kvcli.store.host_memory import HUGE_PAGE, host_memory
+from kvcli.kv.cache import Tiers
+from kvcli.memory.pinned import HUGE_PAGE, host_memory
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1 << 20, 3), (0, 4)])

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-import kvcli.store.journal as module
+import kvcli.runtime.checkpoint.journal as module
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.store.journal import Journal
-from kvcli.store.state import State, StatePart
+from kvcli.memory.state import State, StatePart
+from kvcli.runtime.checkpoint.journal import Journal
 
 
 def state(step):

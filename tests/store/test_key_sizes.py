@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcli.kernels.channel_sizes import TOKENS, channel_sizes
-from kvcli.store.disk_pool import DiskPagePool, page_pool
-from kvcli.store.disk_tier import DiskTier
-from kvcli.store.tiers import Tiers
+from kvcli.kernels.quant import TOKENS, channel_sizes
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.memory.host_pool import DiskPagePool, page_pool
+from kvcli.memory.tiers import Tiers
 
 HK, D, COUNT = 2, 16, 3 * TOKENS
 HOST = replace(Tiers.for_device(torch.device("cpu"), torch.float32), kv_dtype="int4")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcli.store import parking
-from kvcli.store.cache import DenseCache, Tiers
-from kvcli.store.parking import Parking
+from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.kv.parking import Parking
+from kvcli.memory import tiers as parking
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
 

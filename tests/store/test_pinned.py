@@ -16,10 +16,10 @@ from registrar import FakeRegistrar, eventually
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.host_pages import HostPages
-from kvcli.store import host_pool as host_module
-from kvcli.store.cache import Tiers
-from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pinned import CudaHostRegistrar, PinnedAllocator, nearby_cpus
+from kvcli.kv.cache import Tiers
+from kvcli.memory import host_pool as host_module
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.pinned import CudaHostRegistrar, PinnedAllocator, nearby_cpus
 
 HK, P, D = 3, 4, 5
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -328,7 +328,7 @@ def test_the_pinning_thread_alone_moves_to_the_processors_near_the_device(there,
     """Where the process may not use them, or none are known, it stays where it is."""
     allowed = os.sched_getaffinity(0)
     near = {min(allowed)} if there else {max(allowed) + 1000}
-    monkeypatch.setattr("kvcli.store.pinned.nearby_cpus", lambda _: near)
+    monkeypatch.setattr("kvcli.memory.pinned.nearby_cpus", lambda _: near)
     registrar = CudaHostRegistrar(torch.device("cuda", 0))
     monkeypatch.setattr(registrar, "register", lambda address, size: None)
     monkeypatch.setattr(registrar, "unregister", lambda address: None)

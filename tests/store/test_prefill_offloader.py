@@ -10,8 +10,8 @@ from families import tiny_config
 
 from kvcli.capacity.workspace import Workspace
 from kvcli.models.geometry import geometry_of
-from kvcli.store import prefill_offloader
-from kvcli.store.prefill_offloader import PrefillOffloader, prefill_buffers
+from kvcli.runtime import prefill as prefill_offloader
+from kvcli.runtime.prefill import PrefillOffloader, prefill_buffers
 
 LENGTH = 50
 GEOMETRY = geometry_of(tiny_config("llama"), torch.float32)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from driver import storage_bytes
 
-from kvcli.store import recent_tokens
-from kvcli.store.cache import Footprint, Tiers
+from kvcli.kv import dense as recent_tokens
+from kvcli.kv.cache import Tiers
+from kvcli.kv.dense import TokenMajorCache
+from kvcli.memory.tiers import Footprint
 from kvcli.store.layer_prefetcher import LayerPrefetcher
-from kvcli.store.token_major import TokenMajorCache
 
 HK, D, CAPACITY, RECENT = 2, 16, 60, 8
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))

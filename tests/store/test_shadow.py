@@ -4,13 +4,14 @@ import pytest
 import torch
 from driver import storage_bytes
 
-from kvcli.kernels.slot_layout import row_positions
+from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import Tiers
+from kvcli.memory import landmarks as landmarks_module
+from kvcli.memory import low_rank as low_rank_module
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.tiers import nbytes
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store import landmarks as landmarks_module
-from kvcli.store import low_rank as low_rank_module
-from kvcli.store.cache import Tiers, nbytes
-from kvcli.store.host_pool import HostPagePool
 from kvcli.store.landmarks import Landmarks
 from kvcli.store.low_rank import LowRankKeys
 from kvcli.store.shadow import EMPTY, ShadowCache

@@ -7,13 +7,14 @@ import pytest
 import torch
 from registrar import FakeRegistrar
 
-from kvcli.store import host_pool, staging, token_major
-from kvcli.store.cache import Tiers
-from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pages import paged
-from kvcli.store.pinned import PinnedAllocator
-from kvcli.store.staging import PinnedStaging
-from kvcli.store.token_major import TokenMajorCache
+from kvcli.kv import dense as token_major
+from kvcli.kv.cache import Tiers
+from kvcli.kv.dense import TokenMajorCache
+from kvcli.kv.pages import paged
+from kvcli.memory import host_pool
+from kvcli.memory import tiers as staging
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.pinned import PinnedAllocator, PinnedStaging
 
 CPU = torch.device("cpu")
 

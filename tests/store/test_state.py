@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvcli.store.cache import DenseCache, Tiers
-from kvcli.store.restoring import Restoring
-from kvcli.store.state import Settled, capture
+from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.memory.state import Settled, capture
+from kvcli.runtime.checkpoint.restoring import Restoring
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvcli.kernels import _numba, resolve_rows
+from kvcli.kernels import _numba
+from kvcli.kernels import page_table as resolve_rows
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.cache import Tiers
-from kvcli.store.offloaded_tokens import OffloadedTokenCache, resolve_tokens
+from kvcli.kv.cache import Tiers
+from kvcli.kv.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget, resolve_tokens
 from kvcli.store.one_bit import OneBitIndex
-from kvcli.store.tokens import ResidentTokenCache, TokenBudget
 
 HK, D, CAPACITY = 2, 8, 60
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

@@ -17,8 +17,8 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan_one
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.profiles import Profile, resolve_profile
-from kvcli.kernels.quantised_blocks import KVDtype
-from kvcli.store.disk_tier import DiskTier
+from kvcli.kernels.quant import KVDtype
+from kvcli.memory.disk_tier import DiskTier
 
 MOST = 5
 """Settings that are shown."""

@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
 from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
+from kvcli.memory.tiers import Footprint
 from kvcli.methods.base import AnyMethod
+from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe
-from kvcli.models.placement import Place, Placement
-from kvcli.models.weight_form import ON_LOADING, WeightForm
-from kvcli.store.footprint import Footprint
+from kvcli.models.weights import ON_LOADING, WeightForm
 
 # Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
 _TRIED_BYTES = 512 << 20

@@ -17,10 +17,10 @@ from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Tim
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.profiles import Profile
-from kvcli.models.placement import Placement
+from kvcli.kv.recurrent import state_marks
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.models.devices import Placement
 from kvcli.sizes import Share
-from kvcli.store.disk_tier import DiskTier
-from kvcli.store.recurrent import state_marks
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
 

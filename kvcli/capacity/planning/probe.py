@@ -22,18 +22,18 @@ from kvcli.capacity.roofline import synchronize, timed
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import both
+from kvcli.memory.tiers import nbytes
 from kvcli.methods import get_method
 from kvcli.methods.base import AnyMethod
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.layers import decoder_of
 from kvcli.models.loading import Model
-from kvcli.models.quantising import settle
-from kvcli.models.weight_form import WeightForm
+from kvcli.models.weights import WeightForm, settle
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.cache import both, nbytes
 
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few

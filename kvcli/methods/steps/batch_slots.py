@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
-from kvcli.store.cache import LayerCache
-from kvcli.store.layer_slots import NEVER, LayerSlots
+from kvcli.kernels.page_table import PagedKV, SlotLayout
+from kvcli.kv.cache import NEVER, LayerCache, LayerSlots
 
 if TYPE_CHECKING:
     from kvcli.models.rope import Rotary

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.filled_page import take_in_filled_page
+from kvcli.kernels.append import NewToken, take_in_filled_page
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.leaving_chunk import StoredChunks, keep_leaving_chunk
+from kvcli.kernels.page_table import MissList, SlotLayout
 from kvcli.kernels.rebuild_keys import Rotation, rebuild_missing_keys
-from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots

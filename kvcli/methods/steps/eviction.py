@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.filled_page import take_in_filled_page
+from kvcli.kernels.append import take_in_filled_page
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.last_rows import last_rows
 from kvcli.kernels.make_room import make_room
 from kvcli.kernels.page_scores import page_scores, page_scores_device
+from kvcli.kernels.page_table import SlotLayout
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.replace_page import PageCounts, StampedPages, replace_page
-from kvcli.kernels.slot_layout import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import nucleus_rows
-from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.append import NewToken
 from kvcli.kernels.four_bit_keys import quantise_newest
 from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.nucleus import NucleusTally, keep_nucleus

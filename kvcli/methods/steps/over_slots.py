@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.append_token import NewToken
+from kvcli.kernels.append import NewToken
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.slot_layout import PagedKV, SlotLayout
+from kvcli.kernels.page_table import PagedKV, SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection, topk_pages_device
 from kvcli.methods.steps.batch_slots import BatchSlots

@@ -8,12 +8,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.choose_pages import choose_pages
-from kvcli.kernels.filled_page import take_in_filled_page
+from kvcli.kernels.append import NewToken, take_in_filled_page
 from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.page_scores import page_scores
+from kvcli.kernels.page_scores import choose_pages, page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.methods.steps.batch_slots import BatchSlots

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from kvcli.kernels.resolve_pages import MissList
+from kvcli.kernels.page_table import MissList
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import Choice, Eviction, StepIndex

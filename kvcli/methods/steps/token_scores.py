@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.filled_page import take_in_filled_page
+from kvcli.kernels.append import NewToken, take_in_filled_page
 from kvcli.kernels.group_pooling import HeadPooling, Pooling, pool_queries, pool_scores
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.one_bit_keys import quantise_filled_group
-from kvcli.kernels.one_bit_scores import one_bit_scores_device
-from kvcli.kernels.project_heads import project_heads, project_newest
+from kvcli.kernels.one_bit import one_bit_scores_device, quantise_filled_group
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.token_scores import token_scores_device
+from kvcli.kernels.token_scores import project_heads, project_newest, token_scores_device
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.over_slots import ScoredIndex
 from kvcli.methods.steps.plan import Index

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.low_rank import gram_matrix
+from kvcli.kernels.key_bases import gram_matrix
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.base import AnyMethod, AttentionObserver

@@ -11,12 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.inputs.profiles import Profile
-from kvcli.kernels.principal_axes import centred_moments, principal_axes, second_moments
-from kvcli.kernels.skew import skew_of
+from kvcli.kernels.key_bases import centred_moments, principal_axes, second_moments, skew_of
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.calibration_file import tensor_name
 from kvcli.models.geometry import LayerGeometry
 from kvcli.quality.calibrate.matrices import TensorFinder, eighths, layer_table
-from kvcli.store.calibration_file import tensor_name
 from kvcli.ui.summary import Table
 
 

@@ -14,8 +14,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt, read_document
-from kvcli.models.fingerprint import fingerprint
-from kvcli.models.loading import Checkpoint, ModelSpec
+from kvcli.models.loading import Checkpoint, ModelSpec, fingerprint
 from kvcli.quality.fidelity import Passage
 from kvcli.quality.tasks import make_row
 from kvcli.telemetry import report

@@ -12,15 +12,14 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import encode
 from kvcli.inputs.prompts import Prompt
 from kvcli.inputs.provenance import refuse_mismatch
-from kvcli.models.fingerprint import fingerprint
-from kvcli.models.loading import Checkpoint, open_checkpoint
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Predictions, digest
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.quality.eval.table import EvaluationTable, results
-from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 

@@ -19,6 +19,7 @@ from kvcli.capacity import memory
 from kvcli.capacity.need import by_pool
 from kvcli.errors import KvcliError
 from kvcli.inputs.variants import Variant
+from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods.base import AnyMethod
 from kvcli.models.loading import Model
 from kvcli.quality.eval.example import Cell, Encoded, Example, encode_example
@@ -28,7 +29,6 @@ from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Prompted, Sampler, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.store.disk_tier import DiskTier
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.ui import summary

@@ -20,26 +20,205 @@ and the next step begins when all streams of this one are done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels.append_token import NewToken, append_token
-from kvcli.kernels.query_similarity import Decision, correct_heads
-from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slot_attention import slot_attention
-from kvcli.kernels.slot_layout import PagedKV
+from kvcli.kernels.append import NewToken, append_token
+from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, selected_count
+from kvcli.kernels.paged_attention import slot_attention
+from kvcli.kernels.query_similarity import Decision, Turn, correct_heads
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
+from kvcli.kv.cache import LayerSlots
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.methods.steps.choices import Best
 from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
 from kvcli.methods.steps.plan import Correction, FromHost, StepPlan
-from kvcli.runtime.gpu.log import LayerStepStats
 from kvcli.runtime.gpu.recall import recall_of
-from kvcli.runtime.gpu.streams import Point, Streams
+from kvcli.runtime.gpu.recorder import Point, Streams
+from kvcli.telemetry.counters import Count, Counters
+
+# What the steps of a pipeline found, kept on the device and read once in a while: it becomes the counters.
+
+STEPS = 256
+"""Steps between two readings."""
+
+
+class LayerStepStats(NamedTuple):
+    """What a layer finds at a step, of every KV head [b, Hk]: its turn, its misses before attention and after it, and
+    what it asked for where that varies.
+    """
+
+    turn: Tensor
+    missed_now: Tensor
+    missed_later: Tensor
+    asked: Tensor
+
+
+@dataclass(frozen=True)
+class LoggedLayer:
+    """A layer that chooses: KV heads, the layout of what it chooses, bytes of a page of one head in host memory.
+
+    It writes a page to host memory whenever one fills, in the sequences in which it `writes`. A layer that `speculates`
+    chooses as its `turn` says, others at every step of a sequence that has `active_from` tokens or more.
+    """
+
+    layer: int
+    num_kv_heads: int
+    layout: SlotLayout
+    active_from: tuple[int, ...]
+    block_bytes: int
+    writes: tuple[bool, ...]
+    speculates: bool
+    varies: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers that a KV head of it finds at a step: none where everything follows from lengths."""
+        return len(LayerStepStats._fields) if self.block_bytes else 0
+
+
+class Log:
+    """Steps of b sequences, in the layers that choose; `found` is where they write what the present step finds."""
+
+    def __init__(self, layers: Sequence[LoggedLayer], lengths: Sequence[int], device: torch.device):
+        self.layers, self.lengths = layers, lengths
+        self.sizes = [layer.size * len(lengths) * layer.num_kv_heads for layer in layers]
+        self.present = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.found = {
+            layer.layer: LayerStepStats(*part.view(layer.size, len(lengths), layer.num_kv_heads))
+            for layer, part in zip(layers, torch.split(self.present, self.sizes), strict=True)
+            if layer.size
+        }
+        self.steps = torch.zeros(STEPS, len(self.present), dtype=torch.int32, device=device)
+        self.next = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a step finds anything that is kept."""
+        return len(self.present) > 0
+
+    def start(self) -> None:
+        """Begin with step 0; what was tried out before is forgotten."""
+        self.next.zero_()
+
+    def take(self) -> None:
+        """Keep what this step found; the same work at every step, so that it may be captured in a graph."""
+        if self.keeps:
+            self.steps.index_copy_(0, self.next, self.present[None])
+            self.next.add_(1).remainder_(STEPS)
+
+    def count(self, counters: Sequence[Counters], steps: range) -> None:
+        """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts no more of them."""
+        rows = self.steps[[step % STEPS for step in steps]].cpu()
+        lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
+        for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
+            shape = len(steps), len(self.lengths), layer.num_kv_heads
+            found = LayerStepStats(*torch.zeros(len(LayerStepStats._fields), *shape, dtype=torch.int32))
+            if layer.size:
+                found = LayerStepStats(*part.view(len(steps), layer.size, *shape[1:]).unbind(1))
+            heads = _by_head(layer, found, lengths)
+            amounts = _amounts(layer, heads, found, lengths).tolist()
+            for step, of_step in zip(steps, amounts, strict=True):
+                for own, counts in zip(counters, of_step, strict=True):
+                    if step < len(own.counts):
+                        own.add_all(layer.layer, counts, step)
+            for row, own in enumerate(counters):
+                timed = [index for index, step in enumerate(steps) if own.warmup <= step < len(own.counts)]
+                for count, of_heads in heads.items():
+                    own.sum_heads(layer.layer, count, of_heads[timed, row].sum(0).tolist())
+
+
+def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
+    """What each KV head of a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
+    corrected = found.turn == Turn.CORRECTED
+    active = (lengths >= torch.tensor(layer.active_from))[..., None]
+    chose = found.turn != Turn.IDLE if layer.speculates else active
+    asked = selected_count(lengths, layer.layout)[..., None] * chose
+    return {
+        Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
+        Count.HEADS_CORRECTED: corrected,
+        Count.PAGES_REQUESTED: found.asked if layer.varies else asked.expand_as(corrected),
+        Count.MISSES: found.missed_now + found.missed_later,
+    }
+
+
+def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepStats, lengths: Tensor) -> Tensor:
+    """What a layer did: of its heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
+    sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
+    indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
+    together = layer.num_kv_heads * layer.layout.group * layer.block_bytes
+    written = (lengths % indexed == 0) * torch.tensor(layer.writes) * together
+    amounts = {
+        **sums,
+        Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),
+        Count.BYTES_TO_DEVICE: sums[Count.MISSES] * layer.block_bytes,
+        Count.BYTES_TO_HOST: written,
+        Count.BYTES_EXPOSED: found.missed_now.sum(-1) * layer.block_bytes,
+    }
+    none = torch.zeros_like(written)  # graphs do not read from a disk
+    return torch.stack([amounts.get(count, none) for count in Count], -1)
+
+
+# How long the sequences of a batch are at a step, on the device: what steps differ by, once for all layers.
+
+
+class StepLengths:
+    """`seen`: tokens of every sequence, the newest among them; `first`: those whose KV exists before the first step."""
+
+    def __init__(self, lengths: Sequence[int], num_layers: int, device: torch.device):
+        self.first = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.seen = torch.zeros_like(self.first)
+        self.running = torch.zeros_like(self.first)
+        shape = 4, num_layers, len(lengths)
+        self.held, self.dropped, self.most, self.period = torch.ones(shape, dtype=torch.int32, device=device)
+        self.some_dropped = False
+        self.flags: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
+
+    def held_in(self, layer: int, parts: Sequence[LayerSlots]) -> Tensor | None:
+        """Give the tokens held in a layer, where it does not hold all that were seen; kernels know them as lengths."""
+        if all(part.dropped == 0 and part.most is None and part.period is None for part in parts):
+            return None
+        self.some_dropped = True
+        self.dropped[layer] = self.first.new_tensor([part.dropped for part in parts])
+        most = torch.iinfo(torch.int32).max
+        self.most[layer] = self.first.new_tensor([most if part.most is None else part.most for part in parts])
+        self.period[layer] = self.first.new_tensor([most if part.period is None else part.period for part in parts])
+        held: Tensor = self.held[layer]
+        return held
+
+    def active(self, slots: BatchSlots) -> Tensor:
+        """Give the flags [b, Hk] of sequences in which such a layer chooses; layers that are alike share them."""
+        key = tuple(slots.active_from), slots.rows.k.shape[1]
+        if key not in self.flags:
+            least = self.first.new_tensor(slots.active_from)[:, None].expand(-1, key[1])
+            self.flags[key] = least, torch.zeros(least.shape, dtype=torch.bool, device=least.device)
+        return self.flags[key][1]
+
+    def start(self) -> None:
+        """Let the sequences take part."""
+        self.seen.copy_(self.first)
+        self.running.fill_(1)
+
+    def end(self, row: int) -> None:
+        """Let a sequence take part no more."""
+        self.seen[row] = 0
+        self.running[row] = 0
+
+    def advance(self) -> None:
+        """Begin a step."""
+        self.seen.add_(self.running)
+        if self.some_dropped:
+            torch.sub(self.seen, self.dropped, out=self.held)
+            self.held.sub_(1).fmod_(self.period).add_(1)  # one that takes no part stays at zero
+            torch.minimum(self.held.clamp_min_(0), self.most, out=self.held)
+        for least, flags in self.flags.values():
+            torch.ge(self.seen[:, None].expand_as(flags), least, out=flags)
 
 
 class PlannedLayer:

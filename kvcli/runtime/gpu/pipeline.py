@@ -8,27 +8,347 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from kvcli.kernels._triton import same_strides
-from kvcli.kernels.append_token import NewToken
-from kvcli.kernels.move_keys import rotate_newest
+from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
+from kvcli.kernels.append import NewToken
+from kvcli.kernels.host_pages import ALIGNMENT
+from kvcli.kernels.norm_rope import rotate_newest
+from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, page_count, resolve_pages_device
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import NEVER, LayerSlots
 from kvcli.methods.base import AnyMethod
 from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.steps.over_slots import Chosen
 from kvcli.methods.steps.plan import FromHost, StepPlan, Whole
 from kvcli.runtime.crossing import current
-from kvcli.runtime.gpu.layers import PlannedLayer
-from kvcli.runtime.gpu.lengths import StepLengths
-from kvcli.runtime.gpu.log import STEPS, Log, LoggedLayer
-from kvcli.runtime.gpu.streams import Streams
-from kvcli.runtime.gpu.synthetic import DecisionRates, SyntheticDecisionLayer, SyntheticDecisions
-from kvcli.runtime.gpu.whole_layers import BroughtLayer, WholeLayers
-from kvcli.store.layer_slots import LayerSlots
+from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, StepLengths
+from kvcli.runtime.gpu.recorder import Point, Streams
+from kvcli.telemetry.counters import Count, Counters
+
+# Layers in host memory that come to the device whole: their tokens are brought, and the newest one is stored there.
+
+PROGRAMS = 32
+"""Programs that share what is brought: with a block each, half a mebibyte of 16-bit numbers is in flight."""
+
+BLOCK = 8192  # numbers that a program holds at once
+
+
+@dataclass(frozen=True)
+class HostTokens:
+    """Tokens of every sequence, kept alive here, and the `addresses` [b, t] int64 of their parts on the device."""
+
+    tokens: Sequence[Tensor]
+    addresses: Tensor
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor], device: torch.device) -> HostTokens:
+        """Take those of a layer, [t, capacity, Hk, d] of each sequence.
+
+        Raises ValueError where they differ in more than their capacity, have gaps, or lie where kernels cannot read 16
+        bytes at once.
+        """
+        first = tokens[0]
+        for each in tokens:
+            alike = each.shape[::2] == first.shape[::2] and each.shape[3] == first.shape[3]
+            if not alike or each.dtype != first.dtype or not each.is_contiguous():
+                raise ValueError(f"tokens {tuple(each.shape)} of {each.dtype} do not go with the first ones")
+        table = [[part.data_ptr() for part in each] for each in tokens]
+        if any(address % ALIGNMENT for row in table for address in row):
+            raise ValueError(f"tokens lie at an address that {ALIGNMENT} does not divide")
+        return cls(tokens, torch.tensor(table, dtype=torch.int64, device=device))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sequences, parts of a token, KV heads, head dimension."""
+        parts, _, num_kv_heads, d = self.tokens[0].shape
+        return len(self.tokens), parts, num_kv_heads, d
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence has room for."""
+        return max(each.shape[1] for each in self.tokens)
+
+
+def bring_tokens_ref(host: HostTokens, lengths: Tensor, out: Tensor, missing: int = 0) -> None:
+    """Sequence by sequence."""
+    for tokens, length, rows in zip(host.tokens, lengths.tolist(), out, strict=True):
+        there = max(0, length - missing)
+        rows[:, :there] = tokens[:, :there]
+
+
+def store_newest_ref(host: HostTokens, new: NewToken, lengths: Tensor) -> None:
+    """Sequence by sequence."""
+    for tokens, length, k, v in zip(host.tokens, lengths.tolist(), new.k, new.v, strict=True):
+        if length:
+            for part, x in zip(tokens, (k, v), strict=False):
+                part[length - 1] = x
+
+
+@jit
+def _bring_kernel(
+    addresses: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    out_batch: tl.tensor,
+    out_part: tl.tensor,
+    missing: tl.tensor,
+    programs: tl.tensor,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i = tl.arange(0, BLOCK)
+    for pair in range(B * PARTS):
+        count = tl.maximum(tl.load(lengths + pair // PARTS) - missing, 0).to(tl.int64) * WIDTH
+        # Said of the pointer, as in `gather_pages`.
+        source = tl.multiple_of(tl.load(addresses + pair).to(tl.pointer_type(out.dtype.element_ty)), 16)
+        target = out + pair // PARTS * out_batch.to(tl.int64) + pair % PARTS * out_part.to(tl.int64)
+        for block in range(tl.program_id(0), tl.cdiv(count, BLOCK).to(tl.int32), programs):
+            at = tl.full([], block, tl.int64) * BLOCK + i
+            tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@jit
+def _store_kernel(
+    addresses: tl.tensor,
+    lengths: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
+    new_batch: tl.tensor,
+    new_head: tl.tensor,
+    HK: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    pair = tl.program_id(0)  # a KV head of a sequence
+    b, h = pair // HK, pair % HK
+    length = tl.load(lengths + b)
+    if length == 0:
+        return
+    c = tl.arange(0, BLOCK_D)
+    here = b.to(tl.int64) * new_batch + h * new_head + c
+    there = (length - 1).to(tl.int64) * HK * D + h * D + c
+    keys = tl.load(addresses + b * PARTS).to(tl.pointer_type(new_k.dtype.element_ty))
+    tl.store(keys + there, tl.load(new_k + here, mask=c < D), mask=c < D)
+    if PARTS == 2:
+        values = tl.load(addresses + b * PARTS + 1).to(tl.pointer_type(new_k.dtype.element_ty))
+        tl.store(values + there, tl.load(new_v + here, mask=c < D), mask=c < D)
+
+
+def bring_tokens(host: HostTokens, lengths: Tensor, out: Tensor, missing: int = 0, programs: int = PROGRAMS) -> None:
+    """Bring the first tokens of every sequence, all of its `lengths` but the newest `missing` ones; writes `out`.
+
+    What is behind them stays as it is. May be captured in a CUDA graph.
+
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, parts, num_kv_heads, d), rows = host.shape, out.shape[2]
+    require("out", out, (b, parts, rows, num_kv_heads, d), host.tokens[0].dtype)
+    require_whole("lengths", lengths, (b,), torch.int32)
+    if rows < host.longest or out.stride()[2:] != (num_kv_heads * d, d, 1):
+        raise ValueError(f"out {tuple(out.shape)} with strides {out.stride()} has no place for {host.longest} tokens")
+    if not takes(out):
+        return bring_tokens_ref(host, lengths, out, missing)
+    launch(
+        _bring_kernel,
+        (programs,),
+        *(host.addresses, lengths, out, *out.stride()[:2], missing, programs),
+        B=b,
+        PARTS=parts,
+        WIDTH=num_kv_heads * d,
+        BLOCK=BLOCK,
+        warps=8,
+    )
+    return None
+
+
+def store_newest(host: HostTokens, new: NewToken, lengths: Tensor) -> None:
+    """Write the newest token, the last of its sequence's length, to host memory; of length 0 there is none.
+
+    May be captured in a CUDA graph; the host's copy is valid once the kernel has finished.
+
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    """
+    b, parts, num_kv_heads, d = host.shape
+    for name, x in (("new k", new.k), ("new v", new.v)):
+        require(name, x, (b, num_kv_heads, d), host.tokens[0].dtype)
+    require_whole("lengths", lengths, (b,), torch.int32)
+    if not takes(new.k):
+        return store_newest_ref(host, new, lengths)
+    launch(
+        _store_kernel,
+        (b * num_kv_heads,),
+        *(host.addresses, lengths, new.k, new.v, *new.k.stride()[:2]),
+        HK=num_kv_heads,
+        PARTS=parts,
+        D=d,
+        BLOCK_D=power_of_two(d),
+    )
+    return None
+
+
+# Layers that lie in host memory and come to the device whole, one while the layer before it is attended to (offload).
+
+STREAM = "recall 0"
+
+
+class WholeLayers:
+    """Those of one device: `parts` are the slots of every layer's sequences, in host memory."""
+
+    def __init__(self, parts: Mapping[int, Sequence[LayerSlots]], lengths: StepLengths, streams: Streams):
+        self.order, self.lengths, self.streams = list(parts), lengths, streams
+        self.seen = seen = lengths.seen
+        tokens = {layer: [part.kv.transpose(1, 2) for part in own] for layer, own in parts.items()}
+        self.host = {layer: HostTokens.of(own, seen.device) for layer, own in tokens.items()}
+        self.rows = max(host.longest for host in self.host.values())
+        batch, parts_of_token, _, _ = next(iter(self.host.values())).shape
+        width = max(heads * d for *_, heads, d in (host.shape for host in self.host.values()))
+        dtype = next(iter(self.host.values())).tokens[0].dtype
+        shape = Whole.buffers(len(self.order)), batch, parts_of_token, self.rows * width
+        self.buffers = seen.new_empty(shape, dtype=dtype)
+        self.coming: Point | None = None  # when the layer whose turn it is is there
+
+    def buffer(self, layer: int) -> Tensor:
+        """View the buffer that a layer comes into: [b, t, rows, Hk, d]."""
+        turn = self.order.index(layer)
+        last = turn == len(self.order) - 1
+        _, _, heads, d = self.host[layer].shape
+        own = self.buffers[len(self.buffers) - 1 if last else turn % 2]
+        return own[..., : self.rows * heads * d].unflatten(-1, (self.rows, heads, d))  # type: ignore[no-untyped-call, no-any-return]
+
+    def slots(self, layer: int) -> BatchSlots:
+        """Give the layer as slots, of which there is one for every token."""
+        kv = self.buffer(layer).transpose(2, 3)  # [b, t, Hk, rows, d]
+        layout = SlotLayout.everything(self.rows)
+        arrived = self.seen.new_zeros(kv.shape[0], kv.shape[2])
+        rows = PagedKV(kv[:, 0], kv[:, -1], self.seen, layout, arrived=arrived)
+        return BatchSlots(rows, {}, self.seen, None, layout, [NEVER] * len(self.seen))
+
+    def start(self) -> None:
+        """Have the first layer there before the first step."""
+        first = self.order[0]
+        bring_tokens(self.host[first], self.seen, self.buffer(first))
+
+    def begin(self, layer: int) -> None:
+        """Let the layer after this one come, and wait for this one."""
+        begun, coming = self.streams.mark(), self.coming
+        if len(self.order) > 1:  # a single one stays
+            turn = (self.order.index(layer) + 1) % len(self.order)
+            following = self.order[turn]
+            host, buffer, missing = self.host[following], self.buffer(following), int(turn > 0)
+            work = partial(bring_tokens, host, self.seen, buffer, missing)
+            self.coming = self.streams.submit(STREAM, work, [begun])
+        if coming is not None:
+            self.streams.wait(coming)
+
+    def end(self, layer: int, new: NewToken) -> None:
+        """Write the newest token of this layer to host memory."""
+        store_newest(self.host[layer], new, self.seen)
+
+    def count(self, counters: Sequence[Counters], steps: range) -> None:
+        """Count those of the steps that a sequence took."""
+        lengths = self.lengths.first.tolist()  # before the first step
+        for layer, host in self.host.items():
+            _, parts, heads, d = host.shape
+            token = parts * heads * d * host.tokens[0].element_size()
+            for own, length in zip(counters, lengths, strict=True):
+                for step in steps[: max(0, len(own.counts) - steps.start)]:
+                    brought = (length + step + 1) * token
+                    early = step > 0 or layer != self.order[0]
+                    amounts = dict.fromkeys(Count, 0)
+                    amounts[Count.BYTES_TO_DEVICE], amounts[Count.BYTES_TO_HOST] = brought, token
+                    amounts[Count.BYTES_EXPOSED] = token if early else brought
+                    own.add_all(layer, list(amounts.values()), step)
+
+
+class BroughtLayer(PlannedLayer):
+    """A layer that attends to all of its tokens in the buffer that it has come into."""
+
+    def __init__(self, whole: WholeLayers, layer: int, slots: BatchSlots, *beside: Any):
+        super().__init__(layer, slots, *beside)
+        self.whole, self.layer = whole, layer
+
+    def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
+        """Attend while the next layer comes."""
+        self.whole.begin(self.layer)
+        out = super().__call__(q, new, softmax)
+        self.whole.end(self.layer, new)
+        return out
+
+
+# Speculation that is told what to find: for measuring a pipeline on made-up weights, whose queries mean nothing.
+
+PATTERNS = 64
+"""Steps after which the same heads are corrected again."""
+
+
+@dataclass(frozen=True)
+class DecisionRates:
+    """Part of the KV heads that a step corrects, and part of a head's pages that a step exchanges."""
+
+    corrected: float
+    turnover: float
+
+
+class SyntheticDecisions:
+    """What the heads [b, Hk] of all layers do at a step, and what pages [b, Hk, k] they select, the same in all layers.
+
+    A selection is a stretch of the pages that sequences of these first `lengths` [b] have to choose from, and moves on
+    by `turnover` of its length.
+    """
+
+    def __init__(self, rates: DecisionRates, num_layers: int, num_kv_heads: int, layout: SlotLayout, lengths: Tensor):
+        b, device = len(lengths), lengths.device
+        draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
+        self.patterns = (draw < rates.corrected).to(device)
+        self.sink, self.shift = layout.sink, round(rates.turnover * layout.selected)
+        self.candidates = (page_count(lengths, layout) - layout.sink - layout.window)[:, None]
+        if int(self.candidates.min()) <= layout.selected:
+            raise ValueError("rates are for sequences that have outgrown their slots")
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.now = torch.zeros(num_layers, b, num_kv_heads, dtype=torch.bool, device=device)
+        self.others, self.later = torch.zeros_like(self.now), torch.zeros_like(self.now)
+        self.selected = torch.zeros(b, num_kv_heads, layout.selected, dtype=torch.int32, device=device)
+        self.order = torch.arange(layout.selected, device=device)
+
+    def advance(self, lengths: Tensor) -> None:
+        """Begin a step with sequences of these lengths [b], 0 for those that take no part."""
+        taking_part = (lengths > 0)[:, None]
+        wait = self.patterns.index_select(0, self.step % PATTERNS)[0]
+        torch.logical_and(wait, taking_part, out=self.now)
+        torch.logical_not(self.now, out=self.others)
+        torch.logical_and(~wait, taking_part, out=self.later)
+        pages = self.sink + (self.step * self.shift + self.order) % self.candidates  # [b, k]
+        self.selected.copy_(pages.sort(1).values[:, None])
+        self.step.add_(1)
+
+
+class SyntheticDecisionLayer(PlannedLayer):
+    """A layer that compares, scores and selects, and then does as it is told; the log has what it found itself."""
+
+    def follow(self, forced: SyntheticDecisions, layer: int) -> None:
+        """Take what to do from `forced`, as layer `layer`."""
+        assert self.speculation is not None
+        self.forced, heads = forced, self.speculation
+        heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
+
+    @override
+    def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
+        """Do the work, and take the pages that were told."""
+        super().select(q, heads, softmax)
+        if self.recalls is not None and misses is not None:
+            resolve_pages_device(self.recalls.resident, self.forced.selected, misses, heads)
+        return Chosen(self.forced.selected)
 
 
 class Side(NamedTuple):
@@ -47,7 +367,7 @@ class SlotPipeline:
     """Serves a batch by prefilled method objects, one a sequence, that state their step; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `streams` are those of each device on which layers lie, or of all. `rates`
-    are for measurements on one device, see `kvcli.runtime.gpu.synthetic`. Where there are several devices, what is done
+    are for measurements on one device, see `kvcli.runtime.gpu.pipeline`. Where there are several devices, what is done
     for one is done `on` it.
 
     Raises:

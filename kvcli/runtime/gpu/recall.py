@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.gather_pages import PROGRAMS, gather_pages
 from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.resolve_pages import MissList
-from kvcli.kernels.slot_layout import PagedKV
+from kvcli.kernels.page_table import MissList, PagedKV
+from kvcli.kernels.recall import PROGRAMS, gather_pages
 from kvcli.methods.steps.plan import FromHost
 
 PROGRAM_TOKENS = 32

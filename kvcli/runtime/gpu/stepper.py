@@ -18,10 +18,8 @@ from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.fused import fused_layers
-from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
-from kvcli.runtime.gpu.streams import Streams, streams_for
-from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.gpu.pipeline import DecisionRates, SlotPipeline
+from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder, Streams, streams_for
 from kvcli.runtime.next_query import foretelling
 from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sampling import NOT_FINITE
@@ -34,7 +32,7 @@ class SlotStepper(Stepper):
     """Steps of a batch that was prefilled; takes the caches of its method objects over.
 
     `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `compiled`:
-    see `kvcli.runtime.gpu.compiled`; `rates`: see `kvcli.runtime.gpu.synthetic`.
+    see `kvcli.runtime.gpu.compiled`; `rates`: see `kvcli.runtime.gpu.pipeline`.
 
     Raises:
         ValueError: the sequences' method cannot be served over slots.

@@ -19,13 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.runtime.saved.layer_file import CHECKED_PAGES, check_layer, read_pages
+from kvcli.kv.cache import Tiers
+from kvcli.kv.pages import paged
+from kvcli.kv.recurrent import cut_at
+from kvcli.memory.disk_tier import DamagedError, UnbufferedFile, as_bytes, checksum
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.tiers import Footprint
+from kvcli.runtime.saved.files import CHECKED_PAGES, check_layer, read_pages
 from kvcli.runtime.saved.manifest import PAGE, Manifest, StateEntry, damaged, read_manifest
-from kvcli.store.cache import Footprint, Tiers
-from kvcli.store.host_pool import HostPagePool
-from kvcli.store.pages import paged, slices
-from kvcli.store.recurrent import cut_at
-from kvcli.store.unbuffered import DamagedError, UnbufferedFile, as_bytes, checksum
+from kvcli.sizes import slices
 
 READERS = 4
 """Threads that read: the disk has work while some of them wait for new memory or sum up what they have read."""

@@ -16,11 +16,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.kernels.slot_layout import distinct
+from kvcli.kernels.page_table import distinct
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.pages import paged
+from kvcli.kv.recurrent import state_marks
+from kvcli.memory.disk_tier import as_bytes, checksum
+from kvcli.memory.host_pool import OFFLOAD_BYTES
+from kvcli.memory.pinned import host_memory
 from kvcli.models.layers import StateGeometry
-from kvcli.runtime.saved.folders import NewFolder
-from kvcli.runtime.saved.layer_file import write_layer
+from kvcli.runtime.saved.files import NewFolder, write_layer
 from kvcli.runtime.saved.manifest import (
     FORMAT,
     MANIFEST,
@@ -33,11 +37,7 @@ from kvcli.runtime.saved.manifest import (
     page_hashes,
     read_manifest,
 )
-from kvcli.store.host_memory import host_memory
-from kvcli.store.host_pool import OFFLOAD_BYTES
-from kvcli.store.pages import paged, slices
-from kvcli.store.recurrent import state_marks
-from kvcli.store.unbuffered import as_bytes, checksum
+from kvcli.sizes import slices
 
 _BUFFERS = 2  # one being filled while the other is written
 

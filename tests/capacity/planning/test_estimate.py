@@ -10,7 +10,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.methods import get_method, method_names
 from kvcli.models import dummy
 from kvcli.models.geometry import geometry_of
-from kvcli.models.weight_form import form_of, installed
+from kvcli.models.weights import form_of, installed
 
 CPU = torch.device("cpu")
 RATES = MachineRates(*(Rate.given(1e9) for _ in range(4)), Rate.given(1e11))

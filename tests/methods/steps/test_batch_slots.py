@@ -1,11 +1,11 @@
 import torch
 from engine import new_method
 
-from kvcli.kernels.slot_layout import row_positions
+from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
+from kvcli.memory.tiers import Footprint
 from kvcli.methods.steps.batch_slots import BatchSlots
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.cache import Footprint
 
 HK, D = 2, 8
 LAYERS = [

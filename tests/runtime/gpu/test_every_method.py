@@ -14,9 +14,8 @@ from kvcli.kernels import _triton
 from kvcli.methods import get_method
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.recorder import WARM_UP
+from kvcli.runtime.gpu.recorder import WARM_UP, CudaStreams, SerialStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import CudaStreams, SerialStreams
 
 # One has outgrown its budget, one does while it decodes, one never does.
 LENGTHS = (91, 41, 7)

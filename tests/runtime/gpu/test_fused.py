@@ -8,10 +8,13 @@ from fake_cuda import NOTHING
 from families import FAMILIES, HYBRIDS, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels import _triton, add_rms_norm, rms_norm, rotate, silu_mul
+from kvcli.kernels import _triton
+from kvcli.kernels import norm_rope as add_rms_norm
+from kvcli.kernels import norm_rope as rms_norm
+from kvcli.kernels import norm_rope as rotate
+from kvcli.kernels import norm_rope as silu_mul
 from kvcli.runtime.attention_hook import attached
-from kvcli.runtime.gpu.fused import fused_layers
-from kvcli.runtime.gpu.residual import parts_of, sums_in_norms
+from kvcli.runtime.gpu.fused import fused_layers, parts_of, sums_in_norms
 from kvcli.runtime.layer_major import layer_major
 
 TOKENS = torch.randint(3, VOCAB, (2, 3), generator=torch.Generator().manual_seed(5))

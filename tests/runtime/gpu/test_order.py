@@ -12,7 +12,7 @@ from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.gpu import layers
 from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.streams import CudaStreams
+from kvcli.runtime.gpu.recorder import CudaStreams
 
 LENGTH, LAYERS, STEPS = 42, 2, 2  # the second step fills a page
 PAGES = {"budget": 20, "sink": 4, "window": 4, "page_size": 4, "dense_layers": 0}

@@ -12,8 +12,8 @@ from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.gpu.pipeline import SlotPipeline
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}
 # One has outgrown its budget, one does while it decodes, one never does.
@@ -108,7 +108,7 @@ def test_steps_tried_out_before_the_start_change_nothing(monkeypatch):
 
 
 def test_more_steps_than_the_log_holds(monkeypatch):
-    monkeypatch.setattr("kvcli.runtime.gpu.log.STEPS", 8)
+    monkeypatch.setattr("kvcli.runtime.gpu.layers.STEPS", 8)
     monkeypatch.setattr("kvcli.runtime.gpu.pipeline.STEPS", 8)
     steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 27)
     assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))

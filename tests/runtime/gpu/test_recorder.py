@@ -14,9 +14,8 @@ from stated import settings
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
-from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder
+from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder, CudaStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import CudaStreams
 
 BROKEN = "operation not permitted when stream is capturing"
 DEVICE = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from families import VOCAB, tiny_model
 
 from kvcli.runtime.gpu import stepper
 from kvcli.runtime.gpu.compiled import compiled_layers
-from kvcli.runtime.gpu.streams import SerialStreams
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.sampling import Sampling
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8}

@@ -4,9 +4,8 @@ from engine import SPARE, new_method
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import LayerGeometry
-from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.streams import SerialStreams
-from kvcli.runtime.gpu.synthetic import DecisionRates
+from kvcli.runtime.gpu.pipeline import DecisionRates, SlotPipeline
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.telemetry.counters import Count
 
 H, HK, D, LENGTH, STEPS = 8, 4, 8, 400, 40

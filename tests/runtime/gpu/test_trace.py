@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.gpu.pipeline import SlotPipeline
-from kvcli.runtime.gpu.streams import SerialStreams
+from kvcli.runtime.gpu.recorder import SerialStreams
 
 LAYERS, LENGTH = 3, 131
 BEYOND = LENGTH, 40  # one prompt of a batch is beyond the budget

@@ -10,12 +10,12 @@ from kvcli.conformance.models import tiny_model
 from kvcli.conformance.runs import in_memory
 from kvcli.conformance.test_method import SMALL, prompt, settings
 from kvcli.methods import get_method
-from kvcli.models.frequencies import RopeTable
 from kvcli.models.latent import Latent
+from kvcli.models.rope import RopeTable
 from kvcli.runtime.engine import engine
 from kvcli.runtime.gpu import stepper
+from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
-from kvcli.runtime.gpu.streams import SerialStreams
 from kvcli.runtime.sampling import Sampling
 
 LENGTHS, STEPS = (75, 40), 9

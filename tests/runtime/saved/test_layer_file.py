@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvcli.runtime.saved import layer_file
-from kvcli.runtime.saved.layer_file import check_layer, read_pages, write_layer
-from kvcli.store.host_memory import host_memory
-from kvcli.store.unbuffered import ALIGNMENT, DamagedError, UnbufferedFile
+from kvcli.memory.disk_tier import ALIGNMENT, DamagedError, UnbufferedFile
+from kvcli.memory.pinned import host_memory
+from kvcli.runtime.saved import files as layer_file
+from kvcli.runtime.saved.files import check_layer, read_pages, write_layer
 
 
 def pages(count, dtype=torch.float32, heads=2, d=8):

@@ -11,12 +11,12 @@ import xxhash
 from saving import ASKED, IDENTITY, LAYERS, layer_kv, names_in, save
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kv.cache import Tiers
 from kvcli.runtime.saved import writer as writing
-from kvcli.runtime.saved.folders import NewFolder, clear, locked, remove
+from kvcli.runtime.saved.files import NewFolder, clear, locked, remove
 from kvcli.runtime.saved.manifest import MANIFEST, PAGE, page_hashes, read_manifest
 from kvcli.runtime.saved.reader import KVDamagedError, SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving, check_target
-from kvcli.store.cache import Tiers
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
 IDS = list(range(5, 5 + 3 * PAGE + 7))

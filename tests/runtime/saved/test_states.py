@@ -11,12 +11,12 @@ from kvcli.conformance.models import tiny_model
 from kvcli.conformance.runs import in_memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kv import recurrent
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.conversation import Conversation, NewTurn
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.manifest import PAGE, read_manifest
 from kvcli.runtime.saved.reader import verify
-from kvcli.store import recurrent
 from kvcli.telemetry.observer import Observer
 
 

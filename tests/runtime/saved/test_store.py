@@ -4,10 +4,10 @@ import pytest
 from saving import IDENTITY, names_in, save
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kv.cache import Tiers
+from kvcli.runtime.saved.library import KVStore
 from kvcli.runtime.saved.manifest import MANIFEST, PAGE, read_manifest
 from kvcli.runtime.saved.reader import SavedKV, Segment
-from kvcli.runtime.saved.store import KVStore
-from kvcli.store.cache import Tiers
 
 DOCUMENT = list(range(4 * PAGE))
 FIRST, SECOND = [*DOCUMENT, *range(1000, 1040)], [*DOCUMENT, *range(2000, 2100)]

@@ -1,0 +1,311 @@
+"""Memory that loops for a CPU will read soon, asked for ahead.
+
+A processor foresees what lies in a row, if not as far as memory would let it; of rows that lie anywhere it waits for
+each. A hint some rows ahead has the next ones on their way meanwhile, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from kvcli.kernels._numba import inlined, intrinsic
+
+AHEAD = 8  # rows
+LINE = 64  # bytes that come together
+
+
+@intrinsic
+def _ask_for(_: Any, array: Any, index: Any) -> Any:
+    """Have the line with a number of a flat array come."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def ask(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        of = context.make_array(signature.args[0])(context, builder, given[0])
+        number, anything = ir.IntType(32), cgutils.voidptr_t
+        hint = ir.FunctionType(ir.VoidType(), [anything, number, number, number])
+        declare: Any = cgutils.get_or_insert_function
+        function = declare(builder.module, hint, "llvm.prefetch.p0")
+        place = builder.bitcast(builder.gep(of.data, [given[1]]), anything)
+        builder.call(function, [place, number(0), number(3), number(1)])  # to read, to be kept close, data
+        return context.get_dummy_value()
+
+    return types.none(array, index), ask
+
+
+@intrinsic
+def _in_a_line(_: Any, array: Any) -> Any:
+    """How many numbers of an array a line has, which its type says: to ask the array would cost a division."""
+    from numba import types
+
+    def count(context: Any, __: Any, signature: Any, ___: Any) -> Any:
+        size = context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        return context.get_constant(types.intp, LINE // size)
+
+    return types.intp(array), count
+
+
+@inlined
+def prefetch(array: Any, first: Any, count: int) -> None:
+    """Have `count` numbers from `first` on come, of a flat array; nobody waits for them."""
+    for c in range(0, count, _in_a_line(array)):
+        _ask_for(array, np.uint64(first) + np.uint64(c))
+
+
+# What parts of loops that take many numbers at once are written of: vectors of numbers in flat arrays.
+
+LOT = 64  # numbers that are taken at once: bytes of a register of AVX-512, bits of a mask
+
+
+class FlatArrays:
+    """The arguments of a part of a loop: flat arrays, and behind each the place where its numbers begin."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, given: Any):
+        """Take what the compiler says of them."""
+        self.context, self.builder, self.kinds, self.given = context, builder, signature.args, given
+
+    def load(self, argument: int, count: int, offset: int = 0) -> Any:
+        """Load `count` numbers, of which the first is `offset` behind the place."""
+        begin, size = self._begin(argument, count, offset)
+        vector = self.builder.load(begin)
+        vector.align = size
+        return vector
+
+    def store(self, argument: int, vector: Any) -> None:
+        """Store a vector from the place on."""
+        begin, size = self._begin(argument, vector.type.count)
+        self.builder.store(vector, begin).align = size
+
+    def _begin(self, argument: int, count: int, offset: int = 0) -> tuple[Any, int]:
+        from llvmlite import ir
+
+        array, place = self.given[argument : argument + 2]
+        data = self.context.make_array(self.kinds[argument])(self.context, self.builder, array).data
+        begin = self.builder.gep(data, [self.builder.add(place, place.type(offset))])
+        number = begin.type.pointee
+        of_many = ir.VectorType(number, count).as_pointer()
+        return self.builder.bitcast(begin, of_many), self.context.get_abi_sizeof(number)
+
+
+def lanes(builder: Any, vectors: tuple[Any, Any], which: Any) -> Any:
+    """Make a vector of some lanes of two: those of the second are counted behind those of the first."""
+    from llvmlite import ir
+
+    named = list(which)
+    return builder.shuffle_vector(*vectors, ir.Constant(ir.VectorType(ir.IntType(32), len(named)), named))
+
+
+def all_of(builder: Any, number: Any, count: int) -> Any:
+    """Make a vector of one number."""
+    from llvmlite import ir
+
+    one = builder.insert_element(ir.Constant(ir.VectorType(number.type, 1), ir.Undefined), number, ir.IntType(32)(0))
+    return lanes(builder, (one, one), [0] * count)
+
+
+# Numbers compared 64 at a time in loops for a CPU, with a bit for each: bits are counted and found at once.
+
+
+def _comparing(sign: str) -> Any:
+    @intrinsic
+    def mask(_: Any, values: Any, first: Any, bound: Any) -> Any:  # noqa: ARG001
+        """Compare a LOT of a flat array with the bound."""
+        from llvmlite import ir
+        from numba import types
+
+        def compare(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            numbers = FlatArrays(context, builder, signature, given).load(0, LOT)
+            compared = builder.icmp_signed if values.dtype.signed else builder.icmp_unsigned
+            return builder.bitcast(compared(sign, numbers, all_of(builder, given[2], LOT)), ir.IntType(LOT))
+
+        return types.uint64(values, first, values.dtype), compare
+
+    return mask
+
+
+@intrinsic
+def ones(_: Any, mask: Any) -> Any:
+    """Count the bits."""
+    from numba import types
+
+    def count(_: Any, builder: Any, __: Any, given: Any) -> Any:
+        return builder.ctpop(given[0])
+
+    return types.int64(mask), count
+
+
+@intrinsic
+def first_one(_: Any, mask: Any) -> Any:
+    """Find the first bit of a mask that has one."""
+    from llvmlite import ir
+    from numba import types
+
+    def find(_: Any, builder: Any, __: Any, given: Any) -> Any:
+        return builder.cttz(given[0], ir.IntType(1)(1))
+
+    return types.int64(mask), find
+
+
+def _flagging(of_lot: Any, holds: Any) -> Any:
+    @inlined
+    def flags(keys: Any, j: int, bound: int) -> Any:
+        """Flag those of a LOT of keys, whole numbers, from j on for which it holds."""
+        if len(keys) - j >= LOT:
+            return of_lot(keys, np.uint64(j), bound)
+        mask = np.uint64(0)
+        for i in range(len(keys) - j):
+            mask |= np.uint64(holds(keys[np.uint64(j + i)], bound)) << np.uint64(i)
+        return mask
+
+    return flags
+
+
+at_least, above = _flagging(_comparing(">="), operator.ge), _flagging(_comparing(">"), operator.gt)
+"""Which of a LOT of keys from j on are not below a bound, and which exceed it: flags(keys, j, bound)."""
+
+
+@inlined
+def without_first(mask: Any) -> Any:
+    """Take the first bit away."""
+    return mask & (mask - np.uint64(1))
+
+
+# e^x inside loops for a CPU, in arithmetic that a compiler makes of sixteen numbers at once.
+
+LEAST = np.float32(-87.3)
+"""Below it e^x is 0: a float of full precision has no smaller one."""
+
+_PER_LOG_2, _LOG_2, _LOG_2_REST = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C6, _C5, _C4 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C2, _C1 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
+
+
+@intrinsic
+def _float_of_bits(_: Any, __: Any) -> Any:
+    """Read the 32 bits of a whole number as a float."""
+    from numba import types
+
+    def read(context: Any, builder: Any, ___: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), read
+
+
+@inlined
+def exp(x: Any) -> Any:
+    """Give e^x of a float32 up to 88; what is no number stays so."""
+    times = np.floor((x if x > LEAST else LEAST) * _PER_LOG_2 + _HALF)
+    rest = x - times * _LOG_2 - times * _LOG_2_REST
+    power = ((((_C6 * rest + _C5) * rest + _C4) * rest + _C3) * rest + _C2) * rest + _C1
+    power = power * rest * rest + rest + _ONE
+    scale = _float_of_bits((np.int32(times) + np.int32(127)) << np.int32(23))
+    return _ZERO if x < LEAST else power * scale
+
+
+# Tables that lie in a processor's registers, looked up by many lanes at once: parts of loops for x86 with AVX-512.
+
+PATTERNS = 256  # of a byte
+LEVELS = 16  # that four bits tell apart
+
+BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # of a pair of registers, by the lower seven bits
+NUMBERS = "llvm.x86.avx512.permvar.sf.512"
+
+
+@cache
+def permutes() -> bool:
+    """Tell whether loops are compiled for a processor that has these; asked where loops serve."""
+    from numba.core.registry import cpu_target
+
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512vbmi" in features.split(",")
+
+
+@intrinsic
+def add_looked_up(_: Any, rows: Any, first: Any, tables: Any, own: Any, sums: Any, place: Any, columns: Any) -> Any:
+    """Look up each byte of LOT rows in the table of its column, and add up a row's.
+
+    Flat arrays of bytes: rows from `first` on, tables [columns, PATTERNS] from `own` on, sums from `place` on. The
+    columns are a power of two that the loop knows.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def look_up(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        held = FlatArrays(context, builder, signature, given)
+        indices = _columns(builder, [held.load(0, LOT, LOT * i) for i in range(columns.literal_value)])
+        vector = indices[0].type
+        declare: Any = cgutils.get_or_insert_function
+        of_pair = declare(builder.module, ir.FunctionType(vector, [vector] * 3), BYTES)
+        total = nothing = ir.Constant(vector, [0] * LOT)
+        for column, index in enumerate(indices):
+            table = [held.load(2, LOT, PATTERNS * column + LOT * quarter) for quarter in range(4)]
+            lower, upper = (builder.call(of_pair, [table[i], index, table[i + 1]]) for i in (0, 2))
+            highest_bit = builder.icmp_signed("<", index, nothing)
+            total = builder.add(total, builder.select(highest_bit, upper, lower))
+        held.store(4, total)
+        return context.get_dummy_value()
+
+    if not isinstance(columns, types.Literal):
+        return None
+    return types.none(rows, first, tables, own, sums, place, columns), look_up
+
+
+def _columns(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sort the bytes of LOT rows, given as they lie in memory, by their column: a vector of LOT for each."""
+    if len(rows) == 1:
+        return rows
+    columns = [None] * len(rows)
+    for odd in (0, 1):
+        halved = [lanes(builder, pair, range(odd, 2 * LOT, 2)) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        columns[odd::2] = _columns(builder, halved)
+    return columns
+
+
+@intrinsic
+def multiply_levels(
+    _: Any, codes: Any, code: Any, weights: Any, weight: Any, levels: Any, zero: Any, q: Any, own: Any, blocks: Any
+) -> Any:
+    """Multiply a key of four bits with a query: sum_b weight_b * sum_c levels[code_bc] * q_bc, eight channels a block.
+
+    Flat arrays: codes from `code` on, two channels a byte; weights from `weight` on; levels [LEVELS] from `zero` on; q
+    from `own` on, for every LEVELS bytes of codes the channels of their lower halves before those of their upper ones.
+    The blocks are a multiple of four that the loop knows.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def multiply(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        held = FlatArrays(context, builder, signature, given)
+        add, times = (partial(written, flags=("contract",)) for written in (builder.fadd, builder.fmul))
+        table, index = held.load(4, LEVELS), ir.VectorType(ir.IntType(32), LEVELS)
+        declare: Any = cgutils.get_or_insert_function
+        permute = declare(builder.module, ir.FunctionType(table.type, [table.type, index]), NUMBERS)
+        total = ir.Constant(table.type, [0.0] * LEVELS)
+        for turn in range(blocks.literal_value // 4):
+            both = builder.zext(held.load(0, LEVELS, LEVELS * turn), index)
+            halves = (
+                builder.and_(both, ir.Constant(index, [15] * LEVELS)),
+                builder.lshr(both, ir.Constant(index, [4] * LEVELS)),
+            )
+            lower, upper = (
+                times(builder.call(permute, [table, half]), held.load(6, LEVELS, LEVELS * (2 * turn + i)))
+                for i, half in enumerate(halves)
+            )
+            of_blocks = held.load(2, 4, 4 * turn)
+            weighing = lanes(builder, (of_blocks, of_blocks), (i // 4 for i in range(LEVELS)))
+            total = add(total, times(add(lower, upper), weighing))
+        for count in (8, 4, 2, 1):
+            total = add(*(lanes(builder, (total, total), range(i, i + count)) for i in (0, count)))
+        return builder.extract_element(total, ir.IntType(32)(0))
+
+    if not isinstance(blocks, types.Literal):
+        return None
+    return types.float32(codes, code, weights, weight, levels, zero, q, own, blocks), multiply

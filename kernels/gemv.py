@@ -1,0 +1,271 @@
+"""Products of a few rows with long matrices on a CPU, which read these once and at the memory's rate.
+
+    s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
+
+torch's own read at a half to a third of that rate for so few rows; for linear layers there is `weight_rows`, for
+attention `attention_rows`. Where the heads of a token lie side by side, they are read together: a head alone would take
+every few lines of memory, and streams so far apart fall on the same places of a cache.
+
+Shapes: q [Hk, G, d], k [Hk, n, d]; all fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvcli.kernels._llvm import AHEAD, FlatArrays, exp, prefetch
+from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, serves
+
+MOST_ROWS = 8
+"""For more rows a matrix product is faster, which keeps numbers in registers."""
+
+PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
+TOKENS = 256  # with the keys or values of all heads
+LANES = 16  # numbers of a register of AVX-512
+FAR = 1 << 19
+"""Numbers from which on they are taken to lie in memory: read ahead, they come up to 1.8 times as fast.
+
+Of fewer, which a processor's cache may hold, the reading ahead would cost a sixth of the time.
+"""
+
+
+@inlined
+def apart(x: Any, first: int, token: int, part: int, d: int, far: bool) -> Any:
+    """Tell where four rows of d numbers begin, `part` tokens apart; `far` ones some tokens later have been asked for.
+
+    What is below 0 would count from the end, and asking costs pace.
+    """
+    if far:
+        for turn in range(4):
+            prefetch(x, first + (turn * part + AHEAD) * token, d)
+    a, b = np.uint64(first), np.uint64(part * token)
+    return a, a + b, a + b + b, a + b + b + b
+
+
+@inlined
+def dots(q: Any, k: Any, h: int, j: int, part: int, at: Any, d: int, group: int, out: Any) -> None:
+    """Multiply four rows of a head, `part` apart, with its queries; `d` and `group` are numbers that a loop knows."""
+    a0, a1, a2, a3 = at
+    for g in range(group):
+        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for c in range(d):
+            i = np.uint64(c)
+            x = q[np.uint64(h), np.uint64(g), i]
+            s0 += x * k[a0 + i]
+            s1 += x * k[a1 + i]
+            s2 += x * k[a2 + i]
+            s3 += x * k[a3 + i]
+        row = out[h, g]
+        row[j], row[j + part], row[j + 2 * part], row[j + 3 * part] = s0, s1, s2, s3
+
+
+@inlined
+def dot(q: Any, k: Any, h: int, j: int, at: int, d: int, group: int, out: Any) -> None:
+    """Multiply a single row."""
+    for g in range(group):
+        total = np.float32(0)
+        for c in range(d):
+            total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * k[at + np.uint64(c)]
+        out[np.uint64(h), np.uint64(g), np.uint64(j)] = total
+
+
+@cache
+def _loops(d: int, group: int) -> tuple[Any, Any]:
+    """Make the loops over keys of d numbers, for so many queries that share a KV head.
+
+    With sizes that are known queries and sums stay in the processor's registers. Keys lie `head` and `token` numbers
+    apart; where the heads of a token lie side by side they are read by token, in the second loop. What loops close over
+    is numbers alone: numba names a compiled loop on the disk by that, and another loop among it has another name in
+    every process.
+    """
+
+    @compiled
+    def products(q: Any, k: Any, head: int, token: int, far: bool, out: Any) -> None:
+        heads, _, n = out.shape
+        pieces = (n + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            last = min(first + PIECE, n)
+            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            for j in range(first, first + part):
+                dots(q, k, h, j, part, apart(k, h * head + j * token, token, part, d, far), d, group, out)
+            for j in range(first + 4 * part, last):
+                dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
+
+    @compiled
+    def products_by_token(q: Any, k: Any, head: int, token: int, far: bool, out: Any) -> None:
+        heads, _, n = out.shape
+        for piece in prange((n + TOKENS - 1) // TOKENS):
+            first, last = piece * TOKENS, min(piece * TOKENS + TOKENS, n)
+            part = (last - first) // 4
+            for j in range(first, first + part):  # of all heads, so that memory is read in its order
+                for h in range(heads):
+                    dots(q, k, h, j, part, apart(k, h * head + j * token, token, part, d, far), d, group, out)
+            for j in range(first + 4 * part, last):
+                for h in range(heads):
+                    dot(q, k, h, j, np.uint64(h * head + j * token), d, group, out)
+
+    return products, products_by_token
+
+
+@intrinsic
+def _dot_odd(_: Any, queries: Any, query: Any, ends: Any, end: Any, keys: Any, key: Any, d: Any, lanes: Any) -> Any:
+    """Multiply a row whose d numbers fill no registers of so many `lanes`: the last one begins before those are left.
+
+    Against what it has in common with the others there are zeros in the `ends` of the queries.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def multiply(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        held, flags = FlatArrays(context, builder, signature, given), ("contract", "reassoc")
+        count = lanes.literal_value
+        last = d.literal_value - count
+        total = builder.fmul(held.load(2, count), held.load(4, count, last), flags=flags)
+        for at in range(0, last, count):
+            product = builder.fmul(held.load(0, count, at), held.load(4, count, at), flags=flags)
+            total = builder.fadd(total, product, flags=flags)
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), total.type])
+        declare: Any = cgutils.get_or_insert_function
+        add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{count}f32")
+        return builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=flags)
+
+    if not isinstance(d, types.Literal) or not isinstance(lanes, types.Literal):
+        return None
+    return types.float32(queries, query, ends, end, keys, key, d, lanes), multiply
+
+
+@cache
+def _loop_of_odd_rows(d: int, group: int) -> Any:
+    """Make the loop over keys whose d numbers fill no registers: a compiler would take their last ones one by one."""
+    lanes = LANES if d > LANES else LANES // 2
+
+    @compiled
+    def products(q: Any, ends: Any, k: Any, head: int, token: int, out: Any) -> None:
+        heads, _, n = out.shape
+        pieces = (n + PIECE - 1) // PIECE
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * PIECE
+            for j in range(first, min(first + PIECE, n)):
+                key = np.uint64(h * head + j * token)
+                for g in range(group):
+                    row = h * group + g
+                    out[h, g, j] = _dot_odd(q, np.uint64(row * d), ends, np.uint64(row * lanes), k, key, d, lanes)
+
+    return products
+
+
+def suits(rows: Tensor, *matrices: Tensor, numbers: int = 0) -> bool:
+    """Tell whether `rows` [.., m, d] are few, and these loops can take them with the matrices.
+
+    `numbers`: how many a loop looks at, where they are more than those of the tensors.
+    """
+    return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices, numbers=numbers)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Score every key: [Hk, G, n]."""
+    out = q.new_empty(*q.shape[:2], k.shape[1])
+    q, held, d = q.contiguous(), (flat(k), *k.stride()[:2]), k.shape[2]
+    if d % 8 and d > 8:
+        lanes = LANES if d > LANES else LANES // 2
+        ends = q[..., -lanes:].clone()  # zeros in the place of what whole registers before them have
+        ends[..., : -(d % lanes)] = 0
+        run(_loop_of_odd_rows(d, q.shape[1]), k.numel(), flat(q), flat(ends), *held, out)
+    else:
+        loop = _loops(d, q.shape[1])[heads_side_by_side(k)]
+        run(loop, k.numel(), q, *held, k.numel() >= FAR, out)
+    return out
+
+
+def heads_side_by_side(x: Tensor) -> bool:
+    """Tell whether the heads of a token lie side by side: keys or values [Hk, n, d] of memory [n, Hk, d]."""
+    return len(x) > 1 and x.stride(0) < x.stride(1)
+
+
+# Linear layers for a few rows on a CPU, which read their weights once and at the memory's rate: y_mi = x_m . W_i.
+
+ROWS = 32  # of a weight, that a thread takes at once
+
+
+@inlined
+def _products(x: Any, weight: Any, first: int, last: int, out: Any, at: int) -> None:
+    """Multiply x by some rows of a weight; `out` has the products from column `at` on."""
+    part = (last - first) // 4
+    for i in range(first, first + part):
+        w0, w1, w2, w3 = weight[i], weight[i + part], weight[i + 2 * part], weight[i + 3 * part]
+        for m in range(len(x)):
+            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for c in range(x.shape[1]):
+                s0 += x[m, c] * w0[c]
+                s1 += x[m, c] * w1[c]
+                s2 += x[m, c] * w2[c]
+                s3 += x[m, c] * w3[c]
+            row = out[m, at:]
+            row[i], row[i + part], row[i + 2 * part], row[i + 3 * part] = s0, s1, s2, s3
+    for i in range(first + 4 * part, last):
+        for m in range(len(x)):
+            total = np.float32(0)
+            for c in range(x.shape[1]):
+                total += x[m, c] * weight[i, c]
+            out[m, at + i] = total
+
+
+@inlined
+def _blocks(weight: Any) -> int:
+    return (len(weight) + ROWS - 1) // ROWS
+
+
+@inlined
+def _place(weights: Any, block: int) -> tuple[int, int, int]:
+    """Tell the layer of a block, where it begins in the layer's rows, and how many rows the layers before have."""
+    layer, at = 0, 0
+    while block >= _blocks(weights[layer]):
+        block -= _blocks(weights[layer])
+        at += len(weights[layer])
+        layer += 1
+    return layer, block * ROWS, at
+
+
+@compiled
+def _row_products(x: Any, weights: Any, out: Any) -> None:
+    blocks = 0  # of all layers, so that threads have the same to do
+    for i in range(len(weights)):
+        blocks += _blocks(weights[i])
+    for block in prange(blocks):
+        layer, first, at = _place(weights, np.int64(block))
+        _products(x, weights[layer], first, min(first + ROWS, len(weights[layer])), out, at)
+
+
+@compiled
+def _gated_products(x: Any, gate: Any, up: Any, products: Any, out: Any) -> None:
+    n = len(gate)
+    for block in prange(_blocks(gate)):
+        first, last = block * ROWS, min(block * ROWS + ROWS, n)
+        _products(x, gate, first, last, products, 0)
+        _products(x, up, first, last, products, n)
+        for m in range(len(x)):
+            for i in range(first, last):
+                s = products[m, i]
+                less = -s if s > np.float32(-88) else np.float32(88)  # beyond, e^88 is as good as infinite
+                out[m, i] = s / (np.float32(1) + exp(less)) * products[m, n + i]
+
+
+def row_products(x: Tensor, weights: tuple[Any, ...]) -> Tensor:
+    """Multiply by the weights of linear layers, arrays without gaps: [m, all their out], side by side."""
+    out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    run(_row_products, out.shape[1] * x.shape[1], x.contiguous(), weights, out)
+    return out
+
+
+def gated_products(x: Tensor, gate: Any, up: Any) -> Tensor:
+    """Give silu(x . gate) * (x . up) by two arrays without gaps: [m, out]."""
+    rows, size = x.shape[0], gate.shape[0]
+    products, out = x.new_empty(rows, 2 * size), x.new_empty(rows, size)
+    run(_gated_products, gate.size + up.size, x.contiguous(), gate, up, products, out)
+    return out

@@ -1,0 +1,428 @@
+"""How large the channels of a head's keys are, where keys are rounded one by one.
+
+Some channels of keys are many times as large as others, in every token. Numbers that share a scale then have an error
+as large as the largest of them allows, and where that scale is a token's own, the small channels are lost. So keys are
+divided by the sizes of their channels first, which all tokens of a head share (as SmoothAttention does,
+QServe, arXiv 2405.04532, which puts them into the weights), and multiplied by them when they are read; or the query is.
+
+RoPE turns channels c and c + d/2 into one another, slowly in some pairs, so that one that is small in the first tokens
+is large later: both have the size of the pair. Sizes are powers of two, and dividing by them rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
+
+TOKENS = 128
+"""First tokens whose keys say how large channels are."""
+
+LEAST = 1 / 32
+"""No channel counts as smaller than this part of the head's mean: what is nearly nothing now may grow."""
+
+
+def channel_sizes(k: Tensor) -> Tensor:
+    """Measure channels by the first tokens of keys k [Hk, n, d]: [Hk, d] fp32."""
+    low_half, high_half = k[:, :TOKENS].float().chunk(2, -1)
+    pairs = torch.hypot(low_half, high_half).mean(1)  # [Hk, d / 2]
+    least = (LEAST * pairs.mean(-1, keepdim=True)).clamp(min=torch.finfo(torch.float16).tiny)
+    sizes = torch.exp2(torch.log2(torch.maximum(pairs, least)).round())
+    return torch.cat((sizes, sizes), -1)
+
+
+# Numbers of quantised blocks on a CPU: `kvcli.kernels.quant` read in one loop, each number written once.
+
+PIECE = 1 << 14  # numbers that a thread writes at once, about
+TOKENS_AT_ONCE = 64  # that a thread takes at once
+LINE = 64  # bytes that come from memory together
+
+
+class PartLayout(NamedTuple):
+    """Where a part of a block lies: its first byte of codes, its first fp16 of scales, and the size of its groups."""
+
+    codes: int
+    scales: int
+    tokens: int
+    channels: int
+
+    def of_token(self, d: int, bits: int) -> tuple[int, int, int, int, int]:
+        """Say the same of a block of one token with rows of d numbers, and how many groups and bytes it has."""
+        return self.codes, self.scales, self.channels, d // self.channels, d * bits // 8
+
+
+@inlined
+def _touch(blocks: Any, picked: Any) -> int:
+    """Have all lines of the blocks on their way from memory at once."""
+    total = 0
+    for i in range(len(picked)):
+        for c in range(0, blocks.shape[1], LINE):
+            total += blocks[picked[i], c]
+    return total
+
+
+@inlined
+def _store(numbers: Any, as_bits: Any, target: Any) -> None:
+    """Write numbers, also given `as_bits`, into fp32, or as bfloat16 into a target of 16 bits."""
+    if target.itemsize == 2:  # the upper half of the bits, to the nearest, of two the even one
+        for c in range(len(target)):
+            b = as_bits[c]
+            b = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+            target[c] = b if numbers[c] == numbers[c] else np.uint32(0x7FC0)
+    else:
+        for c in range(len(target)):
+            target[c] = numbers[c]
+
+
+@inlined
+def read_token(
+    blocks: Any, halves: Any, row: int, floats: Any, part: Any, mask: Any, its: Any, out: Any, i: int
+) -> None:
+    """Write the numbers of a part of a token into row i of `out`, through `its` [2, columns], scales and zeros.
+
+    `part` is what `PartLayout.of_token` gives: with sizes that are known a processor takes sixteen numbers at a time.
+    """
+    first, scales, channels, columns, width = part
+    for column in range(columns):
+        its[0, column] = floats[halves[row, scales + column]]
+        its[1, column] = floats[halves[row, scales + columns + column]]
+    r, o = np.uint64(row), np.uint64(i)  # what is below 0 would count from the end, and asking costs a loop its pace
+    for c in range(channels):
+        for column in range(columns):  # inside: alone it would be too short
+            begin = column * channels
+            code = np.int32(blocks[r, np.uint64(first + begin % width + c)]) >> np.int32(4 * (begin // width))
+            number = np.float32(code & np.int32(mask))
+            out[o, np.uint64(begin + c)] = its[1, np.uint64(column)] + its[0, np.uint64(column)] * number
+
+
+@compiled
+def _dequantise_rows(
+    blocks: Any,
+    halves: Any,
+    picked: Any,
+    floats: Any,
+    bits: int,
+    size: int,
+    d: int,
+    parts: Any,
+    at_once: int,
+    sizes: Any,
+    heads: Any,
+    out: Any,
+    strides: Any,
+    places: Any,
+    touched: Any,
+) -> None:
+    width, mask = d * bits // 8, (1 << bits) - 1
+    for piece in prange(len(touched)):
+        scale, zero, numbers = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
+        as_bits = numbers.view(np.uint32)
+        last_block = min(len(picked), (piece + 1) * at_once)
+        touched[piece] = _touch(blocks, picked[piece * at_once : last_block])
+        for i in range(piece * at_once, last_block):
+            block = picked[i]
+            for part in range(len(parts)):
+                first, scales, tokens, channels = parts[part]
+                columns = d // channels
+                zeros = scales + size // tokens * columns
+                for t in range(size):
+                    codes = blocks[block, first + t * width :][:width]
+                    if channels == 1:  # every channel has its own scale, for so many tokens
+                        if t % tokens == 0:
+                            for c in range(d):
+                                group = t // tokens * d + c
+                                scale[c] = floats[halves[block, scales + group]]
+                                zero[c] = floats[halves[block, zeros + group]]
+                        for half in range(d // width):
+                            own, s, z = numbers[half * width :][:width], scale[half * width :], zero[half * width :]
+                            for c in range(width):
+                                own[c] = z[c] + s[c] * np.float32(
+                                    np.int32(codes[c]) >> np.int32(4 * half) & np.int32(mask)
+                                )
+                    else:
+                        for column in range(columns):
+                            group, begin = t // tokens * columns + column, column * channels
+                            s1, z1 = floats[halves[block, scales + group]], floats[halves[block, zeros + group]]
+                            shift = 4 * (begin // width)
+                            own, its = numbers[begin:][:channels], codes[begin % width :][:channels]
+                            for c in range(channels):
+                                code = np.int32(its[c]) >> np.int32(shift) & np.int32(mask)
+                                own[c] = z1 + s1 * np.float32(code)
+                    if part == 0 and len(sizes) > 0:
+                        its_sizes = sizes[heads[i]]
+                        for c in range(d):
+                            numbers[c] *= its_sizes[c]
+                    at = places[i] * strides[0] + part * strides[1] + t * strides[2]
+                    _store(numbers, as_bits, out[at:][:d])
+
+
+@cache
+def _tokens(d: int, bits: int, keys: PartLayout, values: PartLayout) -> Any:
+    """Make the loop over blocks of single tokens, whose sizes are known."""
+    mask, of_key, of_value = (1 << bits) - 1, keys.of_token(d, bits), values.of_token(d, bits)
+    columns = max(of_key[3], of_value[3])
+
+    @compiled
+    def loop(
+        blocks: Any,
+        halves: Any,
+        picked: Any,
+        floats: Any,
+        sizes: Any,
+        heads: Any,
+        out: Any,
+        strides: Any,
+        places: Any,
+        touched: Any,
+    ) -> None:
+        for piece in prange(len(touched)):
+            numbers, its = np.empty((2, d), np.float32), np.empty((2, columns), np.float32)
+            as_bits = numbers.view(np.uint32)
+            last = min(len(picked), (piece + 1) * TOKENS_AT_ONCE)
+            touched[piece] = _touch(blocks, picked[piece * TOKENS_AT_ONCE : last])
+            for i in range(piece * TOKENS_AT_ONCE, last):
+                at = places[i] * strides[0]
+                read_token(blocks, halves, picked[i], floats, of_key, mask, its, numbers, 0)
+                read_token(blocks, halves, picked[i], floats, of_value, mask, its, numbers, 1)
+                for c in range(d):
+                    numbers[0, np.uint64(c)] *= sizes[heads[i], np.uint64(c)]
+                _store(numbers[0], as_bits[0], out[at:][:d])
+                _store(numbers[1], as_bits[1], out[at + strides[1] :][:d])
+
+    return loop
+
+
+def suits(blocks: Tensor, out: Tensor) -> bool:
+    """Tell whether this can read these blocks into that."""
+    narrow = out.dtype == torch.bfloat16
+    return serves(out, dtype=torch.bfloat16 if narrow else torch.float32) and _are_bytes(blocks)
+
+
+def dequantise_rows(
+    blocks: Tensor,
+    bits: int,
+    parts: Sequence[PartLayout],
+    out: Tensor,
+    sizes: Tensor | None = None,
+    heads: Tensor | None = None,
+    moves: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the numbers of blocks, of `bits` each, into out; keys times their `sizes` where there are any.
+
+    `moves`, rows of blocks and of out [m] each, says which go where; `heads` [m] are then of these.
+    """
+    picked, places = moves or (torch.arange(len(blocks)),) * 2
+    target = flat(out.view(torch.uint16) if out.dtype == torch.bfloat16 else out)
+    read = blocks, blocks.view(torch.uint16), picked.contiguous(), numbers_of_halves()
+    written = target, np.array(out.stride()[:3]), places.contiguous()
+    size, d = out.shape[2:]
+    if sizes is not None and heads is not None and d % 16 == 0:
+        loop = _tokens(d, bits, *parts)
+        touched = torch.empty(-(-len(picked) // TOKENS_AT_ONCE))
+        run(loop, len(picked) * out[0].numel(), *read, sizes, heads.contiguous(), *written, touched)
+        return
+    if sizes is None or heads is None:
+        sizes, heads = torch.empty(0, d), torch.empty(0, dtype=torch.int64)
+    at_once = max(1, PIECE // out[0].numel())
+    touched, sized = torch.empty(-(-len(picked) // at_once)), (sizes, heads.contiguous())
+    shape = bits, size, d, np.array(parts), at_once
+    run(_dequantise_rows, len(picked) * out[0].numel(), *read, *shape, *sized, *written, touched)
+
+
+def _are_bytes(blocks: Tensor) -> bool:
+    return serves(blocks, dtype=torch.uint8) and blocks.data_ptr() % 2 == 0
+
+
+@cache
+def numbers_of_halves() -> Tensor:
+    """What each number of fp16, by its bits, is in fp32: [65536]."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
+
+
+# A page of one KV head in 8 or 4 bits a number: how KV is held in host memory where it is to take less of it.
+
+KVDtype = Literal["auto", "int8", "int4"]
+"""How KV in host memory is held: auto is as the model computes it."""
+
+KEY_TOKENS = 32
+"""Tokens of a page that share the scale of a channel of their keys, at most."""
+
+KEY_CHANNELS = 32
+"""Channels of a single token's key that share a scale, at most."""
+
+LARGEST = 65504.0  # in fp16
+AT_ONCE = 1 << 18  # numbers that the host works on at once: few enough for its cache, enough for a call to pay
+ALIGNMENT = 16
+
+
+class Groups(NamedTuple):
+    """Numbers that share a scale: those of `tokens` times `channels`."""
+
+    tokens: int
+    channels: int
+
+
+class BlockFormat(NamedTuple):
+    """Blocks of pages of `size` tokens, a power of two, of d channels, an even number; `parts` 2, or 1 of values."""
+
+    bits: int
+    parts: int
+    size: int
+    d: int
+
+    @classmethod
+    def of(cls, held: KVDtype, parts: int, size: int, d: int) -> BlockFormat | None:
+        """Choose the format, None where KV is held as it is computed."""
+        return None if held == "auto" else cls({"int8": 8, "int4": 4}[held], parts, size, d)
+
+    @property
+    def key_groups(self) -> Groups:
+        """Numbers of a key that share a scale."""
+        if self.size > 1:
+            return Groups(min(self.size, KEY_TOKENS), 1)
+        return Groups(1, next(n for n in range(min(self.width, KEY_CHANNELS), 0, -1) if self.width % n == 0))
+
+    @property
+    def sized(self) -> bool:
+        """Whether there are keys whose channels share a scale."""
+        return self.parts == 2 and self.size == 1
+
+    @property
+    def groups(self) -> list[Groups]:
+        """The groups of each part; none has channels of both halves of a byte."""
+        return [self.key_groups, Groups(1, self.width)][-self.parts :]
+
+    @property
+    def width(self) -> int:
+        """Bytes of the codes of a token."""
+        return self.d * self.bits // 8
+
+    @property
+    def scales(self) -> list[int]:
+        """How many groups each part has."""
+        return [(self.size // tokens) * (self.d // channels) for tokens, channels in self.groups]
+
+    @property
+    def at_once(self) -> int:
+        """Blocks that the host works on at once."""
+        return max(1, AT_ONCE // (self.parts * self.size * self.d))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a block, up to a multiple of 16."""
+        used = self.parts * self.size * self.width + 4 * sum(self.scales)
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+    def codes_of(self, blocks: Tensor, part: int) -> Tensor:
+        """View the codes of a part of blocks [.., bytes]: [.., p, width]."""
+        start = part * self.size * self.width
+        return blocks[..., start : start + self.size * self.width].unflatten(-1, (self.size, self.width))  # type: ignore[no-untyped-call, no-any-return]
+
+    def scales_of(self, blocks: Tensor, part: int) -> tuple[Tensor, Tensor]:
+        """View s and z of a part of blocks [.., bytes]: [.., p / tokens, 1, d / channels, 1] fp16 each."""
+        (tokens, channels), count = self.groups[part], self.scales[part]
+        start = self.parts * self.size * self.width + 4 * sum(self.scales[:part])
+        both = blocks[..., start : start + 4 * count].view(torch.float16)
+        shape = (self.size // tokens, 1, self.d // channels, 1)
+        return both[..., :count].unflatten(-1, shape), both[..., count:].unflatten(-1, shape)  # type: ignore[no-untyped-call]
+
+    def grouped(self, x: Tensor, part: int) -> Tensor:
+        """View numbers of a part [.., p, d] by groups: [.., p / tokens, tokens, d / channels, channels]."""
+        tokens, channels = self.groups[part]
+        return x.unflatten(-2, (-1, tokens)).unflatten(-1, (-1, channels))  # type: ignore[no-untyped-call, no-any-return]
+
+    def codes(self, x: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Work out codes of pages x [.., p, d], by groups in fp32, and their s and z, fp16."""
+        most, grouped = (1 << self.bits) - 1, self.grouped(x.float(), part)
+        low, high = (bound(grouped, (-3, -1), keepdim=True) for bound in (torch.amin, torch.amax))
+        zero = low.clamp(-LARGEST, LARGEST).half()
+        scale = ((high.clamp(-LARGEST, LARGEST) - zero.float()) / most).half()
+        step = torch.where(scale == 0, 1.0, scale.float())
+        return ((grouped - zero.float()) / step + 0.5).floor_().clamp_(0, most), scale, zero
+
+    def rounded(self, x: Tensor, part: int = 0, sizes: Tensor | None = None) -> Tensor:
+        """Give what pages of a part, x [.., p, d], are once they have been written and read; keys with `sizes`."""
+        if sizes is not None and part == 0:
+            return (self.rounded(x.float() / sizes) * sizes).to(x.dtype)
+        codes, scale, zero = self.codes(x, part)
+        return torch.addcmul(zero.float(), codes, scale.float()).flatten(-2).flatten(-3, -2).to(x.dtype)
+
+    def quantise(self, parts: Sequence[Tensor], out: Tensor, sizes: Tensor | None = None) -> None:
+        """Write pages, one tensor [.., p, d] a part, as blocks into out [.., bytes] uint8; keys have `sizes`."""
+        for part, x in enumerate(parts):
+            codes, *scales = self.codes(x if sizes is None or part else x.float() / sizes, part)
+            for target, found in zip(self.scales_of(out, part), scales, strict=True):
+                target.copy_(found)
+            codes = codes.flatten(-2).flatten(-3, -2).to(torch.uint8)  # [.., p, d]
+            if self.bits == 4:
+                low_half, high_half = codes.chunk(2, -1)
+                codes = low_half | high_half << 4
+            self.codes_of(out, part).copy_(codes)
+
+    def dequantise(self, blocks: Tensor, out: Tensor, sizes: Tensor | None = None, heads: Tensor | None = None) -> None:
+        """Write the numbers of blocks [n, bytes] into out [n, parts, p, d].
+
+        Keys have `sizes` [Hk, d] of each head, and blocks are of `heads` [n], or of all of them in turn.
+        """
+        if sizes is not None and heads is None:
+            heads = torch.arange(len(blocks), device=blocks.device) % len(sizes)
+        if suits(blocks, out):
+            dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads)
+            return
+        at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
+        of_heads = repeat(None) if heads is None else torch.split(heads, at_once)
+        parts = zip(torch.split(blocks, at_once), torch.split(out, at_once), of_heads, strict=False)
+        for some, target, own in parts:
+            numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
+            if suits(some, numbers):
+                dequantise_rows(some, self.bits, self.layouts, numbers, sizes, own)
+            else:
+                self._dequantise_by_parts(some, numbers)
+                if sizes is not None:
+                    numbers[:, 0] *= sizes[own, None]
+            if numbers is not target:
+                target.copy_(numbers)
+
+    def move(
+        self, blocks: Tensor, picked: Tensor, out: Tensor, places: Tensor, sizes: Tensor | None, heads: Tensor
+    ) -> bool:
+        """Write the numbers of blocks `picked` [m] of [n, bytes] into rows `places` of out [.., parts, p, d] on a CPU.
+
+        Keys have `sizes` as of `dequantise`, by `heads` [m]. Returns False where no loop serves.
+        """
+        if not suits(blocks, out):
+            return False
+        dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads, (picked, places))
+        return True
+
+    @property
+    def layouts(self) -> list[PartLayout]:
+        """Where the parts of a block lie."""
+        codes = self.parts * self.size * self.width
+        return [
+            PartLayout(part * self.size * self.width, codes // 2 + 2 * sum(self.scales[:part]), *groups)
+            for part, groups in enumerate(self.groups)
+        ]
+
+    def _dequantise_by_parts(self, blocks: Tensor, out: Tensor) -> None:
+        for part in range(self.parts):
+            numbers, codes = out[:, part], self.codes_of(blocks, part)
+            if self.bits == 8:
+                numbers.copy_(codes)
+            else:
+                low_half, high_half = numbers.chunk(2, -1)
+                low_half.copy_(codes & 15)
+                high_half.copy_(codes >> 4)
+            scale, zero = (x.float() for x in self.scales_of(blocks, part))
+            grouped = self.grouped(numbers, part)
+            if self.groups[part].channels == 1:
+                torch.addcmul(zero, grouped, scale, out=grouped)
+            else:  # the same in two passes, of which the host does many channels at once
+                grouped.mul_(scale).add_(zero)

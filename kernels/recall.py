@@ -1,0 +1,274 @@
+"""Recall of quantised pages: the bytes cross the bus, and become numbers where they land (`gather_pages`).
+
+Shapes as in `kvcli.kernels.recall`, blocks as in `kvcli.kernels.quant`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
+from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.page_table import MissList, PagedKV, misses_of_heads, nth_miss
+from kvcli.kernels.quant import BlockFormat
+
+QUANTISED_ELEMENTS = 4096  # codes of the keys, or of the values, that a program holds at once
+
+
+def gather_quantised_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
+    """Read page by page."""
+    size, sink, form = rows.layout.size, rows.layout.sink, host.format
+    assert form is not None
+    page = torch.empty(1, form.parts, form.size, form.d, dtype=rows.k.dtype)
+    for b, h in (misses.counts > 0).nonzero().tolist():
+        for j in range(int(misses.counts[b, h])):
+            start = (sink + int(misses.slots[b, h, j])) * size
+            block = host.block(b, int(misses.pages[b, h, j]), h)[None]
+            form.dequantise(block, page, None if host.sizes is None else host.sizes[b, h, None])
+            for target, source in zip((rows.k, rows.v)[-form.parts :], page[0], strict=True):
+                target[b, h, start : start + size] = source
+
+
+@jit
+def _read_part(
+    block: tl.tensor,
+    scales: tl.tensor,
+    target: tl.tensor,
+    row_stride: tl.tensor,
+    sizes: tl.tensor,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """Read a part of a block, its codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`.
+
+    Numbers are multiplied by the `sizes` of their channels where there are any.
+    """
+    halves: tl.constexpr = 8 // BITS
+    columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
+    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
+    for start in range(0, SIZE, BLOCK_R):
+        row = start + r
+        inside = (row < SIZE)[:, None] & (c < W)[None, :]
+        codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
+        for half in tl.static_range(halves):
+            column = half * W // CHANNELS + c // CHANNELS
+            if TOKENS > 1:  # the rows of a block of rows share their groups
+                at = (start // TOKENS * columns + column)[None, :]
+                there = (c < W)[None, :]
+            elif CHANNELS == W:
+                at = (row * columns + half)[:, None]
+                there = (row < SIZE)[:, None]
+            else:
+                at = row[:, None] * columns + column[None, :]
+                there = inside
+            scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+            zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
+            code = codes if BITS == 8 else (codes >> (4 * half)) & 15
+            numbers = zero + scale * code.to(tl.float32)
+            if sizes is not None:
+                numbers *= tl.load(sizes + half * W + c, mask=c < W, other=0.0)[None, :]
+            here = row.to(tl.int64)[:, None] * row_stride + (half * W + c)[None, :]
+            tl.store(target + here, numbers.to(target.dtype.element_ty), mask=inside)
+
+
+@jit
+def _gather_quantised_kernel(
+    addresses: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    sizes: tl.tensor,
+    kv_batch: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    per_piece: tl.tensor,
+    most_pieces: tl.tensor,
+    sink: tl.tensor,
+    programs: tl.tensor,
+    HK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    W: tl.constexpr,
+    PARTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    KEY_TOKENS: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
+    for entry in range(tl.program_id(0), total, programs):
+        b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
+        address = tl.load(addresses + b * most_pieces + page // per_piece)
+        block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
+        block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
+        scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+        target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
+        if PARTS == 2:
+            own = sizes
+            if sizes is not None:
+                own += (b * HK + h) * W * (8 // BITS)
+            _read_part(
+                block, scales, k + target, kv_row, own, KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_K, BLOCK_W
+            )
+            block += SIZE * W
+            scales += 2 * KEY_SCALES
+        _read_part(block, scales, v + target, kv_row, None, 1, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
+
+
+def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs: int) -> None:
+    """Do what `kvcli.kernels.recall.gather_pages` does, which has checked all this, with quantised pages."""
+    form = host.format
+    assert form is not None
+    if not takes(rows.k):
+        return gather_quantised_ref(host, misses, rows)
+    b, num_kv_heads, _, _ = rows.k.shape
+    launch(
+        _gather_quantised_kernel,
+        (programs,),
+        *(host.addresses, *misses, rows.k, rows.v, host.sizes, *rows.k.stride()[:3]),
+        *(host.per_piece, host.addresses.shape[1], rows.layout.sink, programs),
+        HK=num_kv_heads,
+        PAIRS=b * num_kv_heads,
+        K=rows.layout.selected,
+        BLOCK_P=power_of_two(b * num_kv_heads),
+        **constants(form),
+    )
+    return None
+
+
+def constants(form: BlockFormat) -> dict[str, int]:
+    """Say what kernels have to know of a format: blocks of rows of keys do not go beyond their groups."""
+    block_w = power_of_two(form.width)
+    rows, keys = rows_at_once(form.size, block_w, QUANTISED_ELEMENTS), form.key_groups
+    return {
+        "BITS": form.bits,
+        "SIZE": form.size,
+        "W": form.width,
+        "PARTS": form.parts,
+        "BYTES": form.bytes,
+        "KEY_TOKENS": keys.tokens,
+        "KEY_CHANNELS": keys.channels,
+        "KEY_SCALES": form.scales[0],
+        "BLOCK_K": min(rows, keys.tokens),
+        "BLOCK_R": rows,
+        "BLOCK_W": block_w,
+    }
+
+
+# Recall: the missing pages of every KV head go from pinned host memory straight into their slots.
+
+PROGRAMS = 32
+"""Programs that share the list: 16 KiB a page and program keep about half a mebibyte in flight."""
+
+BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program holds at once
+
+
+def gather_pages_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
+    """Copy page by page."""
+    size, sink = rows.layout.size, rows.layout.sink
+    for b, h in (misses.counts > 0).nonzero().tolist():
+        for j in range(int(misses.counts[b, h])):
+            start = (sink + int(misses.slots[b, h, j])) * size
+            block = host.block(b, int(misses.pages[b, h, j]), h)
+            for target, source in zip((rows.k, rows.v)[-len(block) :], block, strict=True):
+                target[b, h, start : start + size] = source
+
+
+@jit
+def _gather_kernel(
+    addresses: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    kv_batch: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    host_page: tl.tensor,
+    host_head: tl.tensor,
+    host_half: tl.tensor,
+    host_row: tl.tensor,
+    per_piece: tl.tensor,
+    most_pieces: tl.tensor,
+    sink: tl.tensor,
+    programs: tl.tensor,
+    HK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
+    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    for entry in range(tl.program_id(0), total, programs):
+        b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
+        address = tl.load(addresses + b * most_pieces + page // per_piece)
+        # Said of the pointer: the compiler knows nothing of a number's alignment, and would read element by element.
+        source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)
+        source += (page % per_piece).to(tl.int64) * host_page + h * host_head
+        target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
+        for start in range(0, SIZE, BLOCK_R):
+            row = start + r
+            inside = (row < SIZE)[:, None] & (c < D)[None, :]
+            there = row.to(tl.int64)[:, None] * host_row + c[None, :]
+            here = target + row.to(tl.int64)[:, None] * kv_row + c[None, :]
+            if PARTS == 2:
+                keys = tl.load(source + there, mask=inside)
+                values = tl.load(source + host_half + there, mask=inside)
+                tl.store(k + here, keys, mask=inside)
+                tl.store(v + here, values, mask=inside)
+            else:
+                tl.store(v + here, tl.load(source + there, mask=inside), mask=inside)
+
+
+def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
+    """Bring the pages that `misses` lists into their slots; does nothing for a head that misses none.
+
+    The page table is not touched (`resolve_pages_device` has done it). What reads the slots must have finished, and
+    the pages must have been written out. May be captured in a CUDA graph: the list's length is read on the device.
+
+    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
+    rows.check()
+    host.check(rows)
+    misses.check(b, num_kv_heads, layout.selected)
+    if host.format is not None:
+        return gather_quantised(host, misses, rows, programs)
+    if not takes(rows.k):
+        return gather_pages_ref(host, misses, rows)
+    block_d = power_of_two(d)
+    launch(
+        _gather_kernel,
+        (programs,),
+        *(host.addresses, *misses, rows.k, rows.v, *rows.k.stride()[:3], *host.strides),
+        *(host.per_piece, host.addresses.shape[1], layout.sink, programs),
+        HK=num_kv_heads,
+        PAIRS=b * num_kv_heads,
+        K=layout.selected,
+        SIZE=layout.size,
+        D=d,
+        PARTS=host.parts,
+        BLOCK_P=power_of_two(b * num_kv_heads),
+        BLOCK_R=rows_at_once(layout.size, block_d, BLOCK_ELEMENTS),
+        BLOCK_D=block_d,
+    )
+    return None

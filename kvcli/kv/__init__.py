@@ -1,0 +1,1 @@
+"""Caches that several methods share: dense, sliding, paged, by tokens, pruned, recurrent."""

@@ -1,0 +1,258 @@
+"""What every layer's cache offers, and the one that keeps every token and selects nothing.
+
+A cache holds the keys and values of one layer of one sequence. Keys on the device are post-RoPE. Shapes: H query heads,
+Hk KV heads, d head dimension, s tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.host_pages import HostLayout
+from kvcli.kernels.page_table import SlotLayout
+from kvcli.kernels.prefill_attention import prefill_attention
+from kvcli.kernels.quant import BlockFormat
+from kvcli.kernels.softmax import Softmax
+from kvcli.memory.disk_blocks import DiskBlocks
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
+from kvcli.memory.tiers import Tiers as Tiers
+
+# Caches laid out in slots (`kvcli.kernels.page_table`), for pipelines that run a whole batch by kernels.
+
+NEVER = 2**31 - 1
+"""More tokens than a sequence can have."""
+
+
+class LayerSlots(NamedTuple):
+    """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
+
+    `in_place`: the rows are those of all tokens in order. `on_host`: kv lies in host memory instead, token by token,
+    and the layer comes to the device whole. What else the layer has on the device is in `tensors`, by name: among them
+    `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory, in which they
+    lie in `pieces`, quantised where there is a `format`, with `sizes` [Hk, d] of channels where keys need them. Of the
+    tokens seen, `dropped` are not held, and never more than `most`, nor those before the last multiple of `period` that
+    there was before the newest. A layer chooses once `active_from` tokens are seen, by default when it has outgrown its
+    slots. Pages go to the slots of `into` where these are not those of the layout.
+    """
+
+    kv: Tensor
+    layout: SlotLayout
+    tensors: Mapping[str, Tensor] = MappingProxyType({})
+    in_place: bool = False
+    on_host: bool = False
+    dropped: int = 0
+    most: int | None = None
+    period: int | None = None
+    active_from: int | None = None
+    into: SlotLayout | None = None
+    pieces: list[Tensor] | None = None
+    host_layout: HostLayout = "hnd"
+    format: BlockFormat | None = None
+    sizes: Tensor | None = None
+
+
+def both(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of kv [t, ..]: one and the same tensor where tokens have one part."""
+    return kv[0], kv[-1]
+
+
+def token_mask(k: Tensor, length: int, *tokens: range) -> Tensor:
+    """Mark consecutive tokens, the same for every KV head of keys k [Hk, ..]: bool [Hk, length]."""
+    mask = torch.zeros(k.shape[0], length, dtype=torch.bool, device=k.device)
+    for part in tokens:
+        mask[:, part.start : part.stop] = True
+    return mask
+
+
+class LayerCache(ABC):
+    """KV of one layer of one sequence."""
+
+    length: int
+    """Tokens seen so far, whether still held or not."""
+    lends: ClassVar[bool] = False
+    """Whether the device holds a prompt's keys and values as they come, so that they can be collected there."""
+
+    readers: int = 1
+    """Query heads of a KV head that choose for themselves."""
+    pool: HostPagePool | None = None
+    """Its pages in host memory, where that is where it keeps them."""
+
+    @property
+    def disk(self) -> DiskBlocks | None:
+        """What of it lies on a disk; None where nothing does."""
+        return None if self.pool is None else self.pool.on_disk
+
+    @abstractmethod
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """Store a prompt k, v [Hk, s, d], s >= 1, of which copies are made; returns the bytes written to the host."""
+
+    def take(self, k: Tensor, v: Tensor) -> int:  # noqa: ARG002
+        """Store what can leave already of a prompt that goes on: k, v [Hk, m, d] are its first m tokens.
+
+        May be called before `load`, with ever more tokens; `load` then stores the rest. Returns the bytes written to
+        the host. Here all waits for `load`.
+        """
+        return 0
+
+    @property
+    def first_part(self) -> int:
+        """How many of a prompt's first tokens `take` has to get together, if it gets any."""
+        return 0
+
+    def waiting(self) -> Sequence[Tensor]:
+        """Give tensors on the device that may wait in host memory while other layers are read; see `Waits`."""
+        return ()
+
+    def lend(self, length: int) -> Tensor | None:  # noqa: ARG002
+        """Lend rows [t, Hk, length, d] to collect a prompt's KV in; None where this never `lends`."""
+        return None
+
+    @abstractmethod
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Store the current token k, v [Hk, d]; returns the bytes written to the host."""
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens from `length` on; for a cache that holds all of them, or whose rows are put back after."""
+        self.length = length
+
+    @abstractmethod
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to all that the device holds -> [H, d]."""
+
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
+        """Attend with q [H, d] to what is `selected` [Hk, k], which the device holds by now, and what always is.
+
+        Here that is all on the device.
+        """
+        return self.attend(q, softmax)
+
+    @abstractmethod
+    def attended(self) -> Tensor:
+        """Mark the tokens that the last step attended to: bool [Hk, length]; for tests and measurements."""
+
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Count the bytes allocated; works on the meta device."""
+
+    def share(self, other: LayerCache, tokens: int) -> None:  # noqa: B027
+        """Refer to what another cache of this kind holds in host memory of the same first `tokens` tokens.
+
+        Here there is nothing to share. To be called before `load`; the other cache is loaded first.
+        """
+
+    def share_pages(self, pages: HostPagePool, tokens: int) -> bool:  # noqa: ARG002
+        """Refer to pages that hold the first `tokens` tokens' keys and values, as `share` does; tell whether it can."""
+        return False
+
+    @property
+    def keeps_form(self) -> bool:
+        """Whether its tensors keep their form for all tokens to come, so that steps over slots can go on to the end."""
+        return True
+
+    def as_slots(self) -> LayerSlots | None:
+        """Lay the cache out in slots and return its tensors, None where it has no such form.
+
+        The caller owns them from then on; only `adopt_slots` and `footprint` may be called afterwards.
+        """
+        return None
+
+    def adopt_slots(self, slots: LayerSlots) -> None:  # noqa: ARG002
+        """Hold these tensors, equal to those that `as_slots` returned, in their place."""
+        raise RuntimeError(f"{type(self).__name__} has no slots")
+
+    def traffic(self, length: int) -> Traffic:  # noqa: ARG002
+        """Count what a step moves once `length` tokens were seen; works on the meta device.
+
+        Here a step reads all that the device holds, which is right for a cache that keeps no more than it attends to.
+        """
+        return Traffic(attended=self.footprint().device)
+
+
+class ResidentCache(LayerCache):
+    """Rows of KV on the device, contiguous per head: k, v [Hk, rows, d], which are views of kv [t, Hk, rows, d]."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, rows: int, tiers: Tiers):
+        self.length = 0
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, rows, head_dim)
+        self.k, self.v = both(self.kv)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.kv = slots.kv
+        self.k, self.v = both(self.kv)
+
+    @override
+    def footprint(self) -> Footprint:
+        return Footprint(device=nbytes(self.kv))
+
+
+class DenseCache(ResidentCache):
+    """Every token, in order; as many rows as the sequence gets tokens."""
+
+    lends: ClassVar[bool] = True
+    lent = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lend no rows where `load` is another one, which may read what it writes over, unless the class says so."""
+        super().__init_subclass__(**kwargs)
+        if "load" in vars(cls) and "lends" not in vars(cls):
+            cls.lends = False
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return (self.kv,)
+
+    @override
+    def lend(self, length: int) -> Tensor | None:
+        self.lent = self.lends
+        return self.kv[:, :, :length] if self.lends else None
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.length = k.shape[1]
+        if not self.lent:
+            self.k[:, : self.length], self.v[:, : self.length] = k, v
+        self.lent = False
+        return 0
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        self.k[:, self.length], self.v[:, self.length] = k, v
+        self.length += 1
+        return 0
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        return decode_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
+    def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally -> [H, n, d]."""
+        start, self.length = self.length, self.length + k.shape[1]
+        self.k[:, start : self.length], self.v[:, start : self.length] = k, v
+        return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
+
+    def settled(self) -> list[Settled]:
+        """Tokens stay as they came."""
+        return [Settled(self.kv, 2, self.length)]
+
+    @override
+    def attended(self) -> Tensor:
+        return token_mask(self.k, self.length, range(self.length))
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        return LayerSlots(self.kv, SlotLayout.everything(self.k.shape[1]))
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        return Traffic(attended=length * nbytes(self.kv[:, :, :1]))

@@ -1,0 +1,175 @@
+"""Pages of consecutive tokens: how many a sequence has, which of them can be selected, tensors by pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.page_table import SlotLayout
+from kvcli.kv.cache import Tiers
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Traffic, nbytes
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """How many pages of `size` tokens a layer and KV head attends to: sink, selected and window.
+
+    The window is the newest `window` pages, the partly filled one included, so that no token is ever hidden between
+    the window and the pages that can be selected, and the total never exceeds the budget.
+    """
+
+    size: int
+    sink: int
+    window: int
+    selected: int
+
+    @classmethod
+    def of(cls, *, budget: int, sink: int, window: int, page_size: int) -> PageBudget:
+        """Split a `budget` in tokens: sink and window are rounded up to whole pages, the rest is selected."""
+        sink_pages, window_pages = -(-sink // page_size), -(-window // page_size)
+        return cls(page_size, sink_pages, window_pages, budget // page_size - sink_pages - window_pages)
+
+    @property
+    def total(self) -> int:
+        """Pages attended to once the context has outgrown the budget."""
+        return self.sink + self.selected + self.window
+
+    @property
+    def slots(self) -> SlotLayout:
+        """Lay the pages attended to out in slots."""
+        return SlotLayout(self.size, self.sink, self.selected, self.window)
+
+    def count(self, length: int) -> int:
+        """Pages that `length` tokens occupy."""
+        return -(-length // self.size)
+
+    def active(self, length: int) -> bool:
+        """Tell whether something has to be left out at this length."""
+        return self.count(length) > self.total
+
+    def tokens(self, length: int) -> int:
+        """Tokens that are attended to of `length`; the partly filled page counts with those that it has."""
+        return length - max(0, self.count(length) - self.total) * self.size
+
+    def candidates(self, length: int) -> range:
+        """Pages that can be selected: neither sink nor window."""
+        return range(self.sink, self.count(length) - self.window)
+
+
+class PagedCache:
+    """What caches with a page budget have in common, whether their KV is on the device or offloaded."""
+
+    budget: PageBudget
+    length: int
+
+    @property
+    def active(self) -> bool:
+        """Tell whether the context has outgrown the budget."""
+        return self.budget.active(self.length)
+
+    @property
+    def candidates(self) -> range:
+        """Pages that can be selected."""
+        return self.budget.candidates(self.length)
+
+    @property
+    def selected(self) -> int:
+        """How many pages to select, once the context has outgrown the budget."""
+        return self.budget.selected
+
+    def attended_pages(self, pages: Tensor, readers: int = 1) -> Tensor:
+        """Mark the tokens of sink, window and `pages` [Hk * readers, k], by KV head: bool [Hk, length]."""
+        num_kv_heads = len(pages) // readers
+        mask = pages.new_zeros(num_kv_heads, self.budget.count(self.length), self.budget.size, dtype=torch.bool)
+        mask[kv_heads(pages, num_kv_heads)[:, None], pages] = True
+        mask[:, : self.candidates.start] = True
+        mask[:, self.candidates.stop :] = True
+        return mask.flatten(1)[:, : self.length]
+
+
+def kv_heads(rows: Tensor, num_kv_heads: int) -> Tensor:
+    """Number the KV heads of `rows` [Hk, ..], or of rows [H, ..] of the query heads: [len(rows)]."""
+    return torch.arange(len(rows), device=rows.device) // (len(rows) // num_kv_heads)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Take entries `index` [Hk, k] of the second dimension of x [Hk, n, ..], each head its own: [Hk, k, ..].
+
+    An index [H, k] has a row for each query head, which takes from its KV head: [H, k, ..].
+    """
+    heads = kv_heads(index, len(x))
+    if x.device.type != "cpu":
+        return x[heads[:, None], index]
+    taken = x.new_empty(*index.shape, *x.shape[2:])
+    for row, (head, chosen) in enumerate(zip(heads.tolist(), index, strict=True)):  # each entry copied in one piece
+        torch.index_select(x[head], 0, chosen, out=taken[row])
+    return taken
+
+
+def beside(x: Tensor, taken: Tensor) -> Tensor:
+    """Give tokens x [Hk, n, d] to every row of what was taken, [Hk, ..] or [H, ..]."""
+    return x if len(taken) == len(x) else x[kv_heads(taken, len(x))]
+
+
+def distinct(index: Tensor, num_kv_heads: int) -> list[int]:
+    """Count what each KV head is read for: its own row of `index` [Hk, k], or the union of its query heads' [H, k]."""
+    if len(index) == num_kv_heads:
+        return [index.shape[1]] * num_kv_heads
+    return [len(torch.unique(rows)) for rows in index.view(num_kv_heads, -1)]
+
+
+def numbered(marked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List what is marked, bool [Hk, n], head by head: heads, entries, and their places among those of the head."""
+    heads, entries = marked.nonzero(as_tuple=True)
+    counts = marked.sum(1)
+    first = counts.cumsum(0) - counts  # where a head begins in the list
+    return heads, entries, torch.arange(len(heads), device=heads.device) - first[heads]
+
+
+def paged(kv: Tensor, size: int) -> Tensor:
+    """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
+    return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]
+
+
+# The summary of every full page of a layer, on the device, by which pages are scored (Quest, ArkVale).
+
+Digest = Callable[[Tensor], Tensor]
+"""A function from the keys of full pages [Hk, n, p, d] to their upper and lower bounds [Hk, n, 2, d]."""
+
+
+class PageSummaries:
+    """`bounds` [Hk, num_pages, 2, d]: upper and lower bound of every channel of the keys of a page, on the device."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
+        self.digest = digest
+        self.bounds = tiers.on_device(num_kv_heads, num_pages, 2, head_dim)
+        self.filled = 0  # pages from the first one on
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Summarise consecutive full pages from page `first` on: keys [Hk, n, p, d]."""
+        self.filled = first + keys.shape[1]
+        self.bounds[:, first : self.filled] = self.digest(keys)
+
+    def of(self, pages: range) -> Tensor:
+        """View the summaries of consecutive pages: [Hk, len(pages), 2, d]."""
+        return self.bounds[:, pages.start : pages.stop]
+
+    def traffic(self, budget: PageBudget, length: int) -> Traffic:
+        """Count what the selection of pages moves once `length` tokens were seen."""
+        if not budget.active(length):
+            return Traffic()
+        candidates = self.of(budget.candidates(length))
+        return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
+
+    def settled(self) -> list[Settled]:
+        """Full pages do not change."""
+        return [Settled(self.bounds, 1, self.filled)]
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return nbytes(self.bounds)

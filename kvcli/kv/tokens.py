@@ -1,0 +1,564 @@
+"""Layers whose tokens are selected one by one, by an index of their keys on the device.
+
+Tokens are indexed a full group at a time; a group may be a single token. The newest tokens, those of the unfilled group
+among them, are always attended to, so that every token is either indexed or attended to. The KV is on the device
+(`ResidentTokenCache`), or in host memory with the selected tokens on the device (`OffloadedTokenCache`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import override
+
+from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
+from kvcli.kernels.page_table import EMPTY, Misses, SlotLayout, distinct
+from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.token_scores import token_scores
+from kvcli.kv.cache import DenseCache, LayerCache, LayerSlots, Tiers, both, token_mask
+from kvcli.kv.pages import kv_heads, take
+from kvcli.kv.sliding import SlidingCache
+from kvcli.memory.host_pool import DiskPagePool, HostPagePool, page_pool
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
+from kvcli.sizes import slices
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How a budget of `total` tokens splits: `sink` first, at least `window` (>= 1) recent, the rest selected.
+
+    The recent tokens are the last `window` or those that do not fill a group of `group`, whichever are more. Their
+    number goes up and down with the length, and that of the selected tokens down and up: the sum is always `total`.
+    """
+
+    total: int
+    sink: int
+    window: int
+    group: int
+
+    @property
+    def max_selected(self) -> int:
+        """Tokens selected where a group has just filled."""
+        return self.total - self.sink - self.window
+
+    @property
+    def min_selected(self) -> int:
+        """Tokens selected just before a group fills."""
+        return self.total - self.sink - max(self.window, self.group - 1)
+
+    def full(self, length: int) -> int:
+        """Tokens in full groups."""
+        return length // self.group * self.group
+
+    def candidates(self, length: int) -> range:
+        """Tokens that can be selected, neither sink nor recent; none in a short context."""
+        sink = min(self.sink, length)
+        return range(sink, max(sink, min(length - self.window, self.full(length))))
+
+    @property
+    def slots(self) -> SlotLayout:
+        """Lay the tokens attended to out in slots."""
+        return SlotLayout(1, self.sink, self.max_selected, self.window, self.group)
+
+    def selected(self, length: int) -> int:
+        """Tokens to select in a context that has outgrown the budget."""
+        candidates = self.candidates(length)
+        return self.total - candidates.start - (length - candidates.stop)
+
+
+class TokenIndex(Protocol):
+    """What tokens are scored by, on the device. Each index has a `scores` of its own for the methods that use it."""
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Index whole groups of consecutive tokens from token `first` on: keys [Hk, n, d]."""
+
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        """Count what the selection of tokens moves once `length` were seen."""
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a batch of such indexes puts side by side, by name."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these tensors, equal to those of `tensors`, in their place."""
+
+
+IndexT = TypeVar("IndexT", bound=TokenIndex)
+
+
+class TokenCache(LayerCache, Generic[IndexT]):
+    """What resident and offloaded tokens have in common: the candidates, and attention to those selected."""
+
+    budget: TokenBudget
+    index: IndexT
+    k: Tensor
+    v: Tensor
+    chosen: Tensor | None = None
+    """[Hk, k] tokens last attended to beside sink and recent ones, [H, k] where query heads choose, None for all."""
+    token_on_host = 0
+    """Bytes of a token in host memory, of all KV heads."""
+
+    @property
+    def active(self) -> bool:
+        """Tell whether the context has outgrown the budget."""
+        return self.length > self.budget.total
+
+    @property
+    def candidates(self) -> range:
+        """Tokens that can be selected."""
+        return self.budget.candidates(self.length)
+
+    @property
+    def selected(self) -> int:
+        """How many tokens to select, once the context has outgrown the budget."""
+        return self.budget.selected(self.length)
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        token = nbytes(*(rows[:, :1] for rows in distinct(self.k, self.v)))
+        if length <= self.budget.total:
+            return Traffic(attended=length * token)
+        recalled = self.budget.selected(length) * self.token_on_host
+        moved = self.index.traffic(self.budget, length)
+        attended = min(length, self.readers * self.budget.total) * token  # the most
+        return replace(moved, attended=attended, recalled=recalled, scores=self.readers * moved.scores)
+
+    @abstractmethod
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
+        """Bring the missing tokens of `selected` [Hk, k] to the device, in place of those no longer selected.
+
+        Returns the misses of each KV head and the bytes moved.
+        """
+
+    def _attend_rows(self, q: Tensor, chosen: Tensor, recent: Tensor | slice, softmax: Softmax) -> Tensor:
+        """Attend to the rows of the sinks, to rows `chosen` of each KV head or query head, and to rows `recent`."""
+        numbers = torch.arange(self.k.shape[1], device=chosen.device)
+        before, after = (numbers[part].expand(len(chosen), -1) for part in (slice(self.candidates.start), recent))
+        rows = torch.cat((before, chosen, after), 1)
+        if attend_chosen_suits(q, self.k, self.v, rows):
+            return attend_chosen(q, self.k, self.v, rows, softmax)
+        return decode_attention(q, take(self.k, rows), take(self.v, rows), softmax)
+
+    @abstractmethod
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to sink, recent and `selected` [Hk, k] tokens, which `recall` has brought -> [H, d]."""
+
+    @override
+    def attended(self) -> Tensor:
+        candidates = self.candidates
+        if self.chosen is None:
+            return token_mask(self.k, self.length, range(self.length))
+        always = token_mask(self.k, self.length, range(candidates.start), range(candidates.stop, self.length))
+        always[kv_heads(self.chosen, len(always))[:, None], self.chosen] = True
+        return always
+
+
+class ResidentTokenCache(TokenCache[IndexT], DenseCache):
+    """On the device: k, v [Hk, capacity, d] of every token, and the index."""
+
+    lends = True
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        budget: TokenBudget,
+        index: IndexT,
+        tiers: Tiers,
+        readers: int = 1,
+    ):
+        super().__init__(num_kv_heads, head_dim, capacity, tiers)
+        self.budget = budget
+        self.index = index
+        self.readers = readers
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        super().load(k, v)
+        self.index.fill(0, k[:, : self.budget.full(self.length)])
+        return 0
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        super().append(k, v)
+        first = self.length - self.budget.group
+        if self.length % self.budget.group == 0:
+            self.index.fill(first, self.k[:, first : self.length])
+        return 0
+
+    @override
+    def recall(self, selected: Tensor) -> tuple[list[int], int]:
+        """Return no misses."""
+        return [0] * len(self.k), 0
+
+    @override
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+        self.chosen = selected
+        return self._attend_rows(q, selected, slice(self.candidates.stop, self.length), softmax)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        return LayerSlots(self.kv, self.budget.slots, self.index.tensors(), in_place=True)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.index.adopt(slots.tensors)
+
+    @override
+    def footprint(self) -> Footprint:
+        return super().footprint() + Footprint(device=self.index.nbytes())
+
+
+# Layers on the device whose tokens are scored by some channels of their keys (TokenSelect; Loki, arXiv 2406.02542).
+
+# Tokens whose keys are rotated to their axes at once: fp32 copies of them stay this long.
+PIECE = 4096
+
+
+class KeyChannelIndex(TokenIndex):
+    """Scores tokens by the first `channels` of the keys [Hk, capacity, d] of a cache, without memory of its own."""
+
+    keys: Tensor
+
+    def __init__(self, channels: int):
+        self.channels = channels
+
+    @override
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Do nothing: the cache has stored them."""
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the keys are the cache's."""
+        return {}
+
+    @override
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing: the cache tells where its keys are."""
+
+    def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
+        """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""
+        if self.keys.device.type != "cpu":
+            return token_scores(q, self._of(tokens), scale)
+        # The BLAS reads whole rows up to three times as fast as the first half of each.
+        query = pad(q[:, : self.channels], (0, max(0, self.keys.shape[2] - self.channels)))
+        return token_scores(query, self.keys[:, tokens.start : tokens.stop], scale)
+
+    @override
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        candidates = budget.candidates(length)
+        return Traffic(scored=nbytes(self._of(candidates)), scores=4 * self.keys.shape[0] * len(candidates))
+
+    @override
+    def nbytes(self) -> int:
+        """Return 0, since the keys count as the cache's."""
+        return 0
+
+    def _of(self, tokens: range) -> Tensor:
+        return self.keys[:, tokens.start : tokens.stop, : self.channels]
+
+
+class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
+    """On the device: k, v [Hk, capacity, d] of every token, scored by the first `channels` of the keys."""
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, channels: int, tiers: Tiers
+    ):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, KeyChannelIndex(channels), tiers)
+        self.index.keys = self.k
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.index.keys = self.k
+
+
+class PrincipalAxesCache(ChannelScoredCache):
+    """The same with keys in the coordinates of `axes` [Hk, d, d], which the method sets before any token comes.
+
+    The axes are orthonormal: scores and attention stay what they are, if the query is in these coordinates, too.
+    """
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, channels: int, tiers: Tiers
+    ):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, channels, tiers)
+        self.axes = tiers.on_device(num_kv_heads, head_dim, head_dim, dtype=torch.float32)
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        written = super().load(k, v)
+        for part in slices(k.shape[1], PIECE):
+            self.k[:, part] = k[:, part].float() @ self.axes
+        return written
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        return super().append(self.to_axes(k), v)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        slots = super().as_slots()
+        return slots._replace(tensors={**slots.tensors, "axes": self.axes})
+
+    def to_axes(self, x: Tensor) -> Tensor:
+        """Rotate queries [H, d] or keys [Hk, d] of one token to the axes of their KV head; their dtype stays."""
+        heads = x.float().view(self.axes.shape[0], -1, x.shape[-1]) @ self.axes
+        return heads.view_as(x).to(x.dtype)
+
+    @override
+    def footprint(self) -> Footprint:
+        return super().footprint() + Footprint(device=nbytes(self.axes))
+
+
+# Layers whose tokens all lie in host memory, one by one, with the first and the recent ones on the device as well.
+
+
+class TokensOnHost(LayerCache):
+    """In host memory: all KV, `pool`, in pages of one token. On the device: sinks and `recent` tokens, `near`.
+
+    `chosen` [Hk, m] are the tokens that were read beside them last, EMPTY beyond those of a KV head.
+    """
+
+    pool: HostPagePool
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, sink: int, recent: int, tiers: Tiers):
+        self.length = 0
+        self.taken = 0  # of a prompt that is not all there yet
+        self.near = SlidingCache(num_kv_heads, head_dim, min(recent, capacity), tiers, sink)
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if sink else SINKS)
+        self.chosen: Tensor | None = None
+
+    @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, type(self))
+        self.pool.share(other.pool, tokens)
+
+    @property
+    @override
+    def first_part(self) -> int:
+        return self.pool.first_part
+
+    @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        first, self.taken = self.taken, k.shape[1]
+        return self.pool.write(first, *(x[:, first:, None] for x in (k, v)))
+
+    @property
+    def in_place(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of all tokens as they lie in host memory, [Hk, n, d], where a step can read them there."""
+        pool = self.pool
+        if not pool.tiers.one_memory or pool.format is not None or pool.on_disk is not None or len(pool.pieces) > 1:
+            return None
+        return both(pool.pieces[0][:, :, :, 0].movedim(0, 2).transpose(0, 1))  # [n, Hk, t, 1, d] -> [t, Hk, n, d]
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to what is on the device, as long as that is everything."""
+        return self.near.attend(q, softmax)
+
+    def with_chosen(self, mask: Tensor) -> Tensor:
+        """Mark what was chosen in mask [Hk, length] bool, too."""
+        if self.chosen is not None:
+            head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
+            mask[head, self.chosen[head, row]] = True
+        return mask
+
+
+# Single tokens selected from host memory: the device holds the selected, the first and the recent ones.
+
+SINKS = 4
+"""First tokens that stay in host memory where their pages lie on a disk and the device keeps no sinks."""
+
+
+class OffloadedTokenCache(TokenCache[IndexT]):
+    """In host memory: the KV of full groups. On the device: the index, and k, v [Hk, sink + selected + recent, d].
+
+    The recent tokens are a ring of `recent` rows, in which a group is whole when it fills. `resident` [Hk, selected] is
+    the token in each selected slot, EMPTY in none. As long as the context has not outgrown the budget, the rows before
+    the ring hold the first tokens; where the host holds them otherwise (quantised), what is selected then is fetched.
+    """
+
+    pool: HostPagePool
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
+    ):
+        self.length = 0
+        self.taken = 0  # tokens of a prompt that is not all there yet
+        self.budget = budget
+        self.index = index
+        self.recent = max(budget.window, budget.group)
+        kept = 0 if budget.sink else SINKS
+        self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=kept)
+        self.token_on_host = self.pool.page_bytes
+        self.first_rows = budget.sink + budget.max_selected
+        self.kv = tiers.on_device(tiers.parts, num_kv_heads, self.first_rows + self.recent, head_dim)
+        self.k, self.v = both(self.kv)
+        self.coming: Misses | None = None  # recalled for later: resident, and not yet in its slots
+        self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
+        first = torch.arange(budget.sink, self.first_rows, device=tiers.device)
+        self.resident[:] = first if self.pool.format is None else EMPTY
+
+    @override
+    def share(self, other: LayerCache, tokens: int) -> None:
+        assert isinstance(other, OffloadedTokenCache)
+        self.pool.share(other.pool, self.budget.full(tokens))
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return self.kv, *self.index.tensors().values()
+
+    @property
+    @override
+    def first_part(self) -> int:
+        return self.pool.first_part
+
+    @override
+    def take(self, k: Tensor, v: Tensor) -> int:
+        """Write whole groups to the host; they are indexed when all are there, for some indexes look at all."""
+        first, self.taken = self.taken, self.budget.full(k.shape[1])
+        return self.pool.write(first, *(x[:, first : self.taken, None] for x in (k, v)))
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        """Store a prompt: full groups on the host, sink and recent tokens on the device, nothing selected yet."""
+        self.length = k.shape[1]
+        if self.active:
+            self.resident.fill_(EMPTY)
+        first = self.budget.sink if self.active else self.first_rows
+        ring = torch.arange(max(0, self.length - self.recent), self.length, device=k.device)
+        for rows, tokens in ((self.k, k), (self.v, v)):
+            rows[:, : min(first, self.length)] = tokens[:, :first]
+            rows[:, self._ring_rows(ring)] = tokens[:, ring]
+        written = self.take(k, v)
+        self.index.fill(0, k[:, : self.taken])
+        self.taken = 0
+        return written
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Store the current token; a group that it fills is indexed and written to the host."""
+        at = self.length
+        for rows, token in ((self.k, k), (self.v, v)):
+            rows[:, self.first_rows + at % self.recent] = token
+            if at < self.first_rows:
+                rows[:, at] = token
+        self.length += 1
+        group = self.budget.group
+        if group == 1:  # which needs no collecting from the ring, in the middle of every layer's step
+            return self._offload(at, k[:, None], v[:, None])
+        if self.length % group:
+            return 0
+        rows_of_group = self._ring_rows(torch.arange(self.length - group, self.length, device=k.device))
+        return self._offload(self.length - group, self.k[:, rows_of_group], self.v[:, rows_of_group])
+
+    @override
+    def recall(self, selected: Tensor, later: bool = False) -> tuple[list[int], int]:
+        self._arrive()
+        misses = resolve_tokens(self.resident, selected, self.length)
+        if later and isinstance(self.pool, DiskPagePool):
+            self.pool.announce(misses.pages, misses.heads)
+            self.coming = misses
+        else:
+            self._bring(misses)
+        return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
+
+    @override
+    def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+        self._arrive()
+        self.chosen = selected
+        if selected.shape == self.resident.shape and self.length - self.candidates.stop == self.recent:
+            return decode_attention(q, self.k, self.v, softmax)  # all rows are attended to
+        slots = torch.arange(self.resident.shape[1], device=q.device).expand_as(self.resident)
+        if selected.shape != slots.shape:
+            slots = slots[self.resident != EMPTY].view_as(selected)
+        return self._attend_rows(q, slots + self.budget.sink, self._recent_rows(), softmax)
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to all tokens of a context that has not outgrown the budget -> [H, d]."""
+        candidates = self.candidates
+        rows = torch.arange(candidates.start, candidates.stop, device=q.device)
+        return self._attend_rows(q, rows.expand(self.k.shape[0], -1), self._recent_rows(), softmax)
+
+    @override
+    def footprint(self) -> Footprint:
+        device = nbytes(self.kv, self.resident) + self.index.nbytes()
+        return Footprint(device) + self.pool.footprint()
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        """Lay the cache out in slots; tokens that wait for their group to fill are on the host from then on."""
+        budget, full = self.budget, self.budget.full(self.length)
+        waiting = self._ring_rows(torch.arange(full, self.length, device=self.k.device))
+        self.pool.write(full, self.k[:, waiting, None], self.v[:, waiting, None])
+        if budget.group == 1:  # where the ring counts from its first token
+            self.kv[:, :, self.first_rows :] = self.kv[:, :, self.first_rows :].roll(-self.first_rows, 2)
+        tensors = {"resident": self.resident.int(), **self.index.tensors()}
+        pool = self.pool
+        return LayerSlots(self.kv, budget.slots, tensors, pieces=pool.pieces, format=pool.format, sizes=pool.sizes)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.kv, self.resident = slots.kv, slots.tensors["resident"]
+        self.k, self.v = both(self.kv)
+        self.index.adopt(slots.tensors)
+
+    def _bring(self, misses: Misses) -> None:
+        """Fetch tokens into their slots."""
+        self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots + self.budget.sink)
+
+    def _arrive(self) -> None:
+        """Bring what was recalled for later."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            self._bring(coming)
+
+    def _recent_rows(self) -> Tensor:
+        return self._ring_rows(torch.arange(self.candidates.stop, self.length, device=self.k.device))
+
+    def _offload(self, first: int, k: Tensor, v: Tensor) -> int:
+        """Index whole groups from token `first` on, k, v [Hk, n * g, d], and write them to the host."""
+        self.index.fill(first, k)
+        return self.pool.write(first, k[:, :, None], v[:, :, None])
+
+    def _ring_rows(self, tokens: Tensor) -> Tensor:
+        return self.first_rows + tokens % self.recent
+
+
+def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> Misses:
+    """Put the j-th missing token of a head into its j-th slot that is free, in time linear in the context.
+
+    resident [Hk, S] and selected [Hk, k], k <= S, hold token numbers below `length`; EMPTY in `resident` is an empty
+    slot, which those are afterwards whose token left the selection and that no other took. A selection has no
+    duplicates. Returns which tokens are missing, and their slots.
+    """
+    if resolve_rows.suits(resident, selected, length):
+        return resolve_rows.resolve(resident, selected, length)
+    leaving = ~_members(selected, length).gather(1, resident + 1)
+    missing = ~_members(resident, length).gather(1, selected + 1)
+    heads, slots = (leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))).nonzero(as_tuple=True)
+    misses = Misses(heads, slots, selected[missing])
+    resident[leaving] = EMPTY
+    resident[heads, slots] = misses.pages
+    return misses
+
+
+def _members(tokens: Tensor, length: int) -> Tensor:
+    """Mark in column t + 1 whether a row of `tokens` [Hk, n] holds token t: bool [Hk, length + 1]."""
+    flags = torch.zeros(tokens.shape[0], length + 1, dtype=torch.bool, device=tokens.device)
+    flags.scatter_(1, tokens + 1, True)
+    flags[:, 0] = False
+    return flags

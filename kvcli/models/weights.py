@@ -1,0 +1,312 @@
+"""Models in memory whose linear layers are a library's: made so, told from plain ones, and made plain again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from math import ceil
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcli.errors import usage_error
+
+
+def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> None:
+    """Quantise a model in memory as it would be on loading; each weight as it was is freed before the next one."""
+    chosen = {name.removesuffix(".weight") for name in form.held(model)}
+    if form.name == "fp8":
+        from torchao.quantization import quantize_
+
+        how = form.arguments(dtype)["quantization_config"].get_apply_tensor_subclass()
+        quantize_(model, how, filter_fn=lambda _, name: name in chosen)
+        return
+    for name in chosen:
+        model.set_submodule(name, _of_bitsandbytes(model.get_submodule(name), form, dtype))
+
+
+def _of_bitsandbytes(linear: nn.Module, form: WeightForm, dtype: torch.dtype) -> Any:
+    import bitsandbytes.nn
+
+    library: Any = bitsandbytes.nn
+    assert isinstance(linear, nn.Linear)
+    sizes, weight = (linear.in_features, linear.out_features, linear.bias is not None), linear.weight.data
+    if form.name == "int8":
+        made = library.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
+        held = library.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+    else:
+        how = {"quant_type": "nf4", "compress_statistics": False}
+        made = library.Linear4bit(*sizes, compute_dtype=dtype, device="meta", **how)
+        held = library.Params4bit(weight.cpu(), requires_grad=False, module=made, **how)
+    made.weight, made.bias = held.to(weight.device), linear.bias
+    return made
+
+
+def is_plain(linear: object) -> bool:
+    """Tell whether a module is a linear layer whose weight is a tensor to multiply by, not one of a library's."""
+    return type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor)
+
+
+def _made_plain(linear: Any, dtype: torch.dtype) -> nn.Linear:
+    """Make a plain linear layer without bias of one that a library multiplies by: its products with unit vectors."""
+    device = next(linear.parameters()).device
+    units = torch.eye(linear.in_features, dtype=dtype, device=device)
+    with torch.inference_mode():
+        weight = linear(units).T.contiguous()
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    plain.weight = nn.Parameter(weight.to(dtype).clone(), requires_grad=False)
+    return plain
+
+
+@torch.inference_mode()
+def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Bring weights into the order that products on a CPU want, before anything else needs memory.
+
+    bitsandbytes does so for 4 bits at a layer's first product, and takes several bytes a weight for it.
+    """
+    linears: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    for linear in linears:
+        if linear.weight.device.type == "cpu":
+            linear(torch.zeros(1, linear.in_features, dtype=dtype))
+
+
+def have_plain_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make the projections plain that attention to latents takes apart, in place."""
+    for name, child in list(model.named_modules()):
+        if name.endswith(LATENT_UP) and not is_plain(child):
+            model.set_submodule(name, _made_plain(child, dtype))
+
+
+def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Bring 16-bit weights into the dtype that was asked for, in place: transformers widens some forms to bfloat16."""
+    for weight in model.parameters():
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            weight.data = weight.data.to(dtype)
+
+
+# How a model holds its weights: as it computes with them, quantised in its files, or quantised on loading.
+
+Weights = Literal["auto", "int8", "int4", "fp8"]
+"""What weights can be on loading; auto is what the files hold."""
+
+_EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "weights": ("bitsandbytes", "torchao", "compressed-tensors"),
+    "gptq": ("gptqmodel", "optimum"),
+    "kernels": ("kernels",),
+}
+"""Extras of kvcli, with the packages that they install."""
+
+LATENT_UP = "kv_b_proj"
+"""The projection of latents, which attention absorbs (`kvcli.models.latent`): a plain one once a model is loaded."""
+
+WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are with pip install 'kvcli[kernels]'"
+"""What to do about weights that are made wide."""
+
+_WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
+"""Bytes that a weight takes within a product in 16 and in 32 bits, on a CPU that multiplies none as it is (GPUs do
+int8)."""
+
+_SCALED = {"int8": (14, 12)}
+"""Bytes that a number of a product takes there beside itself when whole numbers are scaled, the weight being gone."""
+
+_FP8_COMPUTE = (8, 9)  # the least compute capability with products of FP8
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form of quantised weights, called `name`; `stored` in the files or made on loading, by `packages`.
+
+    A weight takes `bits`, and each `block` of weights of a row (None: the whole row) `scale_bits` more. `bits` is None
+    where that is known of the files alone. `linears` and `experts` tell what is quantised, linear layers and experts
+    that are one tensor, but for modules whose names end as `spared` says (None: what transformers spares), and for
+    matrices whose sides are no multiples of `whole`. `widened` weights are in the model's dtype once they are read.
+    `captured`: a CUDA graph can hold a product with them. `like` names the form of `ON_LOADING` whose products are the
+    same, where weights are stored.
+    """
+
+    name: str
+    stored: bool
+    packages: tuple[str, ...] = ()
+    bits: float | None = None
+    scale_bits: int = 0
+    block: int | None = None
+    linears: bool = True
+    experts: bool = False
+    spared: tuple[str, ...] | None = None
+    whole: tuple[int, int] | None = None
+    widened: bool = False
+    captured: bool = False
+    like: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What to call it in a report."""
+        return f"{self.name}, widened" if self.widened else self.name
+
+    @property
+    def made(self) -> WeightForm | None:
+        """The form, if there is one, that a model in memory can be brought into here to multiply as this one does."""
+        form = self if not self.stored else None if self.like is None else ON_LOADING[self.like]
+        return form if form is not None and all(map(installed, form.packages)) else None
+
+    def nbytes(self, shape: torch.Size) -> int:
+        """Bytes of a quantised weight [..., out, in]."""
+        assert self.bits is not None
+        rows, row = shape.numel() // shape[-1], shape[-1]
+        return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
+
+    def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
+        """Bytes that a product of so many `numbers` takes with a matrix of so many weights; by `ON_LOADING`."""
+        name = self.like or self.name
+        if self.widened or name not in _WIDE or (name == "int8" and device.type == "cuda"):
+            return 0
+        scaled = _SCALED.get(name, (0, 0))
+        return max(weights * _WIDE[name][itemsize == 4], numbers * scaled[itemsize == 4])
+
+    def held(self, model: PreTrainedModel) -> dict[str, int]:
+        """Bytes of those weights of a model, on the meta device, that are quantised, by the parameters' names."""
+        if self.bits is None or self.widened:
+            return {}
+        chosen = _quantises(model, self.spared)
+        return {
+            f"{module}.{name}": self.nbytes(weight.shape)
+            for module, name, weight in _candidates(model, self)
+            if chosen(module) and not module.endswith(LATENT_UP) and not self._uneven(weight)
+        }
+
+    def _uneven(self, weight: torch.Tensor) -> bool:
+        return self.whole is not None and any(n % side for n, side in zip(weight.shape[-2:], self.whole, strict=True))
+
+    def require(self) -> None:
+        """Raise KvcliError (usage) where a package that reads or makes this form is not installed."""
+        missing = [name for name in self.packages if not installed(name)]
+        if missing:
+            what = "are stored as" if self.stored else "as"
+            extra = next(extra for extra, names in _EXTRAS.items() if missing[0] in names)
+            raise usage_error(
+                f"weights {what} {self.name} need {' and '.join(missing)}, which is not installed",
+                f"pip install 'kvcli[{extra}]'",
+            )
+
+    def arguments(self, dtype: torch.dtype, spared: Sequence[str] = ()) -> dict[str, Any]:
+        """Give what `from_pretrained` is told to make this form on loading; nothing where the files have it.
+
+        `spared` are the names of all linear layers that stay as they are.
+        """
+        if self.stored:
+            return {}
+        from transformers import BitsAndBytesConfig, TorchAoConfig
+
+        bitsandbytes: Any = BitsAndBytesConfig
+        if self.name == "int8":
+            return {"quantization_config": bitsandbytes(load_in_8bit=True, llm_int8_skip_modules=[*spared])}
+        if self.name == "int4":
+            how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": [*spared]}
+            return {"quantization_config": bitsandbytes(load_in_4bit=True, **how)}
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        rows = Float8WeightOnlyConfig(set_inductor_config=False)
+        return {"quantization_config": TorchAoConfig(rows, modules_to_not_convert=[*spared])}
+
+
+ON_LOADING: Mapping[str, WeightForm] = {
+    "int8": WeightForm("int8", False, ("bitsandbytes",), 8, 32),
+    "int4": WeightForm("int4", False, ("bitsandbytes",), 4, 32, 64, whole=(32, 64), captured=True),
+    "fp8": WeightForm("fp8", False, ("torchao",), 8, 32, captured=True),
+}
+
+
+def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: bool = True) -> WeightForm | None:
+    """Say how a model of this config holds its weights on a device, this machine's if it is `here`; None: as computed.
+
+    Raises:
+        KvcliError: `weights` asks for another form than the files have, or for none that is known (usage).
+    """
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        if weights == "auto":
+            return None
+        if weights not in ON_LOADING:
+            raise usage_error(f"unknown form of weights {weights!r}", f"use auto, {', '.join(ON_LOADING)}")
+        return ON_LOADING[weights]
+    form = _stored(stored if isinstance(stored, dict) else stored.to_dict(), device, here)
+    if weights != "auto":
+        raise usage_error(f"the weights are stored as {form.name}, --weights {weights} is for others", "leave it out")
+    return form
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightForm:
+    """Read the quantization_config of a config.json."""
+    method = str(how.get("quant_method", "bitsandbytes")).removeprefix("bitsandbytes_").lower()
+    form = WeightForm(method, True)
+    group = how.get("group_size")
+    if how.get("load_in_4bit") or method == "4bit":
+        double = how.get("bnb_4bit_use_double_quant")
+        form = replace(ON_LOADING["int4"], name="bitsandbytes 4 bits", like="int4", whole=None)
+        form = replace(form, scale_bits=8 if double else 32)
+    elif how.get("load_in_8bit") or method in ("8bit", "bitsandbytes"):
+        captured = not how.get("llm_int8_threshold", 6.0)  # the channels of large inputs are looked for by the host
+        form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", like="int8", captured=captured)
+    elif method in ("gptq", "awq"):
+        width, length = int(how.get("bits", 4)), None if group in (None, -1) else int(str(group))
+        packages = _EXTRAS["gptq"] if method == "gptq" else ("gptqmodel",)
+        form = WeightForm(method, True, packages, width, 16 + width, length)
+    elif method == "compressed-tensors":
+        form = replace(form, packages=("compressed-tensors",), widened=True)
+    elif method == "torchao":
+        kind = str(how.get("quant_type"))
+        known = 4 if "Int4" in kind else 8 if "Int8" in kind or "Float8" in kind else None
+        like = "fp8" if "Float8WeightOnly" in kind else None
+        form = WeightForm(method, True, ("torchao",), known, 32, 128 if known == 4 else None, captured=True, like=like)
+    elif method in ("fp8", "mxfp4"):
+        widened = not _has_kernels(method, device, here)
+        bits, scale_bits, block = (8, 32, None) if method == "fp8" else (4, 8, 32)
+        held: dict[str, Any] = {"linears": method == "fp8", "experts": True, "widened": widened}
+        like = "fp8" if method == "fp8" else None
+        form = WeightForm(method, True, (), bits, scale_bits, block, like=like, **held)
+    spared = how.get("llm_int8_skip_modules") or how.get("modules_to_not_convert")
+    return replace(form, stored=True, spared=tuple(spared) if spared else None)
+
+
+def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
+    """Whether there are products with weights of a form that transformers has kernels for, but not in its package."""
+    if device.type != "cuda" or not here:
+        return device.type == "cuda"
+    able = method == "mxfp4" or torch.cuda.get_device_capability(device) >= _FP8_COMPUTE
+    return able and installed("kernels")
+
+
+def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable[[str], bool]:
+    """Make what tells by a module's name whether transformers quantises it; `spared` are names in its quantised config.
+
+    Where a config names none, the head, what is tied to it and what has to be in 32 bits are spared.
+    """
+    # What it imports says on stderr what it cannot load.
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    wide: Any = model._keep_in_fp32_modules
+    names = HfQuantizer.get_modules_to_not_convert(model, None if spared is None else list(spared), wide)
+    return lambda name: bool(should_convert_module(name, names))
+
+
+def _candidates(model: PreTrainedModel, form: WeightForm) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Modules by name, with the name of a weight in each that a form may hold, and the weight."""
+    for name, module in model.named_modules():
+        if form.linears and isinstance(module, nn.Linear):
+            yield name, "weight", module.weight
+        if form.experts and name.endswith(".experts"):
+            weights = module.named_parameters(recurse=False)
+            yield from ((name, own, weight) for own, weight in weights if weight.dim() == 3)
