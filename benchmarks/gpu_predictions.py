@@ -26,9 +26,9 @@ from kvcli.capacity.roofline import MachineRates, Rate, Work, least_seconds, ste
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.methods import method_names
-from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import GRAPH, gpu_step_of
-from kvcli.methods.steps.plan import FromHost
+from kvcli.methods.contract import AnyMethod
+from kvcli.methods.step import FromHost
 from kvcli.models.loading import ModelSpec, read_config
 
 MODEL, DTYPE, BUDGET = "llama-3.1-8b", torch.bfloat16, 2048

@@ -30,7 +30,7 @@ from kvcli.capacity.memory import kv_footprint
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.loading import Model, ModelSpec, open_checkpoint
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling

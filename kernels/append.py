@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
-from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.page_summary import blocks, page_cuboid, page_summary_ref, store_bounds
+from kvcli.kernels.page_scores import blocks, page_cuboid, page_summary_ref, store_bounds
 from kvcli.kernels.page_table import PagedKV, filled_pages, slot_of, slot_of_page
-from kvcli.kernels.recall import constants
+from kvcli.kernels.recall import HostPages, constants
 
 
 class NewToken(NamedTuple):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import gemv as few_rows
-from kvcli.kernels import quantised_rows
 from kvcli.kernels._llvm import AHEAD, exp, prefetch
-from kvcli.kernels._numba import compiled, flat, inlined, prange, run
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import (
     add_sinks,
@@ -30,8 +29,108 @@ from kvcli.kernels.block_attention import (
 from kvcli.kernels.gemv import FAR, PIECE, TOKENS, apart, dot, dots, heads_side_by_side
 from kvcli.kernels.page_table import PagedKV, SlotLayout
 from kvcli.kernels.paged_attention import slot_attention
-from kvcli.kernels.quant import BlockFormat
+from kvcli.kernels.quant import BlockFormat, PartLayout, numbers_of_halves, read_token
 from kvcli.kernels.softmax import Softmax
+
+QUANTISED_PIECE = 512  # tokens that a thread takes at once; their number does not depend on the threads
+
+
+@cache
+def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
+    """Make the loops over rows of d numbers: with sizes that are known a processor takes sixteen numbers at a time."""
+    mask, form = (1 << bits) - 1, part.of_token(d, bits)
+    columns = form[3]
+
+    @compiled
+    def products_quantised_cpu(q: Any, blocks: Any, halves: Any, floats: Any, out: Any) -> None:
+        heads, group, n = out.shape
+        for piece in prange((n + QUANTISED_PIECE - 1) // QUANTISED_PIECE):
+            key, its = np.empty((1, d), np.float32), np.empty((2, columns), np.float32)
+            for j in range(piece * QUANTISED_PIECE, min(n, (piece + 1) * QUANTISED_PIECE)):
+                for h in range(heads):
+                    read_token(blocks, halves, j * heads + h, floats, form, mask, its, key, 0)
+                    for g in range(group):
+                        total = np.float32(0)
+                        for c in range(d):
+                            total += q[np.uint64(h), np.uint64(g), np.uint64(c)] * key[0, np.uint64(c)]
+                        out[h, g, j] = total
+
+    @compiled
+    def mixtures_quantised_cpu(w: Any, blocks: Any, halves: Any, floats: Any, parts: Any) -> None:
+        heads, group, n = w.shape
+        for piece in prange(len(parts)):
+            begin, end = piece * QUANTISED_PIECE, min(n, (piece + 1) * QUANTISED_PIECE)
+            values, its = np.zeros((4, d), np.float32), np.empty((2, columns), np.float32)
+            parts[piece] = 0
+            for j in range(begin, end, 4):
+                some = min(4, end - j)
+                values[some:] = 0
+                for h in range(heads):
+                    for i in range(some):
+                        read_token(blocks, halves, (j + i) * heads + h, floats, form, mask, its, values, i)
+                    for g in range(group):
+                        w0 = w[h, g, j]
+                        w1 = w[h, g, j + 1] if some > 1 else np.float32(0)
+                        w2 = w[h, g, j + 2] if some > 2 else np.float32(0)
+                        w3 = w[h, g, j + 3] if some > 3 else np.float32(0)
+                        for c in range(d):
+                            u = np.uint64(c)
+                            parts[np.uint64(piece), np.uint64(h), np.uint64(g), u] += (
+                                w0 * values[0, u] + w1 * values[1, u] + w2 * values[2, u] + w3 * values[3, u]
+                            )
+
+    return products_quantised_cpu, mixtures_quantised_cpu
+
+
+def quantised_loops_suit(q: Tensor, blocks: Tensor) -> bool:
+    """Tell whether these loops can take the queries [Hk, G, d] with the blocks."""
+    return (
+        q.shape[1] <= few_rows.MOST_ROWS
+        and serves(blocks, dtype=torch.uint8)
+        and q.device.type == "cpu"
+        and blocks.is_contiguous()
+        and blocks.data_ptr() % 2 == 0
+    )
+
+
+def products_quantised_cpu(q: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
+    """Score every token: [Hk, G, n]."""
+    out = q.new_empty(*q.shape[:2], len(blocks))
+    loop, held = _quantised_loop(0, blocks, form)
+    run(loop, out[:, 0].numel() * form.d, q.contiguous(), *held, out)
+    return out
+
+
+def mixtures_quantised_cpu(w: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
+    """Add values up by weights: [Hk, G, d]."""
+    heads, group, n = w.shape
+    parts = w.new_empty(-(-n // QUANTISED_PIECE), heads, group, form.d)
+    loop, held = _quantised_loop(1, blocks, form)
+    run(loop, w[:, 0].numel() * form.d, w.contiguous(), *held, parts)
+    return parts.sum(0)
+
+
+def attend_quantised_cpu(
+    q: Tensor, blocks: Tensor, form: BlockFormat, sizes: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Attend to tokens in blocks and to others k, v [Hk, m, d] in fp32 behind them: out [Hk, G, d] and lse [Hk, G].
+
+    The sizes [Hk, d] of keys in blocks multiply the queries instead.
+    """
+    far_scores = products_quantised_cpu(q * sizes[:, None], blocks, form)
+    scores = softmax.scores(torch.cat((far_scores, q @ k.transpose(1, 2)), -1))
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    far, near = weights[..., : len(blocks)], weights[..., len(blocks) :]
+    total = weights.sum(-1)
+    return (mixtures_quantised_cpu(far, blocks, form) + near @ v) / total[..., None], top[..., 0] + torch.log(total)
+
+
+def _quantised_loop(part: int, blocks: Tensor, form: BlockFormat) -> tuple[Any, tuple[Any, ...]]:
+    """Choose the loop over keys, part 0, or values, and give it the blocks."""
+    layout, rows = form.layouts[part], blocks.flatten(0, 1)
+    return _quantised_loops(form.d, layout, form.bits)[part], (rows, rows.view(torch.uint16), numbers_of_halves())
+
 
 # Attention of a few queries on a CPU, which reads keys and values once, a piece of the tokens after the other.
 
@@ -340,7 +439,7 @@ def attend_chosen(
 
 def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
     """Tell whether `attend_blocks` serves: on a CPU, blocks [n, Hk, bytes] that are many enough."""
-    return quantised_rows.suits(q.view(blocks.shape[1], -1, q.shape[-1]), blocks)
+    return quantised_loops_suit(q.view(blocks.shape[1], -1, q.shape[-1]), blocks)
 
 
 def attend_blocks(
@@ -348,7 +447,7 @@ def attend_blocks(
 ) -> Tensor:
     """Attend to tokens where they lie as blocks of bytes, keys of `sizes`, and to k and v [Hk, m, d] behind them."""
     heads = _by_group(q, k).float()
-    return _finish(q, *quantised_rows.attend(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
+    return _finish(q, *attend_quantised_cpu(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
         q.dtype
     )
 

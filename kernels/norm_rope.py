@@ -7,7 +7,8 @@ Shapes: x [..., n], any strides but the last dimension's, weight [n] -> [..., n]
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch.nn import functional
 
 from kvcli.kernels._numba import compiled, flat, prange, run, run_alone, serial
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
-from kvcli.kernels.rebuild_keys import Rotation, rotated
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
@@ -231,7 +231,7 @@ def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> None:
 # What stands between the linear layers of a model, for a few rows on a CPU: norms and rotations, a loop each.
 
 Arrays = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.kernels.rebuild_keys`."""
+"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.methods.shadowkv.method.kernels`."""
 
 
 @serial
@@ -484,3 +484,56 @@ def move_sinks(k: Tensor, unrotated: Tensor, lengths: Tensor, held: int, rotatio
         warps=1,
     )
     return None
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines [positions, w], and for every channel [d]: its partner, its column of w, and its sine's sign.
+
+    Channels that are not rotated have column -1. partner and column are int32, all else fp32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    partner: Tensor
+    column: Tensor
+    sign: Tensor
+
+    @classmethod
+    def of(
+        cls, cos: Tensor, sin: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor], rotated: int, d: int
+    ) -> Rotation:
+        """Find out how `turn(x [1, 1, n, rotated], cos [1, n, w], sin [1, n, w])` pairs the first channels of d."""
+        width, device = cos.shape[-1], cos.device
+        # Each column by its number, from 2 on: what `turn` itself leaves as it is comes back as 1.
+        names = torch.arange(2.0, width + 2, device=device).expand(1, rotated, width)
+        units = torch.eye(rotated, device=device)[None, None]
+        straight = turn(units, names, torch.zeros_like(names))[0, 0].diagonal()
+        crossed = turn(units, torch.zeros_like(names), names)[0, 0]  # [from, to]
+        partner = torch.arange(d, dtype=torch.int32, device=device)
+        column = torch.full_like(partner, -1)
+        sign = torch.zeros(d, device=device)
+        partner[:rotated] = crossed.abs().argmax(0).int()
+        column[:rotated] = straight.round().int() - 2
+        sign[:rotated] = crossed.sum(0).sign() * (column[:rotated] >= 0)
+        if not torch.equal(crossed.abs().sum(0), straight):
+            raise ValueError("cosine and sine of a channel do not stand in the same column")
+        return cls(cos, sin, partner, column, sign)
+
+    def check(self, d: int) -> None:
+        """Raise ValueError where these are not tables for d channels that kernels can read."""
+        for name, x, dtype in zip(self._fields[2:], self[2:], (torch.int32, torch.int32, None), strict=True):
+            require_whole(name, x, (d,), dtype)
+        for name, x in zip(self._fields[:2], self[:2], strict=True):
+            require_whole(name, x, self.cos.shape)
+
+
+def rotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """Turn keys [.., n, d] to positions [n] in plain torch; in the precision of both."""
+    cos, sin = at_positions(positions, rotation)
+    return keys * cos + keys[..., rotation.partner] * sin
+
+
+def at_positions(positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Cosines of all channels at positions [..] and sines with their signs, [.., d]; 1 and 0 where nothing turns."""
+    cos, sin = (table[positions][..., rotation.column.clamp_min(0)] for table in rotation[:2])
+    return cos.masked_fill(rotation.column < 0, 1), sin * rotation.sign

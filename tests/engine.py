@@ -5,7 +5,7 @@ import torch
 from kvcli.conformance.runs import SPARE, NoText, in_memory, run  # noqa: F401 - what tests take from here
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.contract import SequenceContext
 
 
 def profile_of(name, settings) -> Profile:

@@ -11,40 +11,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.kernels import append, one_bit, topk
+from kvcli.kernels import append, topk
 from kvcli.kernels import append as filled
 from kvcli.kernels import append as write_small
 from kvcli.kernels import block_attention as tiles
 from kvcli.kernels import decode_attention as decode
-from kvcli.kernels import four_bit_keys as four_bit
-from kvcli.kernels import kept_query as kept_queries
-from kvcli.kernels import leaving_chunk as leaving
-from kvcli.kernels import make_room as room
+from kvcli.kernels import eviction as replace
+from kvcli.kernels import eviction as room
 from kvcli.kernels import near_best as near
 from kvcli.kernels import norm_rope as add_norm
 from kvcli.kernels import norm_rope as moving
 from kvcli.kernels import norm_rope as norm
 from kvcli.kernels import norm_rope as rotating
 from kvcli.kernels import norm_rope as silu
-from kvcli.kernels import nucleus as tokens_kept
-from kvcli.kernels import one_bit as one_bit_scoring
 from kvcli.kernels import page_scores as choose
 from kvcli.kernels import page_scores as scores
-from kvcli.kernels import page_summary as summary
+from kvcli.kernels import page_scores as summary
 from kvcli.kernels import page_table as resolve
 from kvcli.kernels import paged_attention as slot
 from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
-from kvcli.kernels import rebuild_keys as rebuild
 from kvcli.kernels import recall as gather
 from kvcli.kernels import recall as gather_small
-from kvcli.kernels import replace_page as replace
 from kvcli.kernels import token_scores as projecting
 from kvcli.kernels import token_scores as tokens
-from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.page_table import PagedKV, SlotLayout, active, page_count, row_positions
 from kvcli.kernels.quant import BlockFormat
+from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods import tokenselect as kept_queries
+from kvcli.methods.fier.method import kernels as one_bit
+from kvcli.methods.fier.method import kernels as one_bit_scoring
+from kvcli.methods.shadowkv.method import kernels as leaving
+from kvcli.methods.shadowkv.method import kernels as rebuild
+from kvcli.methods.twilight.method import kernels as four_bit
+from kvcli.methods.twilight.method import kernels as tokens_kept
 from kvcli.runtime.gpu import pipeline as whole
 
 NAN = float("nan")

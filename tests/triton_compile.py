@@ -28,9 +28,9 @@ from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
 from kvcli.kernels import _triton
 from kvcli.kernels import paged_attention as slot_attention
-from kvcli.kernels.nucleus import keep_nucleus
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device
+from kvcli.methods.twilight.kernels import keep_nucleus
 
 # What is compiled for latents, too, which all query heads share.
 LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads, keep_nucleus}

@@ -25,9 +25,8 @@ from claims.subject import Subject, percent, table
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.blocks import BlockCache
-from kvcli.methods._activation import EPS, Moments, activation_probe, moments_of
-from kvcli.methods.actqkv import ActQKV
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.actqkv import EPS, ActQKV, Moments, activation_probe, moments_of
+from kvcli.methods.contract import SequenceContext
 
 PROBES = ("activation", "mean")
 

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kvcli.methods.fier.method.kernels import one_bit_scores, quantise_keys
 from torch import Tensor
 
 from claims.subject import Subject, percent, table
 from kvcli.kernels.group_pooling import pool_scores
-from kvcli.kernels.one_bit import one_bit_scores, quantise_keys
-from kvcli.kernels.page_scores import page_scores
-from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.page_scores import page_scores, page_summary
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
 from kvcli.kv.pages import paged

@@ -23,7 +23,7 @@ from claims.scores import Scores, difference
 from claims.second_turn import chosen_variants
 from claims.subject import Document, Subject, percent, table
 from kvcli.inputs.variants import Variant
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 
 ENDS = ("question", "answer's words")
 

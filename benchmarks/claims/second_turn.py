@@ -25,7 +25,7 @@ from claims.block_choice import up_to_the_value
 from claims.scores import Scores, difference
 from claims.subject import MAX_TOKENS, Document, Subject, table
 from kvcli.inputs.variants import Variant, variants
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.quality.tasks import phrases, recall
 from kvcli.runtime.sampling import Sampling
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.inputs.encoding import Template, encode, encode_question
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
-from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.contract import AnyMethod, SequenceContext
 from kvcli.models.loading import Model, ModelSpec, load_model
 from kvcli.quality.tasks import TASKS, TaskRow, make_row, recall
 from kvcli.runtime.engine import Engine, engine

@@ -24,7 +24,7 @@ from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.page_scores import page_scores_ref
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.contract import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import ModelSpec, load_model

@@ -18,9 +18,8 @@ from torch import Tensor
 from gpu_parts.clock import captured, freed, in_turn, ratios
 from gpu_parts.frame import Row
 from gpu_parts.setting import Setting
-from kvcli.kernels.host_pages import HostLayout, HostPages
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
-from kvcli.kernels.recall import PROGRAMS, gather_pages, gather_pages_ref
+from kvcli.kernels.recall import PROGRAMS, HostLayout, HostPages, gather_pages, gather_pages_ref
 from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.pinned import pinned_allocator
 

@@ -22,7 +22,7 @@ from kvcli.capacity import cgroup
 from kvcli.capacity.roofline import measure_rates, rate_rows
 from kvcli.compat import onednn_suits
 from kvcli.errors import KvcliError
-from kvcli.kernels.page_summary import page_summary, page_summary_ref
+from kvcli.kernels.page_scores import page_summary, page_summary_ref
 from kvcli.models.checkpoint import check_config, check_files
 from kvcli.models.place import bundled_model
 from kvcli.models.weights import ON_LOADING, installed

@@ -25,8 +25,8 @@ from kvcli.inputs.variants import Variant, ablated
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.memory.tiers import Footprint
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
 from kvcli.models.loading import Model
 from kvcli.runtime.decode import decode

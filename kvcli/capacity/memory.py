@@ -26,9 +26,9 @@ from kvcli.memory.disk_tier import DiskTier
 from kvcli.memory.pinned import HostAllocator
 from kvcli.memory.tiers import Footprint
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod, SequenceContext
 from kvcli.methods.card import GRAPH, gpu_step_of
-from kvcli.methods.steps.plan import Whole
+from kvcli.methods.contract import AnyMethod, SequenceContext
+from kvcli.methods.step import Whole
 from kvcli.models.devices import Place, Placement, first_of, placement_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from kvcli.memory.tiers import Traffic
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 
 REPEATS = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcli.memory.tiers import nbytes
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.runtime.layer_major import CHUNKS_ON_DEVICE, chunk_length, streamed
 from kvcli.runtime.prefill import prefill_buffers

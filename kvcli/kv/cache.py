@@ -16,10 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
-from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.quant import BlockFormat
+from kvcli.kernels.recall import HostLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.disk_blocks import DiskBlocks
 from kvcli.memory.host_pool import HostPagePool

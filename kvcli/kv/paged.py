@@ -12,14 +12,15 @@ from typing_extensions import override
 
 from kvcli.kernels import page_table as resolve_rows
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
-from kvcli.kernels.host_pages import HostLayout
-from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.page_scores import page_summary
 from kvcli.kernels.page_table import EMPTY, Misses, resolve_pages
 from kvcli.kernels.quant import BlockFormat
+from kvcli.kernels.recall import HostLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, LayerSlots, Tiers, both, token_mask
-from kvcli.kv.pages import Digest, PageBudget, PagedCache, PageSummaries, beside, paged, take
+from kvcli.kv.pages import Digest, PageBudget, PagedCache, beside, paged, take
 from kvcli.memory.host_pool import DiskPagePool, HostPagePool, page_pool
+from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.sizes import slices
 
@@ -286,3 +287,36 @@ def _digest_as_held(digest: Digest, form: BlockFormat, keys: Tensor) -> Tensor:
     """Digest keys [Hk, n, p, d] as they will be read, some pages at a time."""
     parts = slices(keys.shape[1], max(1, form.at_once // len(keys)))
     return torch.cat([digest(form.rounded(keys[:, part])) for part in parts], 1) if keys.numel() else digest(keys)
+
+
+class PageSummaries:
+    """`bounds` [Hk, num_pages, 2, d]: upper and lower bound of every channel of the keys of a page, on the device."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
+        self.digest = digest
+        self.bounds = tiers.on_device(num_kv_heads, num_pages, 2, head_dim)
+        self.filled = 0  # pages from the first one on
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Summarise consecutive full pages from page `first` on: keys [Hk, n, p, d]."""
+        self.filled = first + keys.shape[1]
+        self.bounds[:, first : self.filled] = self.digest(keys)
+
+    def of(self, pages: range) -> Tensor:
+        """View the summaries of consecutive pages: [Hk, len(pages), 2, d]."""
+        return self.bounds[:, pages.start : pages.stop]
+
+    def traffic(self, budget: PageBudget, length: int) -> Traffic:
+        """Count what the selection of pages moves once `length` tokens were seen."""
+        if not budget.active(length):
+            return Traffic()
+        candidates = self.of(budget.candidates(length))
+        return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
+
+    def settled(self) -> list[Settled]:
+        """Full pages do not change."""
+        return [Settled(self.bounds, 1, self.filled)]
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return nbytes(self.bounds)

@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from kvcli.kernels._llvm import AHEAD, prefetch
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
-from kvcli.kernels.host_pages import HostLayout
 from kvcli.kernels.quant import TOKENS, BlockFormat, channel_sizes
+from kvcli.kernels.recall import HostLayout
 from kvcli.memory.disk_blocks import DiskBlocks
 from kvcli.memory.pinned import host_memory, ready
 from kvcli.memory.state import Settled, raw

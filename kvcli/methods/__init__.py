@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvcli.errors import ExitCode, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.methods.base import AnyMethod
+    from kvcli.methods.contract import AnyMethod
 
     MethodT = TypeVar("MethodT", bound=type[AnyMethod])
 
@@ -64,7 +64,7 @@ def get_method(name: str) -> type[AnyMethod]:
         KvcliError: there is no such method, or it cannot be imported from the package that offers it.
     """
     if name in own_method_names():
-        from kvcli.methods.base import Method
+        from kvcli.methods.contract import Method
 
         module = importlib.import_module(f"{__name__}.{name}")
         return next(
@@ -106,8 +106,8 @@ def _checked(name: str, method_class: type[AnyMethod]) -> type[AnyMethod]:
     Raises:
         KvcliError: it is not, or does not.
     """
-    from kvcli.methods.base import Method
     from kvcli.methods.card import STATED
+    from kvcli.methods.contract import Method
 
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise KvcliError(f"method {name!r} is no subclass of Method", "see CONTRIBUTING.md", ExitCode.USAGE)

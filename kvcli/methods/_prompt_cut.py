@@ -17,9 +17,9 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import kept_tokens
 from kvcli.kv.pruned import PrunedCache
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method, SequenceContext
+from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

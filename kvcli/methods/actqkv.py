@@ -6,27 +6,101 @@ cosine. Where the prompt is a document and a question, the question is read firs
 probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
 
 In decode the query itself is the probe, and the layers share their budget by the entropies of their scores
-(`kvcli.methods._cut_off`); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
+(`kvcli.methods.actqkv`); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
 with it. While the context fits into the budget there is no cut-off.
 
 Windows, blocks, representatives, positions and exactness are InfLLM's. Keys have their KV heads repeated for the query
 heads they serve. A question longer than a window counts by its last tokens.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from statistics import fmean
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.blocks import BlockCache, cosine_scores, density, dot_scores
-from kvcli.methods._activation import EPS, Moments, activation_probe, merge_moments, moments_of
-from kvcli.methods._cut_off import CutOff
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
+from kvcli.methods.contract import SequenceContext
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.models.geometry import LayerGeometry
+
+EPS = 1e-6
+
+
+class Moments(NamedTuple):
+    """Number of the observations, their mean [c] and their sum of squared deviations [c]."""
+
+    seen: int
+    mean: Tensor
+    m2: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance [c]; zero for a single observation."""
+        return self.m2 / max(1, self.seen - 1)
+
+
+def moments_of(x: Tensor) -> Moments:
+    """Moments of one batch x [n, c], n >= 1."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = x.mean(0)
+    return Moments(len(x), mean, (x - mean).square().sum(0))
+
+
+def merge_moments(a: Moments, b: Moments) -> Moments:
+    """Moments of both together."""
+    seen = a.seen + b.seen
+    delta = b.mean - a.mean
+    mean = a.mean + delta * (b.seen / seen)
+    return Moments(seen, mean, a.m2 + b.m2 + delta.square() * (a.seen * b.seen / seen))
+
+
+def activation_probe(queries: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
+    """Weigh queries [n, c], heads concatenated in c, by their activation bias -> [c] in at least fp32.
+
+    Where no query differs from the mean, as for the first of all, each weighs the same. In `reverse` the usual ones
+    weigh more, by the reciprocal of their bias (appendix D.3).
+    """
+    queries = queries.to(moments.mean.dtype)
+    bias = ((queries - moments.mean).square() / (moments.variance + EPS)).sum(1)  # [n]
+    if reverse:
+        bias = 1 / (bias + EPS)
+    total = bias.sum()
+    weights = torch.where(total > 0, bias / total, torch.full_like(bias, 1 / len(bias)))
+    return weights @ queries
+
+
+RECENT_STEPS = 100  # steps whose entropies make a layer's mean
+
+
+class CutOff:
+    """Divides `blocks` a layer among `layers` by their entropies, layer after layer within each step."""
+
+    def __init__(self, layers: Sequence[int], blocks: int, least: int, most: int):
+        self.layers, self.blocks, self.least, self.most = list(layers), blocks, least, most
+        self.recent: dict[int, deque[float]] = {layer: deque(maxlen=RECENT_STEPS) for layer in layers}
+        self.means: dict[int, float] = {}
+        self.remaining = 0.0
+
+    def allot(self, layer: int, entropy: float, candidates: int) -> int:
+        """Give `layer` its blocks of this step, at most `candidates`."""
+        if layer == self.layers[0]:
+            self.remaining = len(self.layers) * self.blocks
+        rest = self.layers[self.layers.index(layer) + 1 :]
+        if len(self.means) == len(self.layers):
+            share = entropy / (entropy + sum(self.means[other] for other in rest))
+        else:
+            share = 1 / (1 + len(rest))
+        given = min(candidates, max(self.least, min(self.most, round(share * self.remaining))))
+        self.remaining -= given
+        self.recent[layer].append(entropy)
+        self.means[layer] = fmean(self.recent[layer])
+        return given
 
 
 class ActQKVConfig(InfLLMConfig):

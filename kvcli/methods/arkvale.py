@@ -18,13 +18,11 @@ from __future__ import annotations
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.page_summary import page_cuboid
+from kvcli.kernels.page_scores import page_cuboid
 from kvcli.kv.paged import OffloadedPageCache
-from kvcli.methods.base import Method
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
-from kvcli.methods.steps.choices import Best
-from kvcli.methods.steps.page_bounds import PageBounds
-from kvcli.methods.steps.plan import FromHost, StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import Best, FromHost, PageBounds, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

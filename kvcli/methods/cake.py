@@ -28,8 +28,8 @@ from kvcli.kernels.prefill_attention import last_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import kept_tokens
 from kvcli.kv.pruned import PrunedCache
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import CountOrShare, setting
+from kvcli.methods.contract import SequenceContext
 from kvcli.methods.snapkv import Odd, SnapKV, SnapKVConfig
 from kvcli.models.geometry import LayerGeometry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,9 +24,44 @@ from kvcli.kernels.quant import KVDtype
 from kvcli.kv.cache import Tiers
 from kvcli.kv.pages import PageBudget
 from kvcli.kv.tokens import TokenBudget
-from kvcli.methods._reading import PrefillPattern
 from kvcli.models.geometry import LayerGeometry
-from kvcli.sizes import Share
+from kvcli.sizes import Share, parse_count
+
+PatternName = Literal["exact", "a-shape", "vertical-slash"]
+SIZES = {"a-shape": (1024, 4096), "vertical-slash": (1000, 6096)}
+"""First and newest tokens; columns and diagonals: what the paper takes for prompts of 128K tokens (section 4)."""
+
+
+class PrefillPattern(NamedTuple):
+    """A pattern of prefill attention and its two sizes; none of exact reading."""
+
+    pattern: PatternName
+    sizes: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, text: str) -> PrefillPattern:
+        """Read "exact", "a-shape", "vertical-slash", or one of these two with sizes as in "a-shape:64,1K".
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        name, colon, sizes = text.partition(":")
+        if name not in get_args(PatternName) or (colon and name == "exact"):
+            raise ValueError(f"{text!r} is not exact, a-shape or vertical-slash, with sizes as in a-shape:64,1K")
+        if not colon:
+            return cls(name, SIZES.get(name, (0, 0)))  # type: ignore[arg-type]
+        first, comma, second = sizes.partition(",")
+        try:
+            found = parse_count(first), parse_count(second)
+        except ValueError:
+            found = (0, 0)
+        if not comma or min(found) < 1:
+            raise ValueError(f"{text!r} has no two sizes of 1 or more behind {name}, as in {name}:64,1K")
+        return cls(name, found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Write it with its sizes."""
+        return self.pattern if self.pattern == "exact" else f"{self.pattern}:{self.sizes[0]},{self.sizes[1]}"
 
 
 def _power_of_two(value: int) -> int:

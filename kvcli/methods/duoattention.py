@@ -26,8 +26,8 @@ from kvcli.kv.cache import DenseCache
 from kvcli.kv.calibration_file import read_tensor
 from kvcli.kv.compensated import HeadSplitCache
 from kvcli.kv.sliding import SlidingCache
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.razor import choose_heads
 from kvcli.models.geometry import LayerGeometry
 

@@ -5,7 +5,7 @@ attends to the pages that the query of the step before selected, so that selecti
 A KV head whose query turned too far (cosine below `tau`, pooled over its group) is corrected: it selects with its own
 query and recalls before attending. The first retrieval of a sequence has nothing to reuse and is counted apart.
 
-`kvcli.methods.steps.phases` carries this out phase after phase, which defines what a step attends to. Anything that
+`kvcli.methods.step` carries this out phase after phase, which defines what a step attends to. Anything that
 overlaps phases must select the same pages and give the same output.
 """
 
@@ -15,12 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.host_pages import HostLayout
+from kvcli.kernels.recall import HostLayout
 from kvcli.kv.paged import OffloadedPageCache
-from kvcli.methods.base import Method
 from kvcli.methods.config import CosineByLayer, HostKVConfig, PagedConfig, by_layer, setting
-from kvcli.methods.steps.page_bounds import PageBounds
-from kvcli.methods.steps.plan import Correction, FromHost, RecallBy, StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import Correction, FromHost, PageBounds, RecallBy, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

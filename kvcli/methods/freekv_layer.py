@@ -16,8 +16,8 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.kv.paged import OffloadedPageCache
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.contract import Method, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 
 

@@ -5,9 +5,9 @@ from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
-from kvcli.methods.base import Method
 from kvcli.methods.config import MethodConfig
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

@@ -18,11 +18,9 @@ from typing_extensions import override
 from kvcli.kernels.prefill_attention import many_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.pruned import EvictingCache
-from kvcli.methods._prompt_parts import last_used_here
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.eviction import LowestScore, mean_attention
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method, SequenceContext, last_used_here
+from kvcli.methods.step import LowestScore, StepPlan, mean_attention
 from kvcli.models.geometry import LayerGeometry
 
 

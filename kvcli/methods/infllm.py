@@ -26,8 +26,8 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.kv.blocks import BlockCache, BlockLayout, BlockStats, PhaseStats, Positions, dot_scores, summarise
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
+from kvcli.methods.contract import Method, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 from kvcli.telemetry.counters import Count
 

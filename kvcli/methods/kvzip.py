@@ -28,9 +28,8 @@ from kvcli.kernels.prefill_attention import many_rows_by_kv_head
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.pruned import PrunedCache
 from kvcli.methods._prompt_cut import DocumentCut, DocumentCutConfig
-from kvcli.methods._prompt_parts import last_used_here
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import setting
+from kvcli.methods.contract import SequenceContext, last_used_here
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 

@@ -26,11 +26,9 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import project_heads
 from kvcli.kv.calibration_file import CalibrationMatrices
 from kvcli.kv.tokens import PrincipalAxesCache
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import TokenConfig, setting
-from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import Coordinates, StepPlan
-from kvcli.methods.steps.token_scores import KeyChannels
+from kvcli.methods.contract import Method, SequenceContext
+from kvcli.methods.step import BatchSlots, Coordinates, KeyChannels, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

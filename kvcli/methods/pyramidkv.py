@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import CountOrShare, setting
+from kvcli.methods.contract import SequenceContext
 from kvcli.methods.snapkv import SnapKV, SnapKVConfig
 from kvcli.models.geometry import LayerGeometry
 

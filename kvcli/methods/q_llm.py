@@ -24,8 +24,8 @@ from kvcli.kernels.prefill_attention import FarTokens, far_near_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.kv.blocks import BlockCache, dot_scores
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.config import CountOrShare, PowerOfTwo, setting
+from kvcli.methods.contract import SequenceContext
 from kvcli.methods.infllm import InfLLM, InfLLMConfig
 from kvcli.models.geometry import LayerGeometry
 

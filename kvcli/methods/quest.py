@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling
 from kvcli.kv.paged import ResidentPageCache
-from kvcli.methods.base import Method
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
-from kvcli.methods.steps.page_bounds import PageBounds
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import PageBounds, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 

@@ -16,14 +16,163 @@ has no sinks and leaves no layer dense, as is done here with the first.
 
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from kvcli.methods.base import Method
+from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.page_scores import page_summary
+from kvcli.kernels.page_table import SlotLayout
+from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import NEVER, LayerSlots, ResidentCache, Tiers
+from kvcli.kv.pages import PageBudget, paged
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.methods.config import PagedConfig, PowerOfTwo, setting
-from kvcli.methods.steps.eviction import StalestPage
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import StalestPage, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.timestamped import TimestampedPageCache
+
+
+class TimestampedPageCache(ResidentCache):
+    """Pages in slots on the device: k, v [Hk, slots * p, d], `bounds` of their keys [Hk, slots, 2, d].
+
+    `stamps` and `pages` [Hk, slots] are their timestamps and page numbers. `prompt` is the length of the prompt, where
+    it is known; else there are slots for any. Where the prompt takes up the budget, the window has slots beyond it.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        prompt: int | None,
+        budget: PageBudget,
+        tiers: Tiers,
+    ):
+        self.budget = budget
+        self.protected, self.num_slots = self._split(capacity if prompt is None else prompt)
+        slots = min(self.num_slots, budget.count(capacity))
+        super().__init__(num_kv_heads, head_dim, slots * budget.size, tiers)
+        self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
+        self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
+        self.prompt_pages = 0  # full ones
+
+    @property
+    def evicted(self) -> int:
+        """Pages that each KV head has evicted."""
+        return max(0, self.budget.count(self.length) - self.num_slots)
+
+    @property
+    def contested(self) -> bool:
+        """Whether there are pages to choose from when one has to leave: else nobody asks for their stamps."""
+        return self.num_slots - self.budget.window > self.protected
+
+    @property
+    def summaries(self) -> Tensor:
+        """Bounds of the keys of the full pages held: [Hk, n, 2, d]."""
+        return self.bounds[:, : self._rows // self.budget.size]
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.length, size = k.shape[1], self.budget.size
+        self.protected, self.num_slots = self._split(self.length)
+        self.k[:, : self.length], self.v[:, : self.length] = k, v
+        full, held = self.length // size, self.budget.count(self.length)
+        self.prompt_pages = full
+        if full:
+            self.bounds[:, :full] = page_summary(paged(k[:, : full * size], size))
+        self.pages[:, :held] = torch.arange(held, device=k.device)
+        self.stamps[:, :held] = self.length
+        return 0
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        """Store the current token; where a new page finds no slot, each KV head evicts one."""
+        size = self.budget.size
+        page, row = divmod(self.length, size)
+        if row == 0 and page >= self.num_slots:
+            self._evict()
+        slot = min(page, self.num_slots - 1)
+        first = slot * size
+        self.k[:, first + row], self.v[:, first + row] = k, v
+        self.length += 1
+        if row == 0:
+            self.pages[:, slot] = page
+            self.stamps[:, slot] = self.length
+        if row == size - 1:
+            self.bounds[:, slot : slot + 1] = page_summary(paged(self.k[:, first : first + size], size))
+        return 0
+
+    def stamp(self, used: Tensor) -> None:
+        """Give the full pages that are marked in `used` [Hk, n] the newest timestamp."""
+        self.stamps[:, : used.shape[1]].masked_fill_(used, self.length)
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        rows = self._rows
+        return decode_attention(q, self.k[:, :rows], self.v[:, :rows], softmax)
+
+    def settled(self) -> list[Settled]:
+        """Full pages of the prompt are never evicted."""
+        size, full, held = self.budget.size, self.prompt_pages, self.budget.count(self._rows)
+        return [Settled(self.kv, 2, full * size, held * size), Settled(self.bounds, 1, full, held)]
+
+    @override
+    def attended(self) -> Tensor:
+        pages = self.pages[:, : self.budget.count(self._rows)]
+        mask = pages.new_zeros(len(pages), self.budget.count(self.length), self.budget.size, dtype=torch.bool)
+        mask[torch.arange(len(pages), device=pages.device)[:, None], pages] = True
+        return mask.flatten(1)[:, : self.length]
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        sizes = {"protected": self.protected, "slots": self.num_slots}
+        tensors = {name: torch.tensor(size, device=self.k.device) for name, size in sizes.items()}
+        tensors |= {"bounds": self.bounds, "stamps": self.stamps, "pages": self.pages}
+        layout = SlotLayout.everything(self.bounds.shape[1], self.budget.size)
+        return LayerSlots(self.kv, layout, tensors, active_from=None if self.contested else NEVER)
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.bounds, self.stamps, self.pages = (slots.tensors[name] for name in ("bounds", "stamps", "pages"))
+
+    @override
+    def footprint(self) -> Footprint:
+        return Footprint(device=nbytes(self.kv, self.bounds, self.stamps, self.pages))
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        """Count the full pages held, which are scored where stamps are asked for, and the comparison of these."""
+        size = self.budget.size
+        held = length - max(0, self.budget.count(length) - self.num_slots) * size
+        return Traffic(
+            attended=nbytes(self.kv[:, :, :held]),
+            scored=nbytes(self.bounds[:, : held // size]) if self.contested else 0,
+            scores=4 * self.k.shape[0] * (held // size) if self.contested else 0,
+        )
+
+    @property
+    def _rows(self) -> int:
+        """Tokens held by each KV head."""
+        return self.length - self.evicted * self.budget.size
+
+    def _split(self, prompt: int) -> tuple[int, int]:
+        """Count the protected slots after a prompt of so many tokens, and all slots."""
+        protected = max(self.budget.sink, self.budget.count(prompt))
+        return protected, max(self.budget.total, protected + self.budget.window)
+
+    def _evict(self) -> None:
+        """Free the last slot: the page that leaves the window replaces the one evicted, the window moves on."""
+        leaving = self.num_slots - self.budget.window
+        stale = slice(self.protected, leaving + 1)
+        age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]
+        victim = self.protected + age.argmin(1)  # [Hk]
+        heads = torch.arange(len(victim), device=victim.device)
+        for slots in (*(paged(rows, self.budget.size) for rows in self.kv), self.bounds, self.stamps, self.pages):
+            slots[heads, victim] = slots[:, leaving].clone()  # with one head it is the memory that is written to
+            slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()
 
 
 class RaaSConfig(PagedConfig):

@@ -2,7 +2,7 @@
 
 Once, when a layer's prompt is read: its tokens are ranked by position, the sinks first and then from the newest to the
 oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row
-(`kvcli.methods._norm_cut`): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
+(`kvcli.methods.refreekv`): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
 their positions, and generated tokens are never dropped.
 
 Decided where paper and reference code differ: the sinks are kept unconditionally and stay out of the norm. With them
@@ -20,15 +20,42 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.pruned import PrunedCache
 from kvcli.memory.tiers import nbytes
-from kvcli.methods._norm_cut import mean_row, norm_cut
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method, SequenceContext
+from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
+from kvcli.sizes import slices
 from kvcli.telemetry.counters import Count
+
+ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
+
+
+def mean_row(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+    """A' [H, s]: mean weight of each token of k [Hk, s, d] over the last rows, q [H, r, d], that see it."""
+    rows, length = q.shape[1], k.shape[1]
+    total = torch.zeros(q.shape[0], length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for part in slices(rows, ROWS_AT_ONCE):
+        seen = length - rows + part.stop
+        total[:, :seen] += last_rows(q[:, part], k[:, :seen], softmax).sum(1)  # of [H, r, s]
+    seen_by = (length - torch.arange(length, device=q.device)).clamp(max=rows)
+    return total / seen_by
+
+
+def norm_cut(weights: Tensor, threshold: float) -> int:
+    """Count the newest tokens that hold nearly all of an attention row's norm.
+
+        N_j = mean over heads of sqrt(sum of a_t^2 over the newest j tokens)      least j with 1 - N_j / N_s < T
+
+    `weights` a [H, s], s >= 1, oldest token first. All tokens where no j is enough, as with T = 0. All norms come from
+    one cumulative sum, in float64 for the sake of long rows.
+    """
+    norms = weights.flip(-1).to(torch.float64).square_().cumsum(-1).sqrt_().mean(0)  # [s]
+    short = norms[-1] - norms >= threshold * norms[-1]
+    return min(int(short.sum()) + 1, len(norms))
 
 
 class ReFreeKVConfig(HostKVConfig):

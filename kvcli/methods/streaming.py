@@ -24,10 +24,9 @@ from kvcli.kernels.norm_rope import move_sinks
 from kvcli.kernels.prefill_attention import FarTokens, prefill_attention, windowed_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.sliding import SlidingCache
-from kvcli.methods.base import Method, SequenceContext
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method, SequenceContext
+from kvcli.methods.step import BatchSlots, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing_extensions import override
 from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.pruned import EvictingCache
-from kvcli.methods.base import Method
 from kvcli.methods.config import CountOrShare, MethodConfig, setting
-from kvcli.methods.steps.eviction import LowestScore, mean_attention
-from kvcli.methods.steps.plan import StepPlan
+from kvcli.methods.contract import Method
+from kvcli.methods.step import LowestScore, StepPlan, mean_attention
 from kvcli.models.geometry import LayerGeometry
 
 

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels._numba import serves
-from kvcli.kernels.norm_rope import Arrays, arrays_of, turn_rows
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Arrays, Rotation, arrays_of, turn_rows
 from kvcli.models.auto import Angles, angles_at, rotate_halves, rotate_neighbours
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model

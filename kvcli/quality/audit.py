@@ -8,7 +8,7 @@ sequence.
 from collections.abc import Iterable
 from typing import Any
 
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.quality.fidelity import FidelityProbe
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.sequence import RunningSequence

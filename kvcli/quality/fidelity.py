@@ -34,7 +34,7 @@ from torch import Tensor
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.kernels.block_attention import attention_scores
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod, AttentionObserver
+from kvcli.methods.contract import AnyMethod, AttentionObserver
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import check_finite
 from kvcli.runtime.sampling import Sampling, TeacherForcing

@@ -26,7 +26,7 @@ from kvcli.kv.recurrent import KeptStates
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import Footprint
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.contract import AnyMethod, SequenceContext
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import Engine, engine

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.gemv import gated_products, row_products
-from kvcli.kernels.norm_rope import norm_rows, rotate_rows
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Rotation, norm_rows, rotate_rows
 from kvcli.models.weights import is_plain
 from kvcli.runtime.fused import Kernels, fused_by
 from kvcli.runtime.linear import by_memory, cpu_linears, few, rows_of, suits_rows

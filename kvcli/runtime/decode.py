@@ -15,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import BLOCKING
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.next_query import next_queries

@@ -17,7 +17,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kv.parking import Parking
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.contract import AnyMethod, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kvcli.kernels.norm_rope import rms_norm_ref
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Rotation, rms_norm_ref
 from kvcli.models.weights import is_plain
 
 Turn = Callable[..., tuple[Tensor, Tensor]]

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kv.sliding import SlidingCache
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper, Stepper

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.models.weights import is_plain
 from kvcli.runtime.attention_hook import Hook

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvcli.methods.base import AnyMethod
 from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.compiled import CompiledStepper

@@ -28,7 +28,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import LayerCache, both
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import host_memory
-from kvcli.methods._reading import PrefillPattern
+from kvcli.methods.config import PrefillPattern
 from kvcli.models.geometry import LayerGeometry
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.layer_major import StreamedHiddenStates, chunk_length, embedded_part, layer_major, streamed

@@ -18,7 +18,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
-from kvcli.methods.base import AnyMethod, SequenceContext
+from kvcli.methods.contract import AnyMethod, SequenceContext
 from kvcli.runtime.engine import Engine, shared_windows
 from kvcli.runtime.prefill import (
     Branches,

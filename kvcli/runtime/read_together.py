@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import usage_error
-from kvcli.methods._reading import PrefillPattern
-from kvcli.methods.base import AnyMethod
-from kvcli.methods.config import MethodConfig
+from kvcli.methods.config import MethodConfig, PrefillPattern
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.prefill import (

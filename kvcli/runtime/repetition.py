@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import bare_tokens, document_tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.prefill import Branches
 

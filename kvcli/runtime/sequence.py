@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import NOT_FINITE, Sampler, all_finite
 from kvcli.telemetry import report

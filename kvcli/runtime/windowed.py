@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.runtime.attention_hook import Handler, Hook
 from kvcli.runtime.recurrent import BatchStates, States

@@ -10,7 +10,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.memory.pinned import PinnedAllocator
 from kvcli.memory.tiers import Tiers
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import SequenceContext
+from kvcli.methods.contract import SequenceContext
 from kvcli.models.geometry import geometry_of
 
 CPU = torch.device("cpu")

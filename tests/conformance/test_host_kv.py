@@ -11,11 +11,11 @@ from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
-from kvcli.kernels import _numba, quantised_rows
+from kvcli.kernels import _numba, decode_attention
 from kvcli.kernels import decode_attention as attention_rows
 from kvcli.kv import dense as recent_tokens
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import Method
+from kvcli.methods.contract import Method
 
 STEPS = 16
 RECENT = 8
@@ -84,7 +84,7 @@ class Watch:
             self.in_place += 1
             return attend_bytes(q, bytes_, form, sizes, k, v, softmax)
 
-        attend_bytes = quantised_rows.attend
+        attend_bytes = decode_attention.attend_quantised_cpu
         monkeypatch.setattr(quantised_rows, "attend", watched_bytes)
         attend_rows = attention_rows.attend
         monkeypatch.setattr(attention_rows, "attend", watched_rows)

@@ -17,7 +17,7 @@ from kvcli.kernels import decode_attention as attention_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names, own_method_names
-from kvcli.methods.base import Method
+from kvcli.methods.contract import Method
 from kvcli.runtime.checkpoint.restoring import Restoring
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from kvcli.kernels.event_boundaries import refined, split_scores, surprise, surprising
+from kvcli.methods.em_llm import refined, split_scores, surprise, surprising
 
 
 def noise(*shape, seed=0):

@@ -6,41 +6,44 @@ import os
 import numpy
 import pytest
 import torch
+from kvcli.methods.fier.method.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
+from kvcli.methods.pariskv.method.kernels import (
+    collisions,
+    encode_keys,
+    estimated_products,
+    most_votes,
+    rotation,
+    turned_query,
+)
+from kvcli.methods.twilight.method.kernels import FEW, four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _llvm as _permutes
-from kvcli.kernels import (
-    _numba,
-    cluster_rows,
-    collision_rows,
-    four_bit_rows,
-    nucleus_rows,
-    quantised_rows,
-    rebuild_rows,
-)
+from kvcli.kernels import _numba, decode_attention
 from kvcli.kernels import decode_attention as attention_rows
 from kvcli.kernels import gemv as few_rows
 from kvcli.kernels import gemv as weight_rows
 from kvcli.kernels import near_best as near_rows
 from kvcli.kernels import norm_rope as between_rows
-from kvcli.kernels import one_bit as one_bit_rows
 from kvcli.kernels import page_table as resolve_rows
 from kvcli.kernels import quant as dequantise_rows
 from kvcli.kernels import topk as select_best
 from kvcli.kernels._llvm import exp
 from kvcli.kernels.block_attention import block_attention_ref
-from kvcli.kernels.collisions import collisions, encode_keys, estimated_products, most_votes, rotation, turned_query
 from kvcli.kernels.decode_attention import TokenSet, counted_attention, decode_attention, decode_attention_ref
-from kvcli.kernels.four_bit_keys import FEW, four_bit_scores, quantise_four_bit
 from kvcli.kernels.near_best import near_best
-from kvcli.kernels.norm_rope import rms_norm_ref, rotate_ref
-from kvcli.kernels.one_bit import one_bit_scores, one_bit_scores_ref, quantise_keys
+from kvcli.kernels.norm_rope import Rotation, rms_norm_ref, rotate_ref, rotated
 from kvcli.kernels.page_table import EMPTY, Misses, place_pages, resolve_pages
 from kvcli.kernels.quant import BlockFormat
-from kvcli.kernels.rebuild_keys import Rotation, rotated
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
 from kvcli.memory import host_pool as scatter_rows
+from kvcli.methods.fier.method import kernels as one_bit_rows
+from kvcli.methods.pariskv.method import kernels as collision_rows
+from kvcli.methods.retroinfer.method import kernels as cluster_rows
+from kvcli.methods.shadowkv.method import kernels as rebuild_rows
+from kvcli.methods.twilight.method import kernels as four_bit_rows
+from kvcli.methods.twilight.method import kernels as nucleus_rows
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
@@ -275,7 +278,7 @@ def test_four_bit_scores_of_chosen_tokens(heads, group, d, n):
     q, tokens = noise(heads, group, d, seed=1), noise(heads, n, seed=2).argsort(-1)
     chosen = tokens[..., None].expand(-1, -1, codes.shape[2]), tokens[..., None].expand(-1, -1, 2)
     exact = four_bit_scores(q.double(), codes.gather(1, chosen[0]), ranges.gather(1, chosen[1]))
-    found = four_bit_rows.four_bit_rows(q, codes, ranges, tokens)
+    found = four_bit_rows.four_bit_scores_cpu(q, codes, ranges, tokens)
     torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-4)
 
 
@@ -297,12 +300,12 @@ def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, si
     k = among_poison(torch.zeros(3, 60, size, d))
     exact = (a.double()[misses.pages] @ b.double()[heads]).float()
     if turn is None:
-        rebuild_rows.rebuild_rows(a, b, misses, None, k)
+        rebuild_rows.rebuild_keys_cpu(a, b, misses, None, k)
     else:
         angles = noise(2, 60 * size, 2, seed=5)
         tables = angles.repeat_interleave(2, -1) if turn is neighbours else angles.repeat(1, 1, 2)
         turning = Rotation.of(*tables, turn, 4, d)
-        rebuild_rows.rebuild_rows(a, b, misses, turning, k)
+        rebuild_rows.rebuild_keys_cpu(a, b, misses, turning, k)
         exact = rotated(exact, misses.pages[:, None] * size + torch.arange(size), turning)
     torch.testing.assert_close(k[misses.heads, misses.slots], exact, atol=1e-5, rtol=1e-4)
     assert (k != 0).any((2, 3)).sum() == count
@@ -315,11 +318,11 @@ def test_the_nucleus_of_a_group_is_that_of_torch(heads, group, n, always, p, mon
     weights[:, :, ::3] = weights[:, :, :1].clone()  # ties
     weights, fixed = (3 * weights).softmax(-1), torch.arange(n) % max(1, n // 17) < always // 17
     tokens = noise(heads, n, seed=2).argsort(-1)
-    kept = nucleus_rows.keep(weights, fixed, p)
-    found = nucleus_rows.kept_first(tokens, kept)
+    kept = nucleus_rows.keep_nucleus_cpu(weights, fixed, p)
+    found = nucleus_rows.kept_first_cpu(tokens, kept)
     monkeypatch.setattr(_numba, "numba", None)
-    assert torch.equal(kept, nucleus_rows.keep(weights, fixed, p))
-    assert all(map(torch.equal, found, nucleus_rows.kept_first(tokens, kept)))
+    assert torch.equal(kept, nucleus_rows.keep_nucleus_cpu(weights, fixed, p))
+    assert all(map(torch.equal, found, nucleus_rows.kept_first_cpu(tokens, kept)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -381,7 +384,7 @@ def test_votes_are_those_of_torch(blocks, n, monkeypatch):
     held = torch.full((2, n + 4, blocks), 255, dtype=torch.uint8)
     positive = (turned.unflatten(-1, (blocks, 8)) > 0).to(torch.uint8)
     signs = held[:, 2:-2].copy_(positive.mul(2 ** torch.arange(8)).sum(-1))
-    assert collision_rows.suits(signs)
+    assert collision_rows.collision_loops_suit(signs)
     found = [collisions(noise(2, width, seed=1), signs, part) for part in (0.1, 0.6)]
     assert {each.dtype for each in found} == {torch.uint8 if blocks < 64 else torch.int32}
     monkeypatch.setattr(_numba, "numba", None)
@@ -428,7 +431,7 @@ def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     codes, weights = held[..., : own[0].shape[2]], held[..., own[0].shape[2] :].view(torch.float32)
     codes[:], weights[:] = own
     q, tokens = noise(heads, d, seed=1) @ turn, noise(heads, n, seed=2).argsort(-1)[:, : -(-n // 2)]
-    assert collision_rows.multiplies(codes, weights)
+    assert collision_rows.products_suit_cpu(codes, weights)
     found = estimated_products(q, codes, weights, tokens)
     monkeypatch.setattr(_numba, "numba", None)
     exact = estimated_products(q.double(), codes, weights.double(), tokens)
@@ -440,7 +443,7 @@ def test_a_few_keys_are_quantised_to_four_bits_as_many_are(heads, n, d):
     keys = noise(heads, n + 2, d)[:, 1:-1]
     keys[0, 0] = 0.7  # all channels are equal
     many = quantise_four_bit(torch.cat([keys] * (FEW + 1), 1))  # by torch
-    for found, other in zip(four_bit_rows.quantise(keys), many, strict=True):
+    for found, other in zip(four_bit_rows.quantise_four_bit_cpu(keys), many, strict=True):
         assert torch.equal(found, other[:, :n])
 
 
@@ -513,7 +516,7 @@ def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d,
     near = noise(2, heads, 7, d, seed=3)
     k, v = torch.cat((far, near), 2).double()
     q, softmax = noise(heads, group, d), Softmax(0.3, softcap=2.0)
-    found = quantised_rows.attend(q, blocks, form, sizes, *near, softmax)
+    found = decode_attention.attend_quantised_cpu(q, blocks, form, sizes, *near, softmax)
     for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
@@ -524,10 +527,10 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
     scores[:, :, clusters // 2 :] = scores[:, :, : clusters - clusters // 2]  # ties
     cluster = (noise(heads, 900, seed=2).abs() * 1000).int() % clusters  # some have no token
     sizes = torch.stack([row.bincount(minlength=clusters) for row in cluster]).int()
-    weights = cluster_rows.weighed(scores, sizes)
+    weights = cluster_rows.weighed_cpu(scores, sizes)
     expected = scores.masked_fill(sizes[:, None] == 0, -math.inf).softmax(-1).sum(1)
     torch.testing.assert_close(weights, expected, atol=1e-7, rtol=1e-5)
-    read, estimated, log_counts, counts = cluster_rows.divide(weights, sizes, room, follow)
+    read, estimated, log_counts, counts = cluster_rows.divide_cpu(weights, sizes, room, follow)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     fits = sizes.gather(1, order).cumsum(1) <= room
     assert torch.equal(read, torch.zeros_like(fits).scatter(1, order, fits))
@@ -538,7 +541,7 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
         torch.testing.assert_close(counted[: len(following)], sizes[own, following].float(), atol=1e-4, rtol=1e-5)
         assert (counted[len(following) :] == 0).all()
     members = cluster.argsort(dim=1, stable=True).int()
-    tokens = cluster_rows.listed(members, sizes, read, counts, 5)
+    tokens = cluster_rows.listed_cpu(members, sizes, read, counts, 5)
     for own, count, marks, clusters_of in zip(tokens, counts, read, cluster, strict=True):
         expected = [5 + t for c in marks.nonzero()[:, 0] for t in (clusters_of == c).nonzero()[:, 0].tolist()]
         assert own[:count].tolist() == expected
@@ -592,7 +595,7 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
     for step in range(1, 30):
         rows = [noise(length, seed=97 * step + head).argsort()[: 1 + (step + head) % 5] for head in range(heads)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        found, misses = cluster_rows.resolve(tokens, length, step, resident, used)
+        found, misses = cluster_rows.resolve_clusters_cpu(tokens, length, step, resident, used)
         for head, row in enumerate(rows):
             own = known[head]
             held = {token: slot for slot, (_, token) in own.items()}

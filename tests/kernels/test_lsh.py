@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from kvcli.kernels import _numba
 from kvcli.kernels.decode_attention import TokenSet, attend_sets, counted_attention
-from kvcli.kernels.lsh import (
+from kvcli.kernels.page_table import EMPTY
+from kvcli.kernels.softmax import Softmax
+from kvcli.methods.magicpig.kernels import (
     BLOCK,
     TABLES,
     colliding,
@@ -19,8 +21,6 @@ from kvcli.kernels.lsh import (
     query_codes,
     sampling_chance,
 )
-from kvcli.kernels.page_table import EMPTY
-from kvcli.kernels.softmax import Softmax
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_the_chance_is_exact_where_it_is_small_and_where_it_is_sure():
 )
 def test_keys_collide_that_share_two_codes(bits, tables, n, group, least, monkeypatch):
     monkeypatch.setattr(_numba, "LEAST", least)
-    monkeypatch.setattr("kvcli.kernels.lsh.AT_ONCE", 100)
+    monkeypatch.setattr("kvcli.methods.magicpig.kernels.AT_ONCE", 100)
     generator = torch.Generator().manual_seed(n)
     q, k = (torch.randn(2, m, 5, generator=generator) for m in (group, n))
     k[:, ::3] += 2 * q[:, :1]  # some that are near a query

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from kvcli.kernels.page_scores import page_scores
-from kvcli.kernels.page_summary import page_summary
+from kvcli.kernels.page_scores import page_scores, page_summary
 from kvcli.kernels.page_table import resolve_pages
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.topk import topk_pages, topk_pages_ref

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from kvcli.methods.shadowkv.method.kernels import StoredChunks, keep_leaving_chunk
 
 from kvcli.kernels import _triton
 from kvcli.kernels.append import NewToken, take_in_filled_page
-from kvcli.kernels.host_pages import HostPages
-from kvcli.kernels.leaving_chunk import StoredChunks, keep_leaving_chunk
+from kvcli.kernels.norm_rope import Rotation
 from kvcli.kernels.page_table import (
     MissList,
     PagedKV,
@@ -18,8 +18,7 @@ from kvcli.kernels.page_table import (
     slot_of_page,
 )
 from kvcli.kernels.paged_attention import slot_attention
-from kvcli.kernels.rebuild_keys import Rotation
-from kvcli.kernels.recall import gather_pages
+from kvcli.kernels.recall import HostPages, gather_pages
 from kvcli.kernels.softmax import Softmax
 
 LAYOUTS = [SlotLayout(4, 2, 3, 2), SlotLayout(2, 1, 1, 1), SlotLayout(1, 0, 0, 7), SlotLayout(8, 1, 0, 3)]

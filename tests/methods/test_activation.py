@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_oracle import moments, weighted_probe
 
-from kvcli.methods._activation import activation_probe, merge_moments, moments_of
+from kvcli.methods.actqkv import activation_probe, merge_moments, moments_of
 
 
 def noise(*shape, seed=0):

@@ -13,9 +13,8 @@ from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.kernels import prefill_attention as far_near_attention
 from kvcli.kv.blocks import BlockCache
-from kvcli.methods._cut_off import CutOff
-from kvcli.methods.actqkv import ActQKVConfig
-from kvcli.methods.base import Method
+from kvcli.methods.actqkv import ActQKVConfig, CutOff
+from kvcli.methods.contract import Method
 from kvcli.models.geometry import geometry_of
 from kvcli.models.rope import Rotary, installed
 from kvcli.runtime.engine import engine

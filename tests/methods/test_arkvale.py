@@ -8,7 +8,7 @@ import torch
 from driver import HK, D, Stream
 from oracle import G, attention, best, group, same, softmax
 
-from kvcli.kernels.page_summary import page_cuboid
+from kvcli.kernels.page_scores import page_cuboid
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 4  # in pages of 4 tokens
 SETTINGS = {"budget": P * (SINK + WINDOW + SELECTED), "sink": P * SINK, "window": P * WINDOW, "page_size": P}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcli.methods import get_method, method_names
-from kvcli.methods.base import SequenceContext
 from kvcli.methods.card import MEMORY_SYMBOLS, STATED, Card, gpu_step_of, read_card, setting_names
+from kvcli.methods.contract import SequenceContext
 from kvcli.models.geometry import LayerGeometry
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4

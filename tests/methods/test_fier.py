@@ -10,7 +10,7 @@ from families import VOCAB, tiny_model
 from pydantic import ValidationError
 
 from kvcli.kernels.page_table import EMPTY
-from kvcli.methods.fier import FIERConfig
+from kvcli.methods.fier.method import FIERConfig
 
 BUDGET, GROUP = 37, 8
 SETTINGS = {"budget": BUDGET, "group": GROUP, "dense_layers": 1}

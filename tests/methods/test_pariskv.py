@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 from driver import HK, D, Stream
+from kvcli.methods.pariskv.method.kernels import encode_keys, estimated_products, magnitude_levels, rotation
 from oracle import attention, best, dot, group, same
 
-from kvcli.kernels.collisions import encode_keys, estimated_products, magnitude_levels, rotation
 from kvcli.kernels.page_table import EMPTY
 
 M, BLOCKS = 8, D // 8
 SINK, WINDOW, BUDGET, STEPS = 3, 6, 30, 40
 SETTINGS = {"budget": BUDGET, "sink": SINK, "window": WINDOW, "dense_layers": 1, "seed": 3}
 PATTERNS = [[1 if pattern >> j & 1 else -1 for j in range(M)] for pattern in range(1 << M)]
-LEVELS, THRESHOLDS = (each.tolist() for each in magnitude_levels())
+MAGNITUDES, THRESHOLDS = (each.tolist() for each in magnitude_levels())
 
 
 class Oracle:
@@ -42,7 +42,7 @@ class Oracle:
         for block in self.turned(key):
             radius = math.sqrt(dot(block, block))
             pattern = sum((value >= 0) << j for j, value in enumerate(block))
-            near = [LEVELS[sum(abs(value) / radius > t for t in THRESHOLDS)] for value in block]
+            near = [MAGNITUDES[sum(abs(value) / radius > t for t in THRESHOLDS)] for value in block]
             alpha = sum(a * abs(value) / radius for a, value in zip(near, block, strict=True))
             held = [radius / alpha * a * s for a, s in zip(near, PATTERNS[pattern], strict=True)]
             out.append((pattern, held))
@@ -98,12 +98,12 @@ def test_every_step_matches_the_oracle(prompt, parts):
 def test_levels_are_the_middles_of_what_is_nearest_to_them():
     """Near those of the reference code, whose rounds end before they settle; and by what they mean, on draws."""
     found = [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633]
-    assert pytest.approx(found, abs=5e-3) == LEVELS
+    assert pytest.approx(found, abs=5e-3) == MAGNITUDES
     x = torch.randn(200_000, M, generator=torch.Generator().manual_seed(0))
     x = (x / x.norm(dim=1, keepdim=True))[:, 0].abs()
-    nearest = (x[:, None] - torch.tensor(LEVELS)).abs().argmin(1)
+    nearest = (x[:, None] - torch.tensor(MAGNITUDES)).abs().argmin(1)
     middles = [float(x[nearest == level].mean()) for level in range(8)]
-    assert pytest.approx(middles, abs=3e-3) == LEVELS
+    assert pytest.approx(middles, abs=3e-3) == MAGNITUDES
 
 
 @pytest.mark.parametrize("d", [5, 16, 80])

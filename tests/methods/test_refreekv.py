@@ -12,7 +12,7 @@ from kvcli.capacity import memory
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.memory.tiers import Footprint
-from kvcli.methods._norm_cut import norm_cut
+from kvcli.methods.refreekv import norm_cut
 from kvcli.models.geometry import geometry_of
 
 G = H // HK

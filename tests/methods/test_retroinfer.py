@@ -11,7 +11,7 @@ from oracle import best, dot, group, same, softmax
 from pydantic import ValidationError
 
 from kvcli.kernels.page_table import EMPTY
-from kvcli.methods.retroinfer import RetroInferConfig
+from kvcli.methods.retroinfer.method import RetroInferConfig
 
 SINK, WINDOW, UPDATE, BUDGET = 3, 6, 7, 30
 SETTINGS = {"budget": BUDGET, "sink": SINK, "window": WINDOW, "update": UPDATE, "dense_layers": 1}

@@ -7,6 +7,7 @@ import torch
 from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import HEAD_DIM, HEADS, KV_HEADS, tiny_model
+from kvcli.methods.shadowkv.method.cache import ShadowLayout
 from rope_models import CONFIGS, model_of
 
 from kvcli.capacity import memory
@@ -15,9 +16,8 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
 from kvcli.kv.paged import OffloadedPageCache
 from kvcli.kv.pages import PageBudget
+from kvcli.methods.shadowkv.cache import EMPTY
 from kvcli.models.geometry import geometry_of
-from kvcli.store.shadow import EMPTY
-from kvcli.store.shadow_layout import ShadowLayout
 from kvcli.telemetry.counters import Count
 
 C, SELECTED, OUTLIERS, LOCAL, RANK = 3, 4, 2, 2, 11  # chunks of 3 tokens; keys are HK * D = 32 wide

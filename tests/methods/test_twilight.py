@@ -10,7 +10,7 @@ from engine import run
 from families import VOCAB, tiny_model
 from oracle import G, attention, best, dot, group, same, softmax
 
-from kvcli.kernels.nucleus import nucleus as kept_by
+from kvcli.methods.twilight.kernels import nucleus as kept_by
 
 P, SINK, WINDOW, SELECTED = 4, 1, 2, 6  # in pages
 BUDGET = P * (SINK + WINDOW + SELECTED)

@@ -16,7 +16,7 @@ from kvcli.conformance.runs import in_memory
 from kvcli.conformance.test_method import SMALL, prompt, settings
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Rotation
 from kvcli.methods import get_method
 from kvcli.models.devices import place
 from kvcli.models.geometry import build_on_meta, geometry_of_model

@@ -7,7 +7,7 @@ from families import LAYERS, VOCAB, tiny_model
 
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.methods._reading import PrefillPattern
+from kvcli.methods.config import PrefillPattern
 from kvcli.runtime.engine import engine
 
 LENGTH, CHUNK = 150, 40  # of which each is a block

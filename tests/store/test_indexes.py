@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from kvcli.methods.twilight.method.cache import Int4EstimateCache
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
 from kvcli.kv.pages import PageBudget
 from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, PrincipalAxesCache, TokenBudget
 from kvcli.memory.tiers import Traffic
-from kvcli.store.int4_estimate import Int4EstimateCache
-from kvcli.store.partial_keys import PartialKeyIndex
+from kvcli.methods.infinigen import PartialKeyIndex
 
 HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))

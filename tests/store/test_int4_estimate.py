@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from kvcli.methods.twilight.method.cache import ragged_attention
+from kvcli.methods.twilight.method.kernels import four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _triton
-from kvcli.kernels.four_bit_keys import four_bit_scores, quantise_four_bit
 from kvcli.kernels.softmax import Softmax
-from kvcli.store.int4_estimate import ragged_attention
 
 HK, G = 2, 3
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcli.store.landmarks import chunk_landmarks, landmark_scores, outlier_chunks
+from kvcli.methods.shadowkv.cache import chunk_landmarks, landmark_scores, outlier_chunks
 
 HK, G, D, N, C = 2, 3, 6, 7, 5
 SCALE = 0.3

@@ -15,7 +15,7 @@ import torch
 from registrar import FakeRegistrar, eventually
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.kernels.host_pages import HostPages
+from kvcli.kernels.recall import HostPages
 from kvcli.kv.cache import Tiers
 from kvcli.memory import host_pool as host_module
 from kvcli.memory.host_pool import HostPagePool

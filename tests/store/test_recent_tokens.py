@@ -10,7 +10,7 @@ from kvcli.kv import dense as recent_tokens
 from kvcli.kv.cache import Tiers
 from kvcli.kv.dense import TokenMajorCache
 from kvcli.memory.tiers import Footprint
-from kvcli.store.layer_prefetcher import LayerPrefetcher
+from kvcli.methods.offload import LayerPrefetcher
 
 HK, D, CAPACITY, RECENT = 2, 16, 60, 8
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))

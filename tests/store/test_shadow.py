@@ -3,6 +3,7 @@
 import pytest
 import torch
 from driver import storage_bytes
+from kvcli.methods.shadowkv.method.cache import ShadowLayout
 
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
@@ -11,11 +12,8 @@ from kvcli.memory import landmarks as landmarks_module
 from kvcli.memory import low_rank as low_rank_module
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import nbytes
+from kvcli.methods.shadowkv.cache import EMPTY, Landmarks, LowRankKeys, ShadowCache
 from kvcli.models.geometry import LayerGeometry
-from kvcli.store.landmarks import Landmarks
-from kvcli.store.low_rank import LowRankKeys
-from kvcli.store.shadow import EMPTY, ShadowCache
-from kvcli.store.shadow_layout import ShadowLayout
 
 HK, D, C = 2, 8, 3
 WIDTH = HK * D

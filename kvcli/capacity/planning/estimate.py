@@ -19,7 +19,7 @@ from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
 from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe

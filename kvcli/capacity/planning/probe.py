@@ -25,7 +25,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import both
 from kvcli.memory.tiers import nbytes
 from kvcli.methods import get_method
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.layers import decoder_of

@@ -17,8 +17,8 @@ from typing_extensions import override
 from kvcli.kernels.key_bases import gram_matrix
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods.base import AnyMethod, AttentionObserver
 from kvcli.methods.config import MethodConfig
+from kvcli.methods.contract import AnyMethod, AttentionObserver
 from kvcli.quality.fidelity import Passage
 
 BOUNDS = tuple(i / 20 for i in range(21))

@@ -20,7 +20,7 @@ from kvcli.capacity.need import by_pool
 from kvcli.errors import KvcliError
 from kvcli.inputs.variants import Variant
 from kvcli.memory.disk_tier import DiskTier
-from kvcli.methods.base import AnyMethod
+from kvcli.methods.contract import AnyMethod
 from kvcli.models.loading import Model
 from kvcli.quality.eval.example import Cell, Encoded, Example, encode_example
 from kvcli.quality.eval.predictions import Prediction, Predictions

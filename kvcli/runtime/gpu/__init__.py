@@ -2,7 +2,7 @@
 
     lengths    how long the sequences of a batch are, and what follows from that
     streams      the streams that phases run on, and what waits for what
-    layers     what one layer does at a step, as its plan says (`kvcli.methods.steps.plan`)
+    layers     what one layer does at a step, as its plan says (`kvcli.methods.step`)
     recall     how missing pages come from host memory: read by a kernel, or copied through staging buffers
     pipeline   the attention handler of a whole batch, and the log that becomes its counters
     stepper    a step of the model around it, captured in a graph where that can be

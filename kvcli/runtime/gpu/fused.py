@@ -18,8 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.kernels.norm_rope import add_rms_norm, rms_norm, rotate, silu_mul
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, silu_mul
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.fused import Kernels, Norm, fused_by, gated_of, norm_of, replaced
 

@@ -1,4 +1,4 @@
-"""What one layer of a batch does at a step, over slots: any plan (`kvcli.methods.steps.plan`), carried out.
+"""What one layer of a batch does at a step, over slots: any plan (`kvcli.methods.step`), carried out.
 
 Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller uses the tensors again afterwards.
 
@@ -35,10 +35,7 @@ from kvcli.kernels.query_similarity import Decision, Turn, correct_heads
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.kv.cache import LayerSlots
-from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.choices import Best
-from kvcli.methods.steps.over_slots import Choice, Chosen, StepIndex
-from kvcli.methods.steps.plan import Correction, FromHost, StepPlan
+from kvcli.methods.step import BatchSlots, Best, Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
 from kvcli.runtime.gpu.recall import recall_of
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters

@@ -18,16 +18,13 @@ from typing_extensions import override
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
 from kvcli.kernels.append import NewToken
-from kvcli.kernels.host_pages import ALIGNMENT
-from kvcli.kernels.norm_rope import rotate_newest
+from kvcli.kernels.norm_rope import Rotation, rotate_newest
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, page_count, resolve_pages_device
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.recall import ALIGNMENT
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import NEVER, LayerSlots
-from kvcli.methods.base import AnyMethod
-from kvcli.methods.steps.batch_slots import BatchSlots
-from kvcli.methods.steps.over_slots import Chosen
-from kvcli.methods.steps.plan import FromHost, StepPlan, Whole
+from kvcli.methods.contract import AnyMethod
+from kvcli.methods.step import BatchSlots, Chosen, FromHost, StepPlan, Whole
 from kvcli.runtime.crossing import current
 from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, StepLengths
 from kvcli.runtime.gpu.recorder import Point, Streams

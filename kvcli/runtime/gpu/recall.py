@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.host_pages import HostPages
 from kvcli.kernels.page_table import MissList, PagedKV
-from kvcli.kernels.recall import PROGRAMS, gather_pages
-from kvcli.methods.steps.plan import FromHost
+from kvcli.kernels.recall import PROGRAMS, HostPages, gather_pages
+from kvcli.methods.step import FromHost
 
 PROGRAM_TOKENS = 32
 """Tokens that a program has in flight; with smaller pages it takes more programs."""

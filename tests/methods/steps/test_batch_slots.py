@@ -4,7 +4,7 @@ from engine import new_method
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.tiers import Footprint
-from kvcli.methods.steps.batch_slots import BatchSlots
+from kvcli.methods.step import BatchSlots
 from kvcli.models.geometry import LayerGeometry
 
 HK, D = 2, 8

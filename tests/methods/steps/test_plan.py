@@ -3,8 +3,8 @@
 import pytest
 
 from kvcli.methods import get_method, own_method_names
-from kvcli.methods.base import Method
 from kvcli.methods.card import GRAPH, read_card
+from kvcli.methods.contract import Method
 
 OTHERWISE = {
     "streaming": "moves its sinks before it attends, for prompts that are read by windows as well",

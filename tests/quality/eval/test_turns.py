@@ -15,7 +15,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import Template
 from kvcli.inputs.kv_options import DiskOptions
 from kvcli.inputs.variants import variants
-from kvcli.methods.base import Method
+from kvcli.methods.contract import Method
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.example import encode_example

@@ -6,7 +6,7 @@ from fake_cuda import CUDA, Watch, fake_cuda, method_on_fake_cuda
 from stated import HK, D, H, prefilled, settings, variants
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
 
-from kvcli.kernels.rebuild_keys import Rotation
+from kvcli.kernels.norm_rope import Rotation
 from kvcli.kernels.softmax import Softmax
 from kvcli.runtime.gpu.pipeline import SlotPipeline
 from kvcli.runtime.gpu.recorder import SerialStreams

@@ -1,0 +1,1 @@
+"""FIER: the method, with what only it uses."""

@@ -1,0 +1,485 @@
+"""Keys as one bit a channel (FIER, section 3.1).
+
+Per channel and group of g consecutive tokens:
+
+    z = (max + min) / 2      s = (max - min) / 2      code = +1 where k >= z, else -1      k~ = code * s + z
+
+Shapes: keys [Hk, n, g, d] -> codes [Hk, n, g, ceil(d / 8)] uint8, ranges [Hk, n, 2, d] in the dtype of the keys: s, z.
+Bit b of byte j is set where the code of channel 8 * j + b is +1; the bits that stand for no channel are not set. The
+function for a batch on the device has it in front: [b, Hk, ...].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
+from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
+from kvcli.kernels.page_table import PagedKV, SlotLayout, candidate_range, candidates, slot_of, slot_of_page
+
+BLOCK_ELEMENTS = 4096  # of the keys, or of their bits, that a program holds at once
+
+
+def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise and pack in plain torch.
+
+    The codes are taken about the z that is stored, so that each is the nearer one of the two values it can mean.
+    """
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    low, high = (bound.to(dtype) for bound in torch.aminmax(keys, dim=2))  # [Hk, n, d]
+    ranges = torch.stack(((high - low) / 2, (high + low) / 2), 2).to(keys.dtype)
+    positive = pad(keys >= ranges[:, :, None, 1], (0, -keys.shape[-1] % 8)).view(torch.uint8)  # [Hk, n, g, 8 * bytes]
+    codes = positive[..., ::8].clone()
+    for bit in range(1, 8):
+        codes |= positive[..., bit::8] << bit
+    return codes, ranges
+
+
+def quantise_filled_group_ref(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
+    """Quantise sequence by sequence."""
+    group, size = codes.shape[3], rows.layout.size
+    filled = (rows.lengths > 0) & (rows.lengths % group == 0)
+    for b, length in [(b, int(rows.lengths[b])) for b in filled.nonzero()[:, 0].tolist()]:
+        tokens = torch.arange(length - group, length, device=rows.k.device)
+        at = slot_of_page(tokens // size, rows.layout) * size + tokens % size
+        index = length // group - 1
+        codes[b, :, index : index + 1], ranges[b, :, index : index + 1] = quantise_keys_ref(rows.k[b, :, None, at])
+
+
+@jit
+def _quantise_group(
+    keys: tl.tensor,
+    stride: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    ring: tl.tensor,
+    low: tl.tensor,
+    codes: tl.tensor,
+    ranges: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+) -> None:
+    """Quantise the group of tokens from `token` on, which lie in slots of SIZE rows `stride` apart."""
+    byte, bit = tl.arange(0, BLOCK_Y), tl.arange(0, 8)
+    c = byte[:, None] * 8 + bit[None, :]  # [BLOCK_Y, 8]
+    high = tl.full([BLOCK_Y, 8], float("-inf"), tl.float32)
+    least = tl.full([BLOCK_Y, 8], float("inf"), tl.float32)
+    for start in range(0, GROUP, BLOCK_R):
+        i = start + tl.arange(0, BLOCK_R)
+        row = slot_of((token + i) // SIZE, first, ring, low) * SIZE + (token + i) % SIZE
+        inside = (i < GROUP)[:, None, None] & (c < D)[None, :, :]
+        some = tl.load(keys + row.to(tl.int64)[:, None, None] * stride + c[None, :, :], mask=inside, other=0.0)
+        some = some.to(tl.float32)
+        high = tl.maximum(high, tl.max(tl.where(inside, some, float("-inf")), axis=0))
+        least = tl.minimum(least, tl.min(tl.where(inside, some, float("inf")), axis=0))
+    high, least = tl.where(c < D, high, 0.0), tl.where(c < D, least, 0.0)
+    scale = ((high - least) / 2).to(ranges.dtype.element_ty)
+    zero = ((high + least) / 2).to(ranges.dtype.element_ty)
+    tl.store(ranges + c, scale, mask=c < D)
+    tl.store(ranges + D + c, zero, mask=c < D)
+    for start in range(0, GROUP, BLOCK_R):
+        i = start + tl.arange(0, BLOCK_R)
+        row = slot_of((token + i) // SIZE, first, ring, low) * SIZE + (token + i) % SIZE
+        inside = (i < GROUP)[:, None, None] & (c < D)[None, :, :]
+        some = tl.load(keys + row.to(tl.int64)[:, None, None] * stride + c[None, :, :], mask=inside, other=0.0)
+        positive = inside & (some.to(tl.float32) >= zero.to(tl.float32)[None, :, :])
+        packed = tl.sum(tl.where(positive, 1 << bit[None, None, :], 0), axis=2)  # [BLOCK_R, BLOCK_Y]
+        at = codes + i[:, None] * BYTES + byte[None, :]
+        tl.store(at, packed.to(tl.uint8), mask=(i < GROUP)[:, None] & (byte < BYTES)[None, :])
+
+
+@jit
+def _quantise_kernel(
+    keys: tl.tensor,
+    codes: tl.tensor,
+    ranges: tl.tensor,
+    keys_head: tl.tensor,
+    keys_group: tl.tensor,
+    keys_row: tl.tensor,
+    num_groups: tl.tensor,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+) -> None:
+    group, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    source = keys + h * keys_head + group * keys_group
+    index = h * num_groups + group
+    to_codes, to_ranges = codes + index * GROUP * BYTES, ranges + index * 2 * D
+    _quantise_group(source, keys_row, 0, GROUP, 1, GROUP, to_codes, to_ranges, 1, GROUP, D, BYTES, BLOCK_R, BLOCK_Y)
+
+
+@jit
+def _quantise_filled_kernel(
+    k: tl.tensor,
+    lengths: tl.tensor,
+    codes: tl.tensor,
+    ranges: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    num_groups: tl.tensor,
+    first: tl.tensor,
+    ring: tl.tensor,
+    low: tl.tensor,
+    HK: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+) -> None:
+    pair = tl.program_id(0)  # a KV head of a sequence
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    length = tl.load(lengths + b)
+    if (length == 0) | (length % GROUP != 0):
+        return
+    source = k + b * k_batch + h * k_head
+    index = pair.to(tl.int64) * num_groups + length // GROUP - 1
+    to_codes, to_ranges = codes + index * GROUP * BYTES, ranges + index * 2 * D
+    token = length - GROUP
+    _quantise_group(
+        source, k_row, token, first, ring, low, to_codes, to_ranges, SIZE, GROUP, D, BYTES, BLOCK_R, BLOCK_Y
+    )
+
+
+def quantise_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise and pack full groups: keys [Hk, n, g, d], any strides but the last -> codes, ranges.
+
+    May be captured in a CUDA graph.
+    """
+    num_kv_heads, num_groups, group, d = keys.shape
+    if not takes(keys) or keys.numel() == 0:
+        return quantise_keys_ref(keys)
+    require("keys", keys, keys.shape)
+    codes = torch.empty(num_kv_heads, num_groups, group, -(-d // 8), dtype=torch.uint8, device=keys.device)
+    ranges = torch.empty(num_kv_heads, num_groups, 2, d, dtype=keys.dtype, device=keys.device)
+    sizes = (*keys.stride()[:3], num_groups)
+    launch(_quantise_kernel, (num_groups, num_kv_heads), keys, codes, ranges, *sizes, **blocks(group, d))
+    return codes, ranges
+
+
+def quantise_filled_group(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
+    """Quantise the group of every sequence whose length is a whole number of groups; its newest token is appended.
+
+    Its tokens must still lie where they came as the newest ones. codes [b, Hk, n, g, bytes] and ranges
+    [b, Hk, n, 2, d] are written at that group and nowhere else. May be captured in a CUDA graph. Raises ValueError for
+    shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
+    rows.check()
+    num_groups, group = codes.shape[2:4]
+    require_whole("codes", codes, (b, num_kv_heads, num_groups, group, -(-d // 8)), torch.uint8)
+    require_whole("ranges", ranges, (b, num_kv_heads, num_groups, 2, d), rows.k.dtype)
+    if not takes(rows.k):
+        return quantise_filled_group_ref(rows, codes, ranges)
+    launch(
+        _quantise_filled_kernel,
+        (b * num_kv_heads,),
+        *(rows.k, rows.lengths, codes, ranges, *rows.k.stride()[:3], num_groups, layout.first, layout.ring, layout.low),
+        HK=num_kv_heads,
+        SIZE=layout.size,
+        **blocks(group, d),
+    )
+    return None
+
+
+def blocks(group: int, d: int) -> dict[str, int]:
+    """Choose the constants of a kernel that goes through a group of tokens, some at a time."""
+    size = -(-d // 8)
+    block_y = power_of_two(size)
+    block_r = rows_at_once(group, 8 * block_y, BLOCK_ELEMENTS)
+    return {"GROUP": group, "D": d, "BYTES": size, "BLOCK_R": block_r, "BLOCK_Y": block_y}
+
+
+# Scores of one-bit keys on a CPU: `kvcli.methods.fier.method.kernels` in one loop over groups.
+
+GROUPS = 16  # that a thread takes at once
+
+
+@cache
+def _loop(d: int, size: int, queries: int) -> Any:
+    """Make the loop for a head size, a group and a number of queries; see `few_rows` for what it may close over."""
+    width = (d + 7) // 8
+
+    @compiled
+    def one_bit_rows(q: Any, codes: Any, head: int, ranges: Any, ranges_head: int, out: Any) -> None:
+        heads, n = len(q), out.shape[2] // size
+        pieces = (n + GROUPS - 1) // GROUPS
+        for piece in prange(heads * pieces):
+            h, first = piece // pieces, piece % pieces * GROUPS
+            bits, sums = np.empty(size, np.int32), np.empty((queries, size), np.float32)
+            weights, none = np.zeros((queries, 8 * width), np.float32), np.float32(0)
+            for group in range(first, min(first + GROUPS, n)):
+                scale = ranges[h * ranges_head + 2 * group * d :][:d]
+                zero = ranges[h * ranges_head + (2 * group + 1) * d :][:d]
+                for g in range(queries):
+                    base = np.float32(0)
+                    for c in range(d):
+                        weights[g, c] = np.float32(2) * q[h, g, c] * scale[c]
+                        base += q[h, g, c] * (zero[c] - scale[c])
+                    sums[g] = base
+                at = np.uint64(h * head + group * size * width)
+                for byte in range(width):
+                    for t in range(size):
+                        bits[t] = codes[at + np.uint64(t * width + byte)]
+                    for g in range(queries):
+                        w = weights[g, 8 * byte :]
+                        w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+                        for t in range(size):
+                            b = bits[t]
+                            x = w0 if b & 1 else none
+                            x += w1 if b & 2 else none
+                            x += w2 if b & 4 else none
+                            x += w3 if b & 8 else none
+                            x += w4 if b & 16 else none
+                            x += w5 if b & 32 else none
+                            x += w6 if b & 64 else none
+                            x += w7 if b & 128 else none
+                            sums[g, t] += x
+                for g in range(queries):
+                    for t in range(size):
+                        out[h, g, group * size + t] = sums[g, t]
+
+    return one_bit_rows
+
+
+def suits(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
+    """Tell whether this can score with these: groups one behind the other."""
+    size, width = codes.shape[2:]
+    together = codes.stride()[1:] == (size * width, width, 1) and ranges.stride()[1:] == (2 * q.shape[2], q.shape[2], 1)
+    return together and serves(q, ranges)
+
+
+def one_bit_rows(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
+    """Score every token of every group, unscaled."""
+    (heads, queries, d), (groups, size) = q.shape, codes.shape[1:3]
+    out, loop = q.new_empty(heads, queries, groups * size), _loop(d, size, queries)
+    run(loop, out.numel(), q.contiguous(), flat(codes), codes.stride(0), flat(ranges), ranges.stride(0), out)
+    return out
+
+
+# Scores of keys that are kept as one bit a channel (FIER, section 3.3): see `kvcli.methods.fier.method.kernels`.
+
+BLOCK_BITS = 1 << 17  # that are numbers at once: 512 KiB of them
+BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)  # of every byte
+
+
+def one_bit_scores_ref(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
+    """Score in plain torch; bits become numbers a block of groups at a time, which a processor's cache can hold."""
+    (num_kv_heads, heads, d), (num_groups, group) = q.shape, codes.shape[1:3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    queries, (scale, zero) = q.to(dtype), ranges.to(dtype).unbind(2)  # scale [Hk, n, d]
+    weights = 2 * queries[:, None] * scale[:, :, None]  # [Hk, n, G, d]
+    base = ((zero - scale) @ queries.transpose(1, 2))[..., None]  # [Hk, n, G, 1]
+    scores = weights.new_empty(num_kv_heads, num_groups, heads, group)
+    at_once = max(1, BLOCK_BITS // (group * d))
+    for head in range(num_kv_heads):
+        for start in range(0, num_groups, at_once):
+            part = (head, slice(start, start + at_once))
+            bits = _bits(codes[part], d).to(dtype)  # [groups of the block, g, d]
+            torch.baddbmm(base[part], weights[part], bits.transpose(1, 2), out=scores[part])
+    return scores.transpose(1, 2).flatten(2)
+
+
+def _bits(codes: Tensor, d: int) -> Tensor:
+    """Unpack codes [..., bytes] to zeros and ones [..., d] in fp32."""
+    if codes.device.type == "cpu":  # torch has no lookup by bytes; by one that widens them first it takes twice as long
+        return torch.from_numpy(BITS.take(codes.numpy(), axis=0, mode="clip")).flatten(-2)[..., :d]
+    return ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(-2)[..., :d].float()
+
+
+def one_bit_scores_device_ref(
+    q: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    out: Tensor,
+    heads: Tensor | None = None,
+) -> None:
+    """Score everything, then leave out what is no candidate."""
+    (b, num_kv_heads), (_, _, d) = codes.shape[:2], q.shape
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    queries = pool_queries(wide.reshape(b * num_kv_heads, -1, d), pooling)
+    scores = scale * one_bit_scores_ref(queries, codes.flatten(0, 1), ranges.flatten(0, 1))
+    allowed = candidates(lengths, layout, out.shape[2])
+    pool_candidates(scores.view(b, num_kv_heads, -1, out.shape[2]), pooling, allowed, out, heads)
+
+
+@jit
+def _one_bit_kernel(
+    q: tl.tensor,
+    codes: tl.tensor,
+    ranges: tl.tensor,
+    lengths: tl.tensor,
+    heads: tl.tensor,
+    out: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    codes_batch: tl.tensor,
+    codes_head: tl.tensor,
+    ranges_batch: tl.tensor,
+    ranges_head: tl.tensor,
+    num_groups: tl.tensor,
+    sink: tl.tensor,
+    window: tl.tensor,
+    factor: tl.tensor,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HOW: tl.constexpr,
+    WHAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+) -> None:
+    group, pair = tl.program_id(0), tl.program_id(1)  # a group of tokens, a KV head of a sequence
+    if heads is not None:
+        if tl.load(heads + pair) == 0:
+            return
+    b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
+    num_tokens = num_groups * GROUP
+    low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, TOGETHER)
+    byte, bit = tl.arange(0, BLOCK_Y), tl.arange(0, 8)
+    c = byte[:, None] * 8 + bit[None, :]  # [BLOCK_Y, 8]
+    at = ranges + b * ranges_batch + h * ranges_head + group.to(tl.int64) * 2 * D + c
+    scale = tl.load(at, mask=c < D, other=0.0).to(tl.float32)
+    zero = tl.load(at + D, mask=c < D, other=0.0).to(tl.float32)
+    source = codes + b * codes_batch + h * codes_head + group.to(tl.int64) * GROUP * BYTES
+    queries = q + b * q_batch + h * G * q_head + c
+    row = tl.arange(0, BLOCK_G)
+    blocks_of = tl.cdiv(GROUP, BLOCK_R)
+    for start in range(0, GROUP, BLOCK_R):
+        i = start + tl.arange(0, BLOCK_R)
+        token = group * GROUP + i
+        candidate = (i < GROUP) & (token >= low) & (token < high)
+        packed = tl.load(
+            source + i[:, None] * BYTES + byte[None, :], mask=candidate[:, None] & (byte < BYTES)[None, :], other=0
+        ).to(tl.int32)
+        bits = (packed[:, :, None] >> bit[None, None, :]) & 1  # [BLOCK_R, BLOCK_Y, 8]
+        scores = tl.zeros([BLOCK_G, BLOCK_R], tl.float32)
+        pooled = tl.full([BLOCK_Y, 8], float("-inf") if HOW == "max" else 0.0, tl.float32)
+        for g in range(G):
+            query = tl.load(queries + g * q_head, mask=c < D, other=0.0).to(tl.float32)
+            if WHAT == "q":
+                pooled = tl.maximum(pooled, query) if HOW == "max" else pooled + query / G
+            else:
+                scores = tl.where((row == g)[:, None], _one_bit(query, bits, scale, zero)[None, :], scores)
+        if WHAT == "q":
+            scores = tl.where((row == 0)[:, None], _one_bit(pooled, bits, scale, zero)[None, :], scores)
+        block = group * blocks_of + start // BLOCK_R
+        here = tl.where(i < GROUP, token, num_tokens)
+        num_blocks = num_groups * blocks_of
+        scores *= factor
+        # fmt: off
+        leave_scores(scores, candidate, pair, here, block, num_tokens, num_blocks, out, tops, totals,
+                     G, HOW, WHAT, BLOCK_G)
+        # fmt: on
+
+
+@jit
+def _one_bit(query: tl.tensor, bits: tl.tensor, scale: tl.tensor, zero: tl.tensor) -> tl.tensor:
+    """Score tokens: query, scale and zero [Y, 8], bits [N, Y, 8] -> [N]."""
+    base = tl.sum(tl.sum(query * (zero - scale), axis=1), axis=0)
+    picked = tl.where(bits == 1, (query * scale)[None, :, :], 0.0)
+    return 2.0 * tl.sum(tl.sum(picked, axis=2), axis=1) + base
+
+
+def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
+    """Score every token of every group: q [Hk, G, d] -> [Hk, G, n * g] in at least fp32, unscaled."""
+    if suits(q, codes, ranges):
+        return one_bit_rows(q, codes, ranges)
+    if not takes(q) or codes.numel() == 0:
+        return one_bit_scores_ref(q, codes, ranges)
+    (num_kv_heads, groups, d), tokens = q.shape, codes.shape[1] * codes.shape[2]
+    out = torch.empty(num_kv_heads, groups, tokens, dtype=torch.float32, device=q.device)
+    everything = SlotLayout.everything(tokens)
+    _score(q.reshape(1, -1, d), codes[None], ranges[None], None, everything, 1.0, "max", "s", (out, None, None), None)
+    return out
+
+
+def one_bit_scores_device(
+    q: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    lengths: Tensor,
+    layout: SlotLayout,
+    scale: float,
+    pooling: Pooling,
+    out: Tensor,
+    heads: Tensor | None = None,
+) -> None:
+    """Score the candidates of a batch: q [b, H, d] -> out [b, Hk, n * g] fp32, -inf elsewhere.
+
+    heads [b, Hk] bool: the others' scores are left as they are. May be captured in a CUDA graph. Raises ValueError for
+    shapes, dtypes or strides that the kernel cannot read.
+    """
+    (b, num_heads, d), (_, num_kv_heads, num_groups, group, _) = q.shape, codes.shape
+    require_whole("lengths", lengths, (b,), torch.int32)
+    require_whole("out", out, (b, num_kv_heads, num_groups * group), out.dtype)
+    if heads is not None:
+        require_whole("heads", heads, (b, num_kv_heads), torch.bool)
+    if not takes(q):
+        return one_bit_scores_device_ref(q, codes, ranges, lengths, layout, scale, pooling, out, heads)
+    num_blocks = num_groups * -(-group // blocks(group, d)["BLOCK_R"])
+    left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_groups * group), pooling, num_blocks, out)
+    parts = left.values, left.tops, left.totals
+    _score(q, codes, ranges, lengths, layout, scale, left.how, left.what, parts, heads)
+    left.pool(lengths, layout, heads)
+    return None
+
+
+def _score(
+    q: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    lengths: Tensor | None,
+    layout: SlotLayout,
+    scale: float,
+    how: str,
+    what: str,
+    out: tuple[Tensor, Tensor | None, Tensor | None],
+    heads: Tensor | None,
+) -> None:
+    (b, num_heads, d), (_, num_kv_heads, num_groups, group, size) = q.shape, codes.shape
+    require("q", q, (b, num_heads, d))
+    require("codes", codes, (b, num_kv_heads, num_groups, group, -(-d // 8)), torch.uint8)
+    require("ranges", ranges, (b, num_kv_heads, num_groups, 2, d))
+    if codes.stride()[2:] != (group * size, size, 1) or ranges.stride()[2:] != (2 * d, d, 1):
+        raise ValueError(f"groups are not one behind the other: strides {codes.stride()} and {ranges.stride()}")
+    launch(
+        _one_bit_kernel,
+        (num_groups, b * num_kv_heads),
+        *(q, codes, ranges, lengths, heads, *out, *q.stride()[:2], *codes.stride()[:2], *ranges.stride()[:2]),
+        *(num_groups, layout.sink, layout.window, scale),
+        HK=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        SIZE=layout.size,
+        TOGETHER=layout.group,
+        HOW=how,
+        WHAT=what,
+        BLOCK_G=power_of_two(num_heads // num_kv_heads),
+        **blocks(group, d),
+    )

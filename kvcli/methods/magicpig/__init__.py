@@ -1,0 +1,1 @@
+"""MagicPIG: the method, with what only it uses."""

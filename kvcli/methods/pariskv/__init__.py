@@ -1,0 +1,1 @@
+"""ParisKV: the method, with what only it uses."""

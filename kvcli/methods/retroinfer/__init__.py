@@ -1,0 +1,1 @@
+"""RetroInfer: the method, with what only it uses."""

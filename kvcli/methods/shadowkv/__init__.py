@@ -1,0 +1,1 @@
+"""ShadowKV: the method, with what only it uses."""

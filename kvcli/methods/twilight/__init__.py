@@ -1,0 +1,1 @@
+"""Twilight: the method, with what only it uses."""

@@ -1,0 +1,147 @@
+"""A layer on the device whose pages are selected first, and then tokens of them (Twilight, arXiv 2502.02770).
+
+Pages are scored by their summaries; the attention weights of their tokens are estimated by keys of four bits.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels._triton import takes
+from kvcli.kernels.decode_attention import TokenSet, attend_chosen, attend_chosen_suits, attend_rows, attend_sets
+from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import LayerSlots, Tiers
+from kvcli.kv.paged import ResidentPageCache
+from kvcli.kv.pages import PageBudget, take
+from kvcli.memory.state import Settled
+from kvcli.memory.tiers import Footprint, Traffic, nbytes
+from kvcli.methods.twilight.method import kernels as four_bit_rows
+from kvcli.methods.twilight.method import kernels as nucleus_rows
+from kvcli.methods.twilight.method.kernels import four_bit_scores, quantise_four_bit
+from kvcli.sizes import slices
+
+# Tokens whose keys are quantised at once: fp32 copies of them stay this long.
+PIECE = 4096
+
+
+class RaggedTokens(NamedTuple):
+    """Tokens of which KV heads have different numbers: `tokens` [Hk, n]; those marked in `valid` [Hk, n] count."""
+
+    tokens: Tensor
+    valid: Tensor
+
+
+class Int4Keys:
+    """The keys of all tokens in four bits a channel: `codes` [Hk, capacity, ceil(d / 2)] uint8, two channels a byte.
+
+    `ranges` [Hk, capacity, 2] are the step and the least value of each token. Both are on the device.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers):
+        self.codes = tiers.on_device(num_kv_heads, capacity, -(-head_dim // 2), dtype=torch.uint8)
+        self.ranges = tiers.on_device(num_kv_heads, capacity, 2)
+        self.filled = 0  # tokens
+
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Quantise consecutive tokens from token `first` on: keys [Hk, n, d]."""
+        self.filled = first + keys.shape[1]
+        codes, ranges = self.codes[:, first:], self.ranges[:, first:]
+        for part in slices(keys.shape[1], PIECE):
+            codes[:, part], ranges[:, part] = quantise_four_bit(keys[:, part], self.filled)
+
+    def products(self, q: Tensor, tokens: Tensor) -> Tensor:
+        """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
+        queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
+        if four_bit_rows.four_bit_loops_suit(queries, self.codes, self.ranges):
+            return four_bit_rows.four_bit_scores_cpu(queries, self.codes, self.ranges, tokens)
+        return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
+
+    def settled(self) -> list[Settled]:
+        """Keys stay as they came."""
+        return [Settled(self.codes, 1, self.filled), Settled(self.ranges, 1, self.filled)]
+
+    def nbytes(self, tokens: int | None = None) -> int:
+        """Bytes on the device, of all tokens or of the first `tokens`."""
+        return nbytes(self.codes[:, :tokens], self.ranges[:, :tokens])
+
+
+class Int4EstimateCache(ResidentPageCache):
+    """On the device: k, v [Hk, pages * p, d] of every token, page summaries, and all keys in four bits as well."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
+        self.estimate = Int4Keys(num_kv_heads, head_dim, self.k.shape[1], tiers)
+        self.taken: RaggedTokens | None = None  # tokens last attended to, None for all
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.estimate.fill(0, k)
+        return super().load(k, v)
+
+    @override
+    def append(self, k: Tensor, v: Tensor) -> int:
+        self.estimate.fill(self.length, k[:, None])
+        return super().append(k, v)
+
+    @override
+    def as_slots(self) -> LayerSlots:
+        slots, estimate = super().as_slots(), self.estimate
+        return slots._replace(tensors={**slots.tensors, "codes": estimate.codes, "ranges": estimate.ranges})
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        super().adopt_slots(slots)
+        self.estimate.codes, self.estimate.ranges = slots.tensors["codes"], slots.tensors["ranges"]
+
+    def tokens_of(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """List the tokens of sink, `pages` [Hk, k] and window: [Hk, n]; and mark those of sink and window: bool [n]."""
+        num_kv_heads, size, candidates = pages.shape[0], self.budget.size, self.candidates
+        sink = torch.arange(candidates.start * size, device=pages.device)
+        window = torch.arange(candidates.stop * size, self.length, device=pages.device)
+        inside = (pages[:, :, None] * size + torch.arange(size, device=pages.device)).flatten(1)
+        parts = (sink.expand(num_kv_heads, -1), inside, window.expand(num_kv_heads, -1))
+        always = torch.ones(len(sink) + inside.shape[1] + len(window), dtype=torch.bool, device=pages.device)
+        always[len(sink) : len(sink) + inside.shape[1]] = False
+        return torch.cat(parts, 1), always
+
+    def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
+        rows, valid = self.taken = RaggedTokens(*nucleus_rows.kept_first_cpu(tokens, kept))
+        if attend_chosen_suits(q, self.k, self.v, rows):
+            return attend_chosen(q, self.k, self.v, rows, softmax, valid)
+        return ragged_attention(q, take(self.k, rows), take(self.v, rows), valid, softmax)
+
+    @override
+    def attended(self) -> Tensor:
+        if self.taken is None:
+            return super().attended()
+        nothing = self.taken.valid.new_zeros(self.k.shape[0], self.length)
+        return nothing.scatter(1, self.taken.tokens, self.taken.valid)
+
+    @override
+    def footprint(self) -> Footprint:
+        return super().footprint() + Footprint(device=self.estimate.nbytes())
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        """Count a step that takes all tokens of the selected pages, which is the most that it may take."""
+        most = super().traffic(length)
+        if not self.budget.active(length):
+            return most
+        estimated = self.budget.tokens(length)
+        scores = most.scores + 4 * self.k.shape[0] * estimated
+        return replace(most, scored=most.scored + self.estimate.nbytes(estimated), scores=scores)
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: Softmax) -> Tensor:
+    """Attend with one new token where every KV head has keys of its own: those marked in `valid` [Hk, n] bool.
+
+    q [H, d], k, v [Hk, n, d], at least one valid key in each row -> [H, d]. What stands in rows that are not valid does
+    not matter, as long as it is finite.
+    """
+    if takes(q):
+        return attend_rows(q, k, v, softmax, valid.contiguous())
+    return attend_sets(q, [TokenSet(q.view(len(k), -1, q.shape[-1]), k, v, valid=valid)], softmax)
