@@ -1,4 +1,4 @@
-"""The row of every KV head that the newest token takes in a layer that holds a fixed number of them (H2O, TOVA).
+"""The row or page that makes room for the newest token: the lowest score (H2O, TOVA), the oldest stamp (RaaS).
 
 As long as there is room it is the next one; then that of the lowest score, of equals the newest, among tokens that are
 not of the `recent` newest.

@@ -231,7 +231,7 @@ def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> None:
 # What stands between the linear layers of a model, for a few rows on a CPU: norms and rotations, a loop each.
 
 Arrays = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.methods.shadowkv.method.kernels`."""
+"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.methods.shadowkv.kernels`."""
 
 
 @serial

@@ -1,6 +1,6 @@
-"""Recall of quantised pages: the bytes cross the bus, and become numbers where they land (`gather_pages`).
+"""Pages in host memory as a kernel sees them, and their recall, straight into slots.
 
-Shapes as in `kvcli.kernels.recall`, blocks as in `kvcli.kernels.quant`.
+Of quantised pages the bytes cross the bus, and become numbers where they land (`gather_pages`). Blocks as in `kvcli.kernels.quant`.
 """
 
 from __future__ import annotations

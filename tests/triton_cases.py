@@ -40,12 +40,12 @@ from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods import tokenselect as kept_queries
-from kvcli.methods.fier.method import kernels as one_bit
-from kvcli.methods.fier.method import kernels as one_bit_scoring
-from kvcli.methods.shadowkv.method import kernels as leaving
-from kvcli.methods.shadowkv.method import kernels as rebuild
-from kvcli.methods.twilight.method import kernels as four_bit
-from kvcli.methods.twilight.method import kernels as tokens_kept
+from kvcli.methods.fier import kernels as one_bit
+from kvcli.methods.fier import kernels as one_bit_scoring
+from kvcli.methods.shadowkv import kernels as leaving
+from kvcli.methods.shadowkv import kernels as rebuild
+from kvcli.methods.twilight import kernels as four_bit
+from kvcli.methods.twilight import kernels as tokens_kept
 from kvcli.runtime.gpu import pipeline as whole
 
 NAN = float("nan")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvcli.methods.fier.method.kernels import one_bit_scores, quantise_keys
+from kvcli.methods.fier.kernels import one_bit_scores, quantise_keys
 from torch import Tensor
 
 from claims.subject import Subject, percent, table

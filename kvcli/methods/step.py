@@ -1,8 +1,19 @@
 """What the retrieval layers of a method do at a step, stated once, for any method.
 
-`kvcli.methods.step` carries it out for one sequence, phase after phase, on its caches: that defines what a step
-attends to. `kvcli.runtime.gpu` carries it out for a batch, over slots, without asking the host. So the parts of a plan
-have two sides: what they do with a cache, and `over_slots`, which makes what does the same for a layer of a batch.
+`Phases` carries it out for one sequence, phase after phase, on its caches: that defines what a step attends to.
+`kvcli.runtime.gpu` carries it out for a batch, over slots, without asking the host. So the parts of a plan have two
+sides: what they do with a cache, and `over_slots`, which makes what does the same for a layer of a batch.
+
+    StepPlan        what a step does: index, choice, when, what is fetched, feedback, correction
+    BatchSlots      a layer's caches of a batch, side by side in tensors whose shapes never change
+    Best, NearBest  which pages, tokens or chunks are attended to, by their scores
+    PageBounds      the index of pages by bounds on their keys
+    KeyChannels     tokens scored by some channels of their keys
+    LowestScore, StalestPage    where the newest token goes, and what attention gives back for the choice
+
+Every part does its work by kernels, or by operations of torch that neither wait for the device nor copy anything to it,
+so that a step may be captured in a CUDA graph. On a CPU the kernels' references do it. What one method alone does at a
+step lies with it (Twilight, ShadowKV, FIER, InfiniGen).
 
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """

@@ -6,8 +6,8 @@ import os
 import numpy
 import pytest
 import torch
-from kvcli.methods.fier.method.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
-from kvcli.methods.pariskv.method.kernels import (
+from kvcli.methods.fier.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
+from kvcli.methods.pariskv.kernels import (
     collisions,
     encode_keys,
     estimated_products,
@@ -15,7 +15,7 @@ from kvcli.methods.pariskv.method.kernels import (
     rotation,
     turned_query,
 )
-from kvcli.methods.twilight.method.kernels import FEW, four_bit_scores, quantise_four_bit
+from kvcli.methods.twilight.kernels import FEW, four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _llvm as _permutes
 from kvcli.kernels import _numba, decode_attention
@@ -38,12 +38,12 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
 from kvcli.memory import host_pool as scatter_rows
-from kvcli.methods.fier.method import kernels as one_bit_rows
-from kvcli.methods.pariskv.method import kernels as collision_rows
-from kvcli.methods.retroinfer.method import kernels as cluster_rows
-from kvcli.methods.shadowkv.method import kernels as rebuild_rows
-from kvcli.methods.twilight.method import kernels as four_bit_rows
-from kvcli.methods.twilight.method import kernels as nucleus_rows
+from kvcli.methods.fier import kernels as one_bit_rows
+from kvcli.methods.pariskv import kernels as collision_rows
+from kvcli.methods.retroinfer import kernels as cluster_rows
+from kvcli.methods.shadowkv import kernels as rebuild_rows
+from kvcli.methods.twilight import kernels as four_bit_rows
+from kvcli.methods.twilight import kernels as nucleus_rows
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 

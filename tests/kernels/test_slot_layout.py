@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvcli.methods.shadowkv.method.kernels import StoredChunks, keep_leaving_chunk
+from kvcli.methods.shadowkv.kernels import StoredChunks, keep_leaving_chunk
 
 from kvcli.kernels import _triton
 from kvcli.kernels.append import NewToken, take_in_filled_page

@@ -1,7 +1,7 @@
 """Clusters by direction: those that are there are found, and sums are those of their members."""
 
 import torch
-from kvcli.methods.retroinfer.method.kernels import cluster_sums, spherical_kmeans
+from kvcli.methods.retroinfer.kernels import cluster_sums, spherical_kmeans
 
 
 def test_bundles_of_directions_are_found_whatever_the_lengths():

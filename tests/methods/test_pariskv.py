@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from driver import HK, D, Stream
-from kvcli.methods.pariskv.method.kernels import encode_keys, estimated_products, magnitude_levels, rotation
+from kvcli.methods.pariskv.kernels import encode_keys, estimated_products, magnitude_levels, rotation
 from oracle import attention, best, dot, group, same
 
 from kvcli.kernels.page_table import EMPTY

@@ -7,7 +7,7 @@ import torch
 from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import HEAD_DIM, HEADS, KV_HEADS, tiny_model
-from kvcli.methods.shadowkv.method.cache import ShadowLayout
+from kvcli.methods.shadowkv.cache import ShadowLayout
 from rope_models import CONFIGS, model_of
 
 from kvcli.capacity import memory

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvcli.methods.twilight.method.cache import Int4EstimateCache
+from kvcli.methods.twilight.cache import Int4EstimateCache
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from kvcli.methods.twilight.method.cache import ragged_attention
-from kvcli.methods.twilight.method.kernels import four_bit_scores, quantise_four_bit
+from kvcli.methods.twilight.cache import ragged_attention
+from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from driver import storage_bytes
-from kvcli.methods.shadowkv.method.cache import ShadowLayout
+from kvcli.methods.shadowkv.cache import ShadowLayout
 
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvcli.methods.fier.method.method import OneBitIndex
+from kvcli.methods.fier.method import OneBitIndex
 
 from kvcli.kernels import _numba
 from kvcli.kernels import page_table as resolve_rows

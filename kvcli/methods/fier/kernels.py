@@ -205,7 +205,7 @@ def blocks(group: int, d: int) -> dict[str, int]:
     return {"GROUP": group, "D": d, "BYTES": size, "BLOCK_R": block_r, "BLOCK_Y": block_y}
 
 
-# Scores of one-bit keys on a CPU: `kvcli.methods.fier.method.kernels` in one loop over groups.
+# Scores of one-bit keys on a CPU: `kvcli.methods.fier.kernels` in one loop over groups.
 
 GROUPS = 16  # that a thread takes at once
 
@@ -272,7 +272,7 @@ def one_bit_rows(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
     return out
 
 
-# Scores of keys that are kept as one bit a channel (FIER, section 3.3): see `kvcli.methods.fier.method.kernels`.
+# Scores of keys that are kept as one bit a channel (FIER, section 3.3): see `kvcli.methods.fier.kernels`.
 
 BLOCK_BITS = 1 << 17  # that are numbers at once: 512 KiB of them
 BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)  # of every byte

@@ -35,7 +35,7 @@ from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Traffic, nbytes
 from kvcli.methods.config import HostKVConfig, TokenConfig, setting
 from kvcli.methods.contract import Method
-from kvcli.methods.fier.method.kernels import (
+from kvcli.methods.fier.kernels import (
     one_bit_scores,
     one_bit_scores_device,
     quantise_filled_group,
@@ -213,7 +213,7 @@ class BestPages(Rule):
 
 @dataclass(frozen=True)
 class OneBit(Index):
-    """Scores by one-bit keys of full groups, see `kvcli.methods.fier.method.method.OneBitIndex`; pooled over the group."""
+    """Scores by one-bit keys of full groups, see `kvcli.methods.fier.method.OneBitIndex`; pooled over the group."""
 
     pooling: HeadPooling
 

@@ -38,7 +38,7 @@ CURVE = 4096  # steps of the curve from one cosine, -1, to the other, 1
 def _share_two_cpu(_: Any, queries: Any, query: Any, keys: Any, key: Any, words: Any, bits: Any) -> Any:
     """Flag those of a LOT of keys that share two codes_cpu with a query.
 
-    Flat arrays: codes_cpu of the query [words, bits] from `query` on, of keys [words, bits, LOT] from `key` on. The loop
+    Flat arrays: codes of the query [words, bits] from `query` on, of keys [words, bits, LOT] from `key` on. The loop
     knows how many bits there are.
     """
     from llvmlite import ir

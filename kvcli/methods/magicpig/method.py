@@ -29,7 +29,7 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import HostKVConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
-from kvcli.methods.magicpig.method.cache import Hashing, SampledTokenCache
+from kvcli.methods.magicpig.cache import Hashing, SampledTokenCache
 from kvcli.models.geometry import LayerGeometry
 from kvcli.telemetry.counters import Count
 

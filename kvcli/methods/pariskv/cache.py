@@ -15,7 +15,7 @@ from kvcli.kv.cache import Tiers
 from kvcli.kv.tokens import TokenBudget, TokenIndex
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Traffic, nbytes
-from kvcli.methods.pariskv.method.kernels import (
+from kvcli.methods.pariskv.kernels import (
     BLOCK,
     collisions,
     encode_keys,

@@ -247,7 +247,7 @@ def worth_cpu(q: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
 
 
 def votes_cpu(signs: Tensor, worth_cpu: Tensor, highest: int) -> Tensor:
-    """Add up over the blocks of a key what its patterns are worth_cpu: up to the `highest`, in bytes where it is small."""
+    """Add up over the blocks of a key what its patterns are worth: up to the `highest`, in bytes where it is small."""
     heads, n, blocks = signs.shape
     small = highest < PATTERNS
     out = torch.empty(heads, -(-n // LOT) * LOT, dtype=torch.uint8 if small else torch.int32)[:, :n]  # whole lines

@@ -27,7 +27,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kv.tokens import OffloadedTokenCache
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.contract import Method
-from kvcli.methods.pariskv.method.cache import CollisionIndex
+from kvcli.methods.pariskv.cache import CollisionIndex
 from kvcli.models.geometry import LayerGeometry
 
 Cache = OffloadedTokenCache[CollisionIndex]

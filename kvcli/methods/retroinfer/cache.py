@@ -19,8 +19,8 @@ from kvcli.kv.pages import numbered
 from kvcli.kv.tokens import TokenBudget, TokensOnHost
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.retroinfer.method import kernels as cluster_rows
-from kvcli.methods.retroinfer.method.kernels import cluster_sums, spherical_kmeans
+from kvcli.methods.retroinfer import kernels as cluster_rows
+from kvcli.methods.retroinfer.kernels import cluster_sums, spherical_kmeans
 
 
 class Clustering(NamedTuple):

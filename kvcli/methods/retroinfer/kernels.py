@@ -1,11 +1,12 @@
-"""What a step decides about clusters and a cache of tokens, in loops on a CPU: `kvcli.methods.retroinfer.cache` says what.
+"""Clusters weighed, divided into zones, listed and looked up in a cache of tokens; and spherical k-means.
 
-torch sorts all clusters and all slots for it, and looks at every token several times.
+The reference in torch stands in `kvcli.methods.retroinfer.cache`. It sorts all clusters and all slots; the loops for a
+CPU look at every token once.
 
     weighed_cpu    scores [Hk, G, C] fp32, sizes [Hk, C] int32 -> weights [Hk, C]
     divide_cpu     weights, sizes -> clusters read, bool [Hk, C], those estimated [Hk, f] and the logarithms of how many
                tokens each has, and how many tokens are read [Hk]
-    listed_cpu     members [Hk, n] int32, cluster after cluster, sizes, clusters read -> tokens [Hk, m] int64, EMPTY behind
+    listed_cpu     members [Hk, n] int32 by cluster, sizes, clusters read -> tokens [Hk, m] int64, EMPTY behind
     resolve_clusters_cpu    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
 """
 

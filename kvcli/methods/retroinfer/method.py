@@ -36,7 +36,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.retroinfer.cache import Clustering
-from kvcli.methods.retroinfer.method.cache import ClusteredTokenCache
+from kvcli.methods.retroinfer.cache import ClusteredTokenCache
 from kvcli.models.geometry import LayerGeometry
 from kvcli.telemetry.counters import Count
 

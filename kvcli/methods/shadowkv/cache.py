@@ -33,7 +33,7 @@ from kvcli.memory.disk_blocks import DiskBlocks
 from kvcli.memory.host_pool import page_pool
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.shadowkv.method import kernels as rebuild_rows
+from kvcli.methods.shadowkv import kernels as rebuild_rows
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 from kvcli.telemetry import report

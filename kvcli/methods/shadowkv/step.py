@@ -14,7 +14,7 @@ from kvcli.kernels.page_table import MissList, SlotLayout
 from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
-from kvcli.methods.shadowkv.method.kernels import StoredChunks, keep_leaving_chunk, rebuild_missing_keys
+from kvcli.methods.shadowkv.kernels import StoredChunks, keep_leaving_chunk, rebuild_missing_keys
 from kvcli.methods.step import BatchSlots, Index, ScoredIndex
 
 

@@ -18,9 +18,9 @@ from kvcli.kv.paged import ResidentPageCache
 from kvcli.kv.pages import PageBudget, take
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.twilight.method import kernels as four_bit_rows
-from kvcli.methods.twilight.method import kernels as nucleus_rows
-from kvcli.methods.twilight.method.kernels import four_bit_scores, quantise_four_bit
+from kvcli.methods.twilight import kernels as four_bit_rows
+from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 from kvcli.sizes import slices
 
 # Tokens whose keys are quantised at once: fp32 copies of them stay this long.

@@ -4,9 +4,9 @@ Weights are the softmax of estimated scores over all tokens of the slots, for ea
 are kept in any case and count first. A KV head keeps what any of its query heads keeps.
 
 On the device blocks of rows are scored by as many programs for each query head, and the last of them to finish finds
-which ones it keeps (`kvcli.methods.twilight.method.kernels`); the last query head of a KV head puts together what all of them keep.
+which ones it keeps (`kvcli.methods.twilight.kernels`); the last query head of a KV head puts together what all of them keep.
 
-Shapes: q [b, H, d], codes and ranges as in `kvcli.methods.twilight.method.kernels` of all tokens, rows with the chosen pages as
+Shapes: q [b, H, d], codes and ranges as in `kvcli.methods.twilight.kernels` of all tokens, rows with the chosen pages as
 `resident` -> kept [b, Hk, slots * p] bool.
 """
 

@@ -20,8 +20,8 @@ from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.quest import PageBoundsConfig
 from kvcli.methods.step import StepPlan
-from kvcli.methods.twilight.method.cache import Int4EstimateCache
-from kvcli.methods.twilight.method.step import BoundsAndFourBits, Nucleus
+from kvcli.methods.twilight.cache import Int4EstimateCache
+from kvcli.methods.twilight.step import BoundsAndFourBits, Nucleus
 from kvcli.models.geometry import LayerGeometry
 
 

@@ -24,8 +24,8 @@ from kvcli.methods.step import (
     StepIndex,
 )
 from kvcli.methods.twilight.kernels import NucleusTally, keep_nucleus
-from kvcli.methods.twilight.method import kernels as nucleus_rows
-from kvcli.methods.twilight.method.kernels import quantise_newest
+from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.twilight.kernels import quantise_newest
 
 
 class BoundsAndFourBits(PageBounds):
