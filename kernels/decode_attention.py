@@ -3,6 +3,15 @@
     out_h = sum_j softmax(scale * q_h . k_j)_j v_j
 
 Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one KV head are rows h*G .. h*G+G-1.
+
+Tokens held in bytes (`kvcli.kernels.quant`) are multiplied on a CPU as they are; no buffer holds all of them in fp32.
+
+    products  s_hgj = q_hg . (z_hj + s_hj code_hj)        every key, for the query rows that share a KV head
+    mixtures  o_hg = sum_j w_hgj (z_hj + s_hj code_hj)    every value, weighted
+
+Bytes are read from memory, and a few tokens at a time are numbers, in the processor's nearest cache.
+
+Shapes: q [Hk, G, d] fp32, blocks [n, Hk, bytes] uint8 without gaps, one token each, w [Hk, G, n].
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
 """The row or page that makes room for the newest token: the lowest score (H2O, TOVA), the oldest stamp (RaaS).
 
-As long as there is room it is the next one; then that of the lowest score, of equals the newest, among tokens that are
-not of the `recent` newest.
+Of tokens: as long as there is room it is the next row; then that of the lowest score, of equals the newest, among
+tokens that are not of the `recent` newest.
 
 Shapes: positions [b, Hk, rows] int64 and scores fp32, seen [b] int32 with the newest token, and most [b], the rows of
 each sequence -> at [b, Hk] int32.
+
+Of pages: those of the oldest timestamp leave when a new one needs their slot (RaaS, section 3). The page that leaves
+the window, the first of its slots, takes the slot of the stalest page, of which it may be one itself; the others of the
+window move on by a slot, and the last slot is the new page's.
+Shapes: k and v [b, Hk, slots * p, d], bounds [b, Hk, slots, 2, d], stamps and pages [b, Hk, slots] int64; protected and
+slots [b], seen [b] int32 with the newest token -> held [b], the tokens held then, and full [b], those in full pages.
 """
 
 from __future__ import annotations

@@ -5,8 +5,18 @@
 On the device the pages are split over programs. As long as one program can look at all pages of a KV head, the last of
 them to finish pools what a softmax over the candidates comes before, chooses, and finds what is missing.
 
-Shapes: q [H, d], summary [Hk, n, 2, d] (see `page_summary`) -> scores [Hk, n], larger is better; functions for the
+Shapes: q [H, d], summary [Hk, n, 2, d] (see below) -> scores [Hk, n], larger is better; functions for the
 device have the batch in front, and lengths [b] that say which pages are candidates.
+
+Per-channel bounds of the keys of a page (Quest, section 3.2; FreeKV, section 3.2), or a cuboid about them (ArkVale).
+
+    bounds    max_t k_t and min_t k_t
+    cuboid    c + r and c - r      c = (max + min) / 2      r = mean_t |c - k_t|
+
+The cuboid is narrower than the bounds: a single outlier moves its centre, but hardly its width.
+
+Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower.
+`kvcli.kernels.append` does it for the page that the newest token has filled.
 """
 
 from __future__ import annotations

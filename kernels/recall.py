@@ -1,6 +1,17 @@
 """Pages in host memory as a kernel sees them, and their recall, straight into slots.
 
-Of quantised pages the bytes cross the bus, and become numbers where they land (`gather_pages`). Blocks as in `kvcli.kernels.quant`.
+Of quantised pages the bytes cross the bus, and become numbers where they land (`gather_pages`).
+Blocks are those of `kvcli.kernels.quant`.
+
+    hnd   [pages, Hk, 2, p, d]   a page of one KV head is one contiguous block, keys then values
+    nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
+
+Where keys are kept elsewhere, there is 1 in place of 2. Quantised, a page of one KV head is a block of bytes
+(`kvcli.kernels.quant`): [pages, Hk, bytes] uint8.
+
+A pool may lie in several pieces, so that it can be allocated bit by bit and sequences can share some of them. Kernels
+see pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are cut to a
+size that divides all. Pinned memory has one address for the host and the device.
 """
 
 from __future__ import annotations

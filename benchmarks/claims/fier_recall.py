@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvcli.methods.fier.kernels import one_bit_scores, quantise_keys
 from torch import Tensor
 
 from claims.subject import Subject, percent, table
@@ -27,6 +26,7 @@ from kvcli.kernels.page_scores import page_scores, page_summary
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
 from kvcli.kv.pages import paged
+from kvcli.methods.fier.kernels import one_bit_scores, quantise_keys
 from kvcli.methods.full import Full
 
 FIRST_LAYER = 1  # the layers before it are dense in both methods

@@ -1,4 +1,6 @@
-"""KV-cache methods: one file each, and the file's name is the method's name; and those of other packages.
+"""KV-cache methods: one file or folder each, and its name is the method's name; and those of other packages.
+
+A folder holds what only this method uses: the method in `method.py`, its cache, its kernels.
 
 Another package offers a method by an entry point of the group `kvcli.methods`, whose name is the method's and whose
 object is the class, or by `register` in a running program.
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     MethodT = TypeVar("MethodT", bound=type[AnyMethod])
 
 ENTRY_POINTS = "kvcli.methods"
-_SHARED = {"base", "card", "config"}
+_SHARED = {"card", "config", "contract", "step"}
 _registered: dict[str, type[AnyMethod]] = {}
 
 
@@ -52,9 +54,15 @@ def method_names() -> list[str]:
 
 
 def own_method_names() -> list[str]:
-    """List the methods of this package by their files; a file whose name starts with an underscore is none."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
-    return sorted(name for name in modules if name not in _SHARED and not name.startswith("_"))
+    """List the methods of this package by their files and folders; what starts with an underscore is none."""
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in names if name not in _SHARED and not name.startswith("_"))
+
+
+def home_of(name: str) -> str:
+    """Name the module that holds the class of an own method, below this package."""
+    folders = {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}
+    return f"{name}.method" if name in folders else name
 
 
 def get_method(name: str) -> type[AnyMethod]:
@@ -66,7 +74,7 @@ def get_method(name: str) -> type[AnyMethod]:
     if name in own_method_names():
         from kvcli.methods.contract import Method
 
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{__name__}.{home_of(name)}")
         return next(
             cls
             for _, cls in inspect.getmembers(module, inspect.isclass)

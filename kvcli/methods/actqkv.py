@@ -6,11 +6,27 @@ cosine. Where the prompt is a document and a question, the question is read firs
 probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
 
 In decode the query itself is the probe, and the layers share their budget by the entropies of their scores
-(`kvcli.methods.actqkv`); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
+(below); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
 with it. While the context fits into the budget there is no cut-off.
 
 Windows, blocks, representatives, positions and exactness are InfLLM's. Keys have their KV heads repeated for the query
 heads they serve. A question longer than a window counts by its last tokens.
+
+The probe: one query that stands for a window, by how far its tokens are from the usual (arXiv 2502.13542, 4.1).
+
+    phi_j = (q_j - mean)^2 / (variance + eps)          probe = sum_j |phi_j|_1 / sum_i |phi_i|_1 * q_j
+
+Mean and variance per channel are merged window by window (Chan, Golub and LeVeque, 1979), in at least fp32:
+
+    n = n_a + n_b,  delta = mean_b - mean_a
+    mean = mean_a + delta * n_b / n          M2 = M2_a + M2_b + delta^2 * n_a * n_b / n          variance = M2 / (n - 1)
+
+The cut-off: how the layers share the budget of a decode step (arXiv 2502.13542, section 4.2).
+
+A layer takes of what is left the part that the entropy of its scores has in the entropies of itself and the layers
+still to come (equation 12), for which the means of their last 100 steps stand; before each layer has one, the split is
+even. What a layer really gets, rounded and clamped, is what the next ones lack; so the layers' mean keeps to the
+budget, unless a clamp binds.
 """
 
 from collections import deque

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from kvcli.methods import get_method, own_method_names
+from kvcli.methods import get_method, home_of, own_method_names
 
 if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
@@ -94,8 +94,8 @@ def read_card(name: str) -> Card:
         KvcliError: it cannot be imported.
     """
     if name in own_method_names():
-        found = classes(name).values()
-        (names,) = [each.names for each in found if each.module == name and "title" in each.names]
+        found = _classes(home := home_of(name)).values()
+        (names,) = [each.names for each in found if each.module == home and "title" in each.names]
         gpu_step = GRAPH if "step_plan" in names else BLOCKING if "wants_next_query" in names else PIECEWISE
         return Card(**{field: names[field] for field in STATED}, gpu_step=gpu_step)
     method = get_method(name)
@@ -105,26 +105,26 @@ def read_card(name: str) -> Card:
 def setting_names(name: str) -> list[str]:
     """Names of the settings of the method called `name`, those that it shares first; imported as for `read_card`."""
     if name in own_method_names():
-        return settings(name)
+        return list(dict.fromkeys(_settings(home_of(name))))
     return list(get_method(name).Config.model_fields)
 
 
 @dataclass(frozen=True)
 class ClassSource:
-    """What a class and those that it derives from define, `base` left out: values of literals, None for all else."""
+    """What a class and those that it derives from define, the contract left out: values of literals, else None."""
 
     module: str
     names: dict[str, Any]
 
 
 @cache
-def classes(module: str) -> dict[str, ClassSource]:
-    """The classes that a file of this package knows, by their names."""
+def _classes(module: str) -> dict[str, ClassSource]:
+    """Find the classes that a module of `kvcli.methods` defines or imports from another one, by their names."""
     known: dict[str, ClassSource] = {}
     for node in _statements(module):
         match node:
-            case ast.ImportFrom(module=str(imported), names=names) if _lies_here(imported):
-                there = {} if imported == "kvcli.methods.contract" else classes(imported.rpartition(".")[2])
+            case ast.ImportFrom(module=str(imported), names=names) if (other := _of_a_method(imported)) is not None:
+                there = _classes(other)
                 known |= {each.name: there[each.name] for each in names if each.name in there}
             case ast.ClassDef(name=name, bases=bases, body=body):
                 defined: dict[str, Any] = {}
@@ -142,27 +142,22 @@ def classes(module: str) -> dict[str, ClassSource]:
     return known
 
 
-def settings(module: str) -> list[str]:
-    """Names of the settings of the method whose file `module` is, those that it shares first."""
-    configs = [
-        config
-        for node in _statements(module)
-        if isinstance(node, ast.ClassDef)
-        for statement in node.body
-        if isinstance(statement, ast.Assign)
-        for config in [statement.value]
-        if isinstance(config, ast.Name) and ast.unparse(statement.targets[0]) == "Config"
-    ]
-    return list(dict.fromkeys(_declared(module, configs[0].id)))
+def _settings(module: str) -> Iterator[str]:
+    """Name the settings of the method that `module` holds, those that it shares first."""
+    for node in _statements(module):
+        for statement in node.body if isinstance(node, ast.ClassDef) else ():
+            match statement:
+                case ast.Assign(targets=[ast.Name(id="Config")], value=ast.Name(id=config)):
+                    yield from _declared(module, config)
 
 
 def _declared(module: str, config: str) -> Iterator[str]:
-    """Settings of the class `config`, of which `module` holds or imports the declaration."""
+    """Name the settings of the class `config`, which `module` declares or imports."""
     for node in _statements(module):
         match node:
             case ast.ImportFrom(module=str(imported), names=names) if config in (each.name for each in names):
-                if _lies_here(imported):
-                    yield from _declared(imported.rpartition(".")[2], config)
+                if (other := _of_a_method(imported)) is not None:
+                    yield from _declared(other, config)
             case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
                 for base in reversed(bases):  # as fields are inherited
                     if isinstance(base, ast.Name):
@@ -174,11 +169,13 @@ def _declared(module: str, config: str) -> Iterator[str]:
                                 yield setting
 
 
-def _lies_here(module: str) -> bool:
-    """Tell whether a module is one of this package's own files, not of a package within it."""
-    return module.rpartition(".")[0] == "kvcli.methods"
+def _of_a_method(module: str) -> str | None:
+    """Take off `kvcli.methods.`; None for folders, for the contract, which states nothing, and elsewhere."""
+    package, _, name = module.partition("kvcli.methods.")
+    return None if package or name in ("", "contract", "step") or home_of(name) != name else name
 
 
 @cache  # many methods derive from the same few files
 def _statements(module: str) -> list[ast.stmt]:
-    return ast.parse((resources.files("kvcli.methods") / f"{module}.py").read_bytes()).body
+    file = resources.files("kvcli.methods").joinpath(*f"{module.replace('.', '/')}.py".split("/"))
+    return ast.parse(file.read_bytes()).body

@@ -17,6 +17,20 @@ generated tokens are not looked at, as in the reference code: their events have 
 Decided: buffers have their size in tokens, as in the reference code, and the first event that does not fit ends one;
 an event that is not whole yet counts as near. Surprise is compared with that of the tokens just before it, where the
 code takes one threshold a window. Exact while the context fits into the budget, with original positions.
+
+Boundaries are drawn so:
+
+    surprise_t = -log p(x_t | x_1 .. x_{t-1})                             boundary where
+    surprise_t > mu + gamma * sigma                                       over the tokens before t
+
+    modularity(t)  = 1 / 4m  sum_ij [A_ij - d_i d_j / 2m] delta_ij        2m = sum_ij A_ij, d_i = sum_j A_ij
+    conductance(t) = cut(S, V - S) / min(vol(S), vol(V - S))              vol(S) = sum over i, j in S of A_ij
+
+S are the tokens before t, V all of the graph, delta_ij is 1 where i and j are on the same side of t. A good split has
+much modularity and little conductance.
+
+The KV of an event is what a block is to `BlockCache`, token for token: the pool's pages and the slots are of one token,
+so that an event takes up no more than it has.
 """
 
 from __future__ import annotations

@@ -12,6 +12,14 @@ prompt that leaves no room for them within the budget is kept nevertheless, and 
 be evicted, and none is scored. The threshold is that of the paper's first version; its second, and the reference code,
 mark the better half of the pages instead. In that code pages have 16 tokens, too, and the newest is never evicted; it
 has no sinks and leaves no layer dense, as is done here with the first.
+
+Every page has a timestamp: the length of the sequence when it was last worth keeping. The slots are in this order, and
+the rows of a head that hold tokens are always a prefix of them:
+
+    [ prompt and sink pages, never evicted | kept pages, one set a KV head | window pages, the partly filled one last ]
+
+Until there are more pages than slots, slot j simply holds page j. Then each new page pushes the oldest window page out
+of the window, and each KV head evicts the page of the oldest timestamp, that one among them, of equals the older page.
 """
 
 from typing import Any, Literal

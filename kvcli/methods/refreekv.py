@@ -2,7 +2,7 @@
 
 Once, when a layer's prompt is read: its tokens are ranked by position, the sinks first and then from the newest to the
 oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row
-(`kvcli.methods.refreekv`): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
+(A' below): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
 their positions, and generated tokens are never dropped.
 
 Decided where paper and reference code differ: the sinks are kept unconditionally and stay out of the norm. With them
@@ -10,6 +10,9 @@ inside, a heavy sink alone makes up the norm and nothing else is kept.
 
 Memory: it is planned for a prompt of which everything is kept, for what is dropped is not known before; the footprint
 after prefill is that of the tokens kept, and of room for those to come.
+
+A' is the mean of the last rows of a head, for each token over those that see it, and the norm ||A'|| the mean over the
+heads.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,11 @@ prompt is read exactly, and tokens keep their positions: the paper's selection i
 behind the window to read past a model's trained length, are not part of this. `theta` is the code's, which runs
 without keeping choices, though; one leading layer is dense. All KV stays on the device. In the counters one token of
 one KV head is a page of size 1.
+
+    cosine = sum_hc q_hc * p_hc / (|q| * |p|), over all heads in a row; a query of zeros has cosine 0 with everything
+
+Shapes: q [b, H, d] and the query that chose, p [b, H, d] -> turned [b, Hk] bool, the same for all KV heads, and
+once more as anew [b, 1].
 """
 
 from __future__ import annotations

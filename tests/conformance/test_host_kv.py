@@ -85,7 +85,7 @@ class Watch:
             return attend_bytes(q, bytes_, form, sizes, k, v, softmax)
 
         attend_bytes = decode_attention.attend_quantised_cpu
-        monkeypatch.setattr(quantised_rows, "attend", watched_bytes)
+        monkeypatch.setattr(decode_attention, "attend_quantised_cpu", watched_bytes)
         attend_rows = attention_rows.attend
         monkeypatch.setattr(attention_rows, "attend", watched_rows)
         for module in list(sys.modules.values()):

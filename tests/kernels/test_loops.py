@@ -6,16 +6,6 @@ import os
 import numpy
 import pytest
 import torch
-from kvcli.methods.fier.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
-from kvcli.methods.pariskv.kernels import (
-    collisions,
-    encode_keys,
-    estimated_products,
-    most_votes,
-    rotation,
-    turned_query,
-)
-from kvcli.methods.twilight.kernels import FEW, four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _llvm as _permutes
 from kvcli.kernels import _numba, decode_attention
@@ -39,11 +29,21 @@ from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
 from kvcli.memory import host_pool as scatter_rows
 from kvcli.methods.fier import kernels as one_bit_rows
+from kvcli.methods.fier.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
 from kvcli.methods.pariskv import kernels as collision_rows
+from kvcli.methods.pariskv.kernels import (
+    collisions,
+    encode_keys,
+    estimated_products,
+    most_votes,
+    rotation,
+    turned_query,
+)
 from kvcli.methods.retroinfer import kernels as cluster_rows
 from kvcli.methods.shadowkv import kernels as rebuild_rows
 from kvcli.methods.twilight import kernels as four_bit_rows
 from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.twilight.kernels import FEW, four_bit_scores, quantise_four_bit
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kvcli.methods.shadowkv.kernels import StoredChunks, keep_leaving_chunk
 
 from kvcli.kernels import _triton
 from kvcli.kernels.append import NewToken, take_in_filled_page
@@ -20,6 +19,7 @@ from kvcli.kernels.page_table import (
 from kvcli.kernels.paged_attention import slot_attention
 from kvcli.kernels.recall import HostPages, gather_pages
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.shadowkv.kernels import StoredChunks, keep_leaving_chunk
 
 LAYOUTS = [SlotLayout(4, 2, 3, 2), SlotLayout(2, 1, 1, 1), SlotLayout(1, 0, 0, 7), SlotLayout(8, 1, 0, 3)]
 LAYOUTS += [SlotLayout(4, 2, 3, 2, early=True), SlotLayout(3, 5, 0, 3, early=True), SlotLayout(1, 1, 1, 2, early=True)]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvcli.methods.fier.kernels import one_bit_scores, quantise_keys
 
 HK, G = 2, 3

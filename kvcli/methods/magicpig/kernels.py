@@ -10,6 +10,10 @@ On a CPU its logarithm is read off a curve that was worked out once, whose error
 
 Shapes: x [.., d], directions [d, W, K, 8] -> codes [.., W, K] uint8, where W = ceil(L / 8), and a byte has one of the K
 bits of eight tables. Of keys the bytes of a BLOCK of them lie side by side: [Hk, blocks, W, K, BLOCK].
+
+On a CPU codes are compared in loops over their bytes. A
+byte has a bit of eight tables' codes, and bytes of all keys of a block lie side by side: what differs in any of the K
+bits is put together for all these at once, and what does not is seen for the first time or again.
 """
 
 from __future__ import annotations

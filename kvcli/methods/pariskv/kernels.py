@@ -9,6 +9,20 @@ magnitude levels a of its direction u, and a key of length n:
 
 Shapes: x [.., d] -> rotated [.., w], w the power of two from d on; of a token B = w / m bytes of signs, w / 2 bytes of
 four-bit codes, and B weights n r / alpha.
+
+Forms for a CPU:
+
+    population_cpu    signs [Hk, n, B] uint8, added to counts [Hk, B, 256] int64
+    turned_cpu        queries [Hk, G, d] fp32, rotation [d, w] -> their mean, turned [Hk, w]
+    worth_cpu         a turned query [Hk, w], the centroids' population, tiers' ends [t] -> [Hk, B, 256] uint8
+    votes_cpu         signs, worth -> [Hk, n], uint8 or, where they may be many, int32
+    most_votes_cpu    votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
+    encode_cpu        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes, weights
+    products_cpu      a turned query [Hk, w], codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
+
+A processor with AVX-512 looks patterns and levels up in its registers (`kvcli.kernels._llvm`). For others a byte of
+codes, which is two channels, has its part of a product in a table [Hk, C, 256] made for the query. Where a key's codes
+and weights stand in one row, memory is looked at once for both.
 """
 
 from __future__ import annotations

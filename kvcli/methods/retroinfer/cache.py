@@ -1,4 +1,9 @@
-"""Tokens recalled from host memory by clusters into a block cache on the device (RetroInfer, arXiv 2505.02922)."""
+"""Tokens recalled from host memory by clusters into a block cache on the device (RetroInfer, arXiv 2505.02922).
+
+Of each cluster the device knows how many tokens it has, their mean key (the centroid) and their mean value. With them
+the attention of a whole cluster of n tokens is estimated as that of n tokens at the centroid, which is never more than
+it is (section 3: Jensen's inequality).
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcli.kernels._llvm import AHEAD, exp, prefetch
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
 from kvcli.kernels.page_table import EMPTY, Misses
-from kvcli.kernels.page_table import listed_cpu as list_misses
+from kvcli.kernels.page_table import listed as list_misses
 
 DIGITS, VALUES = 3, 1 << 11  # of a float's bits
 

@@ -35,8 +35,7 @@ from typing_extensions import override
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
-from kvcli.methods.retroinfer.cache import Clustering
-from kvcli.methods.retroinfer.cache import ClusteredTokenCache
+from kvcli.methods.retroinfer.cache import ClusteredTokenCache, Clustering
 from kvcli.models.geometry import LayerGeometry
 from kvcli.telemetry.counters import Count
 

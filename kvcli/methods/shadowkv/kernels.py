@@ -7,6 +7,24 @@ any layout of the pairs is two products and no exchange of results.
 
 Shapes: a [b, n, c, r], factor B [b, Hk, r, d], misses [b, Hk, k] as in `kvcli.kernels.page_table`, cos and sin
 [positions, w] fp32 with the attention scaling in them -> rows of k [b, Hk, rows, d].
+
+The chunk that leaves the local window with the next token: its mean key and its low-rank keys (ShadowKV+).
+
+With c tokens in a chunk and a ring of w chunks, the one that the next token goes into among them, a sequence of L
+tokens loses chunk
+
+    j = (L + 1) / c - w        where that is a whole number and the sequence has outgrown its slots
+
+of which is kept (arXiv 2410.21465, appendix A.1), x_t being its keys without their rotation to positions j*c and on,
+
+    mean_h = 1/c sum_t k_ht      A_t = sum_h x_ht B_h^T
+    x_tc = (k_tc * cos(t, c) - k_t,partner(c) * sign(c) * sin(t, c)) / (cos^2(t, c) + sin^2(t, c))
+
+The divisor takes the attention scaling out, with which the keys were rotated. Every program looks at the length on the
+device: a step takes no decision on the host.
+
+Shapes: rows as in `kvcli.kernels.page_table`, whose ring is left `early`; factor B [b, Hk, r, d], rotation as
+above -> a [b, n, c, r], means [b, Hk, n, d], and numbers [b].
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from typing_extensions import override
 
 from kvcli.methods.config import CountOrShare, HostKVConfig, setting
 from kvcli.methods.contract import Method
-from kvcli.methods.shadowkv.cache import ShadowCache
-from kvcli.methods.shadowkv.cache import ShadowLayout, summarise
+from kvcli.methods.shadowkv.cache import ShadowCache, ShadowLayout, summarise
 from kvcli.methods.shadowkv.step import LandmarkScores, RebuiltKeys
 from kvcli.methods.step import FromHost, StepPlan
 from kvcli.models.geometry import LayerGeometry

@@ -4,10 +4,26 @@ Weights are the softmax of estimated scores over all tokens of the slots, for ea
 are kept in any case and count first. A KV head keeps what any of its query heads keeps.
 
 On the device blocks of rows are scored by as many programs for each query head, and the last of them to finish finds
-which ones it keeps (`kvcli.methods.twilight.kernels`); the last query head of a KV head puts together what all of them keep.
+which ones it keeps ; the last query head of a KV head puts together what all of them keep.
 
-Shapes: q [b, H, d], codes and ranges as in `kvcli.methods.twilight.kernels` of all tokens, rows with the chosen pages as
+Shapes: q [b, H, d], codes and ranges of all tokens, rows with the chosen pages as
 `resident` -> kept [b, Hk, slots * p] bool.
+
+Keys in four bits a channel, by each token's least and greatest channel (Twilight, section 4).
+
+    z = min      s = (max - min) / 15      code = round((k - z) / s)      k ~ code * s + z
+    q . k_t ~ s_t * sum_c q_c code_tc + z_t * sum_c q_c
+
+Shapes: keys [Hk, n, d] -> codes [Hk, n, ceil(d / 2)] uint8, byte j of channel j in its low half and of channel
+j + ceil(d / 2) in its high half; ranges [Hk, n, 2], s and z in the dtype of the keys, with which the codes were taken.
+The function for a batch on the device has it in front.
+
+The fewest rows that hold a part of the attention of a query head, inside a kernel: one program finds them.
+
+Weights are read as integers of the same order; the largest threshold from which on all hold the part is found by digits
+of three bits, then everything above it is kept, and of what equals it the lowest rows. Wider digits are fewer passes,
+but every value of a digit needs a sum of its own: a histogram of weights would be made of atomic additions, whose order
+differs from run to run.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ from kvcli.methods.step import (
     Rule,
     StepIndex,
 )
-from kvcli.methods.twilight.kernels import NucleusTally, keep_nucleus
 from kvcli.methods.twilight import kernels as nucleus_rows
-from kvcli.methods.twilight.kernels import quantise_newest
+from kvcli.methods.twilight.kernels import NucleusTally, keep_nucleus, quantise_newest
 
 
 class BoundsAndFourBits(PageBounds):

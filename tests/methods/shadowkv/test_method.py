@@ -7,7 +7,6 @@ import torch
 from driver import HK, SOFTMAX, D, H, Stream, layers
 from engine import new_method, run
 from families import HEAD_DIM, HEADS, KV_HEADS, tiny_model
-from kvcli.methods.shadowkv.cache import ShadowLayout
 from rope_models import CONFIGS, model_of
 
 from kvcli.capacity import memory
@@ -16,7 +15,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
 from kvcli.kv.paged import OffloadedPageCache
 from kvcli.kv.pages import PageBudget
-from kvcli.methods.shadowkv.cache import EMPTY
+from kvcli.methods.shadowkv.cache import EMPTY, ShadowLayout
 from kvcli.models.geometry import geometry_of
 from kvcli.telemetry.counters import Count
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from kvcli.methods.fier.method import OneBitIndex
 
 from kvcli.kernels import _numba
 from kvcli.kernels import page_table as resolve_rows
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
 from kvcli.kv.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget, resolve_tokens
+from kvcli.methods.fier.method import OneBitIndex
 
 HK, D, CAPACITY = 2, 8, 60
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)

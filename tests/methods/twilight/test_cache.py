@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from kvcli.methods.twilight.cache import ragged_attention
-from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 
 from kvcli.kernels import _triton
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods.twilight.cache import ragged_attention
+from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 
 HK, G = 2, 3
 

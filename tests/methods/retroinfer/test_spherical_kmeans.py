@@ -1,6 +1,7 @@
 """Clusters by direction: those that are there are found, and sums are those of their members."""
 
 import torch
+
 from kvcli.methods.retroinfer.kernels import cluster_sums, spherical_kmeans
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kvcli.methods.twilight.cache import Int4EstimateCache
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
@@ -10,6 +9,7 @@ from kvcli.kv.pages import PageBudget
 from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, PrincipalAxesCache, TokenBudget
 from kvcli.memory.tiers import Traffic
 from kvcli.methods.infinigen import PartialKeyIndex
+from kvcli.methods.twilight.cache import Int4EstimateCache
 
 HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from driver import storage_bytes
-from kvcli.methods.shadowkv.cache import ShadowLayout
 
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
@@ -12,7 +11,7 @@ from kvcli.memory import landmarks as landmarks_module
 from kvcli.memory import low_rank as low_rank_module
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import nbytes
-from kvcli.methods.shadowkv.cache import EMPTY, Landmarks, LowRankKeys, ShadowCache
+from kvcli.methods.shadowkv.cache import EMPTY, Landmarks, LowRankKeys, ShadowCache, ShadowLayout
 from kvcli.models.geometry import LayerGeometry
 
 HK, D, C = 2, 8, 3

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from driver import HK, D, Stream
-from kvcli.methods.pariskv.kernels import encode_keys, estimated_products, magnitude_levels, rotation
 from oracle import attention, best, dot, group, same
 
 from kvcli.kernels.page_table import EMPTY
+from kvcli.methods.pariskv.kernels import encode_keys, estimated_products, magnitude_levels, rotation
 
 M, BLOCKS = 8, D // 8
 SINK, WINDOW, BUDGET, STEPS = 3, 6, 30, 40
