@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.kernels import _llvm as _permutes
-from kvcli.kernels import _numba, decode_attention
+from kvcli.kernels import _numba
 from kvcli.kernels import decode_attention as attention_rows
 from kvcli.kernels import gemv as few_rows
 from kvcli.kernels import gemv as weight_rows
@@ -516,7 +516,7 @@ def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d,
     near = noise(2, heads, 7, d, seed=3)
     k, v = torch.cat((far, near), 2).double()
     q, softmax = noise(heads, group, d), Softmax(0.3, softcap=2.0)
-    found = decode_attention.attend_quantised_cpu(q, blocks, form, sizes, *near, softmax)
+    found = attention_rows.attend_quantised_cpu(q, blocks, form, sizes, *near, softmax)
     for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 

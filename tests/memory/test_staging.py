@@ -12,7 +12,7 @@ from kvcli.kv.cache import Tiers
 from kvcli.kv.dense import TokenMajorCache
 from kvcli.kv.pages import paged
 from kvcli.memory import host_pool
-from kvcli.memory import tiers as staging
+from kvcli.memory import pinned as staging
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import PinnedAllocator, PinnedStaging
 

@@ -7,10 +7,10 @@ from driver import storage_bytes
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
-from kvcli.memory import landmarks as landmarks_module
 from kvcli.memory import low_rank as low_rank_module
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import nbytes
+from kvcli.methods.shadowkv import cache as landmarks_module
 from kvcli.methods.shadowkv.cache import EMPTY, Landmarks, LowRankKeys, ShadowCache, ShadowLayout
 from kvcli.models.geometry import LayerGeometry
 
