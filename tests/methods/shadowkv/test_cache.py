@@ -7,10 +7,9 @@ from driver import storage_bytes
 from kvcli.kernels.page_table import row_positions
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
-from kvcli.memory import low_rank as low_rank_module
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import nbytes
-from kvcli.methods.shadowkv import cache as landmarks_module
+from kvcli.methods.shadowkv import cache as shadow_cache
 from kvcli.methods.shadowkv.cache import EMPTY, Landmarks, LowRankKeys, ShadowCache, ShadowLayout
 from kvcli.models.geometry import LayerGeometry
 
@@ -38,7 +37,7 @@ def rebuilt(keys, count):
 
 @pytest.mark.parametrize("piece", [1, 4, 512])
 def test_stored_keys_are_the_projection_on_the_best_subspace(piece, monkeypatch):
-    monkeypatch.setattr(low_rank_module, "PIECE", piece)
+    monkeypatch.setattr(shadow_cache, "PIECE", piece)
     k, _ = tokens(46)
     keys = LowRankKeys((HK, D), C, 20, 9, None, CPU)
     assert keys.error is None
@@ -90,7 +89,7 @@ def test_a_refresh_carries_stored_keys_over_for_every_shape_of_the_factor(heads,
 
 @pytest.mark.parametrize("piece", [1, 5, 512])
 def test_landmarks_are_filled_in_pieces_and_outliers_are_left_out(piece, monkeypatch):
-    monkeypatch.setattr(landmarks_module, "PIECE", piece)
+    monkeypatch.setattr(shadow_cache, "PIECE", piece)
     k, _ = tokens(12 * C, seed=1)
     chunks = k.unflatten(1, (-1, C))
     landmarks = Landmarks(HK, D, 12, CPU)
