@@ -1,53 +1,19 @@
-"""What keeps the code walkable: no import circle, one class a name, and what has one caller lies with it."""
+"""What keeps the code walkable: no import circle, a short way for a page, and what has one caller lies with it."""
 
 import ast
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from house import importers, imports, modules, pages_way
 
 ROOT = Path(__file__).parents[1]
-LINKS = [ROOT / "kvcli/kernels", ROOT / "kvcli/profiles", ROOT / "kvcli/conformance"]
-
-
-def modules() -> dict[str, Path]:
-    """Find every module of the package by its dotted name; `kernels/` is `kvcli.kernels`."""
-    found = {}
-    for top, prefix in (("kvcli", ()), ("kernels", ("kvcli",))):
-        for path in (ROOT / top).rglob("*.py"):
-            if any(path.is_relative_to(link) for link in LINKS):
-                continue
-            parts = (*prefix, *path.relative_to(ROOT).with_suffix("").parts)
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
-
-
-def imported(name: str) -> set[str]:
-    """List what a module imports when it is imported itself: not within functions, not for type checkers alone."""
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-                continue
-            if isinstance(child, ast.ImportFrom) and child.module:
-                for each in child.names:
-                    whole = f"{child.module}.{each.name}"
-                    found.add(whole if whole in MODULES else child.module)
-            visit(child)
-
-    visit(ast.parse(MODULES[name].read_text()))
-    return (found & MODULES.keys()) - {name}
+MODULES = modules(ROOT)
 
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    return {name: imported(name) for name in MODULES}
+    return {name: imports(path, MODULES, at_import=True) for name, path in MODULES.items()}
 
 
 def test_no_imports_go_in_a_circle(graph):
@@ -73,3 +39,18 @@ def test_no_two_classes_share_a_name():
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(path.resolve())
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def test_a_page_passes_few_files():
+    way = pages_way(ROOT)
+    assert way[0] == "kvcli/generate.py"
+    assert way[-1] == "kernels/decode_attention.py"
+    assert len(way) <= 15
+
+
+def test_what_has_one_caller_lies_with_it():
+    """Below 80 lines; methods, commands, and model shapes that are found by their name are files of their own."""
+    own = ("kvcli.methods.", "kvcli.cli.", "kvcli.models.shapes")
+    by = importers(ROOT)
+    small = {name for name, path in MODULES.items() if 1 < len(path.read_text().splitlines()) < 80}
+    assert {name for name in small if len(by[name]) == 1 and not name.startswith(own)} == set()
