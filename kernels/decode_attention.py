@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import gemv
 from kvcli.kernels._llvm import AHEAD, exp, prefetch
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels._triton import same_strides, takes
@@ -37,7 +37,7 @@ from kvcli.kernels.block_attention import (
 )
 from kvcli.kernels.gemv import FAR, PIECE, TOKENS, apart, dot, dots, heads_side_by_side
 from kvcli.kernels.page_table import PagedKV, SlotLayout
-from kvcli.kernels.paged_attention import slot_attention
+from kvcli.kernels.paged_attention import paged_decode_attention
 from kvcli.kernels.quant import BlockFormat, PartLayout, numbers_of_halves, read_token
 from kvcli.kernels.softmax import Softmax
 
@@ -94,7 +94,7 @@ def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
 def quantised_loops_suit(q: Tensor, blocks: Tensor) -> bool:
     """Tell whether these loops can take the queries [Hk, G, d] with the blocks."""
     return (
-        q.shape[1] <= few_rows.MOST_ROWS
+        q.shape[1] <= gemv.MOST_ROWS
         and serves(blocks, dtype=torch.uint8)
         and q.device.type == "cpu"
         and blocks.is_contiguous()
@@ -429,14 +429,14 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
     if takes(q):
         return attend_rows(q, k, v, softmax)
     heads = _by_group(q, k)
-    if few_rows.suits(heads, k, v):
+    if gemv.suits(heads, k, v):
         return _finish(q, *attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
     return _finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
 def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> bool:
     """Tell whether `attend_chosen` serves: on a CPU, what is `chosen` [Hk, ..] by KV heads, not by query heads."""
-    return len(chosen) == len(k) and few_rows.suits(_by_group(q, k), k, v)
+    return len(chosen) == len(k) and gemv.suits(_by_group(q, k), k, v)
 
 
 def attend_chosen(
@@ -468,7 +468,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
     rows = PagedKV(k[None], v[None], lengths, SlotLayout.everything(k.shape[1]))
-    slot_attention(q[None], rows, softmax, out[None], kept=None if kept is None else kept[None])
+    paged_decode_attention(q[None], rows, softmax, out[None], kept=None if kept is None else kept[None])
     return out
 
 
@@ -488,7 +488,7 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
 def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
     """Attend with one query of each head; at least one token of a head counts."""
     numbers = sum(each.v.numel() for each in sets)  # some sets may be small
-    if all(few_rows.suits(each.q, each.v, *([] if each.k is None else [each.k]), numbers=numbers) for each in sets):
+    if all(gemv.suits(each.q, each.v, *([] if each.k is None else [each.k]), numbers=numbers) for each in sets):
         out, lse, *_ = attend(sets, softmax)
     else:
         out, lse = merge_blocks(*(counted_attention(each, softmax) for each in sets))

@@ -2,8 +2,8 @@
 
     s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
 
-torch's own read at a half to a third of that rate for so few rows; for linear layers there is `weight_rows`, for
-attention `attention_rows`. Where the heads of a token lie side by side, they are read together: a head alone would take
+torch's own read at a half to a third of that rate for so few rows; for linear layers there is `gemv`, for
+attention `decode`. Where the heads of a token lie side by side, they are read together: a head alone would take
 every few lines of memory, and streams so far apart fall on the same places of a cache.
 
 Shapes: q [Hk, G, d], k [Hk, n, d]; all fp32.

@@ -277,7 +277,7 @@ def _turns(x: Any, positions: Any, angles: Any, channels: Any, forth: Any, scale
                 turned[c] = own[c]
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+def norm_cpu(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """Normalise every row of x [.., n] -> [.., n] without gaps."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty(x.shape)
@@ -285,7 +285,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tens
     return out
 
 
-def rotate_rows(q: Tensor, k: Tensor, rotation: Rotation) -> None:
+def rotate_cpu(q: Tensor, k: Tensor, rotation: Rotation) -> None:
     """Turn q [b, H, n, d] and k [b, Hk, n, d] in place, by the cosines and sines [b, n, w] of their positions."""
     (b, heads, n, d), kv_heads = q.shape, k.shape[1]
     steps = b, heads, kv_heads, n, q.stride()[:3], k.stride()[:3]
@@ -300,7 +300,7 @@ def arrays_of(rotation: Rotation) -> Arrays:
     return (cos, sin), tuple(channels)
 
 
-def turn_rows(x: Tensor, positions: Tensor, tables: Arrays, back: bool = False, scale: float = 1.0) -> Tensor:
+def rotate_at_cpu(x: Tensor, positions: Tensor, tables: Arrays, back: bool = False, scale: float = 1.0) -> Tensor:
     """Turn x [.., n, d] to positions [n], or [.., n], or `back` from them, the turned channels times a scale.
 
     The tables have the cosines and sines of all positions.

@@ -31,7 +31,7 @@ from kvcli.kernels.softmax import Softmax, capped
 
 
 @jit
-def merge_parts(
+def merge_states(
     parts: tl.tensor,
     norms: tl.tensor,
     sinks: tl.tensor,
@@ -232,7 +232,7 @@ def _attend_kernel(
     if last_to_arrive(arrived + pair * BLOCKS + some, SPLITS):
         for one in range(some * BLOCK_G, G if BLOCKS == 1 else tl.minimum(G, (some + 1) * BLOCK_G)):
             target = attended + b * out_batch + (h * G + one) * out_head
-            merge_parts(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_M)
+            merge_states(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_M)
 
 
 # Attention of the newest token of every sequence over the slots of a layer, and its appending to them, on the device.
@@ -242,7 +242,7 @@ BLOCKS = {2: (8192, 4), 4: (2048, 8)}
 WIDEST = 256  # channels; wider heads, latents, are shared by more query heads than a program has room for
 
 
-def slot_attention_ref(
+def paged_decode_attention_ref(
     q: Tensor,
     rows: PagedKV,
     softmax: Softmax,
@@ -271,7 +271,7 @@ def slot_attention_ref(
         out[b, h * groups.shape[2] : (h + 1) * groups.shape[2]] = part[0] if rows.lengths[b] else 0
 
 
-def slot_attention(
+def paged_decode_attention(
     q: Tensor,
     rows: PagedKV,
     softmax: Softmax,
@@ -292,7 +292,7 @@ def slot_attention(
     """
     _check(q, rows, softmax, out, new, heads, kept)
     if not takes(q):
-        return slot_attention_ref(q, rows, softmax, out, new, heads, span, kept)
+        return paged_decode_attention_ref(q, rows, softmax, out, new, heads, span, kept)
     (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
     num_rows = rows.layout.total * rows.layout.size
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))

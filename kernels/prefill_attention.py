@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels import decode_attention as attention_rows
-from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import decode_attention as decode
+from kvcli.kernels import gemv
 from kvcli.kernels.block_attention import (
     add_sinks,
     attention_scores,
@@ -148,19 +148,19 @@ def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax:
 
 def one_query_suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Tell whether `one_query` serves: on a CPU, a single query of each head."""
-    return q.shape[1] == 1 and few_rows.suits(_fold_far_near_attention(q, k), k, v)
+    return q.shape[1] == 1 and gemv.suits(_fold_far_near_attention(q, k), k, v)
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Do as `far_near_attention` for m = 1, several sets of far keys, each where it lies: out [H, 1, d], mass [n]."""
     parts = [FarTokens(q, k, v), *far]
     sets = [TokenSet(_fold_far_near_attention(each.q, k), each.k, each.v, each.rows) for each in parts]
-    attended = attention_rows.attend(sets, softmax)
+    attended = decode.attend(sets, softmax)
     out, norm = attended.out, attended.lse
     if softmax.sinks is not None:
         sinks = softmax.sinks.view_as(norm)
         out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
-    mass = attention_rows.mass(attended, norm)
+    mass = decode.mass(attended, norm)
     mass[-1] = 0  # its own
     return out.view_as(q), mass
 

@@ -205,7 +205,7 @@ def suits(blocks: Tensor, out: Tensor) -> bool:
     return serves(out, dtype=torch.bfloat16 if narrow else torch.float32) and _are_bytes(blocks)
 
 
-def dequantise_rows(
+def dequantise_cpu(
     blocks: Tensor,
     bits: int,
     parts: Sequence[PartLayout],
@@ -374,7 +374,7 @@ class BlockFormat(NamedTuple):
         if sizes is not None and heads is None:
             heads = torch.arange(len(blocks), device=blocks.device) % len(sizes)
         if suits(blocks, out):
-            dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads)
+            dequantise_cpu(blocks, self.bits, self.layouts, out, sizes, heads)
             return
         at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
         of_heads = repeat(None) if heads is None else torch.split(heads, at_once)
@@ -382,7 +382,7 @@ class BlockFormat(NamedTuple):
         for some, target, own in parts:
             numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
             if suits(some, numbers):
-                dequantise_rows(some, self.bits, self.layouts, numbers, sizes, own)
+                dequantise_cpu(some, self.bits, self.layouts, numbers, sizes, own)
             else:
                 self._dequantise_by_parts(some, numbers)
                 if sizes is not None:
@@ -399,7 +399,7 @@ class BlockFormat(NamedTuple):
         """
         if not suits(blocks, out):
             return False
-        dequantise_rows(blocks, self.bits, self.layouts, out, sizes, heads, (picked, places))
+        dequantise_cpu(blocks, self.bits, self.layouts, out, sizes, heads, (picked, places))
         return True
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import gemv
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
 from kvcli.kernels.page_table import SlotLayout, candidate_range, candidates
@@ -23,8 +23,8 @@ def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Score every token; G query heads share a KV head."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = scale * q[:, : keys.shape[2]].to(dtype).view(keys.shape[0], -1, keys.shape[2])  # [Hk, G, c]
-    if few_rows.suits(heads, keys):
-        return few_rows.products(heads, keys)
+    if gemv.suits(heads, keys):
+        return gemv.products(heads, keys)
     # The long factor first: the product then reads the keys, which are the bulk, row by row.
     return (keys.to(dtype) @ heads.transpose(1, 2)).transpose(1, 2)
 

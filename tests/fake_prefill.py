@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcli.kernels import block_attention
+from kvcli.kv import parking
 from kvcli.memory import tiers
-from kvcli.memory import tiers as parking
 from kvcli.models.devices import place
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import Model

@@ -1,4 +1,4 @@
-"""How much there is to read: lines, modules, files behind a method, files on a page's way. `python tests/house.py [ROOT]`.
+"""How much there is to read: lines, modules, files behind a method, files on a page's way: `python tests/house.py`.
 
 A file is counted for a method if the method's files import it, directly or through others, within methods and caches;
 with memory and kernels, as a second number. The page's way is the list of `docs/architecture.md`.

@@ -472,7 +472,7 @@ ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "ever
 ATTENTION += ["append at", "kept", "tokens", "early append", "in place append"]
 
 
-@case(slot.slot_attention, slot.slot_attention_ref, ATTENTION)
+@case(slot.paged_decode_attention, slot.paged_decode_attention_ref, ATTENTION)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     everything = SlotLayout.everything(s.pages, s.layout.size)
     layouts = {"ring": SlotLayout(1, 1, 0, 37), "everything": everything, "append at": everything}

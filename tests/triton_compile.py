@@ -27,13 +27,13 @@ from triton.runtime.jit import JITFunction
 from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
 from kvcli.kernels import _triton
-from kvcli.kernels import paged_attention as slot_attention
+from kvcli.kernels import paged_attention as paged_decode_attention
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.twilight.kernels import keep_nucleus
 
 # What is compiled for latents, too, which all query heads share.
-LATENTS = {slot_attention.slot_attention, token_scores_device, correct_heads, keep_nucleus}
+LATENTS = {paged_decode_attention.paged_decode_attention, token_scores_device, correct_heads, keep_nucleus}
 TIED = re.compile("tt.dot|tt.atomic|inline_asm")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -83,7 +83,7 @@ def plan(dtypes: Sequence[torch.dtype], everything: bool) -> Iterator[tuple[torc
 def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], everything: bool) -> None:
     """Call the cases with launches replaced by compilation."""
     _triton.on_cpu = True
-    slot_attention.multiprocessors = lambda _: 132
+    paged_decode_attention.multiprocessors = lambda _: 132
     launch, seen, tied = JITFunction.run, set(), set()
     case_of: dict[str, Any] = {}
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
-from kvcli.kernels import gemv as few_rows
-from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels import gemv, page_table
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels.page_table import EMPTY, place_pages
 from kvcli.kernels.prefill_attention import FarTokens, far_near_attention, one_query, one_query_suits
@@ -50,8 +49,8 @@ def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
     dtype = torch.promote_types(keys.dtype, torch.float32)
     by_kv_head = probe.to(dtype).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
     rows, query = keys.to(dtype).flatten(1), by_kv_head.flatten()
-    if few_rows.suits(query[None], rows):
-        return few_rows.products(query[None, None], rows[None])[0, 0]
+    if gemv.suits(query[None], rows):
+        return gemv.products(query[None, None], rows[None])[0, 0]
     scores: Tensor = rows @ query
     return scores
 
@@ -322,7 +321,7 @@ class BlockCache(LayerCache):
         """Do so, and say which of the blocks were missing: [m]."""
         resident = self.resident[: self._open]
         if serves(resident, blocks, dtype=torch.int64, numbers=self.slots.numel()):
-            self.chosen, absent = resolve_rows.place(resident, blocks, self.pool.num_pages)
+            self.chosen, absent = page_table.place(resident, blocks, self.pool.num_pages)
         else:
             self.chosen, absent = place_pages(resident, blocks)
         missing, slots = blocks[absent], self.chosen[absent]

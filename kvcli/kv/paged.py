@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels import page_table
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.page_scores import page_summary
 from kvcli.kernels.page_table import EMPTY, Misses, resolve_pages
@@ -199,8 +199,8 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self._arrive()
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
-        if resolve_rows.suits(self.resident, selected, self.length):
-            misses = resolve_rows.resolve(self.resident, selected, self.budget.count(self.length))
+        if page_table.suits(self.resident, selected, self.length):
+            misses = page_table.resolve(self.resident, selected, self.budget.count(self.length))
         else:
             misses = resolve_pages(self.resident, selected)
         if later and isinstance(self.pool, DiskPagePool):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels import page_table
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.page_table import EMPTY, Misses, SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
@@ -545,8 +545,8 @@ def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> Misses:
     slot, which those are afterwards whose token left the selection and that no other took. A selection has no
     duplicates. Returns which tokens are missing, and their slots.
     """
-    if resolve_rows.suits(resident, selected, length):
-        return resolve_rows.resolve(resident, selected, length)
+    if page_table.suits(resident, selected, length):
+        return page_table.resolve(resident, selected, length)
     leaving = ~_members(selected, length).gather(1, resident + 1)
     missing = ~_members(resident, length).gather(1, selected + 1)
     heads, slots = (leaving & (leaving.cumsum(1) <= missing.sum(1, keepdim=True))).nonzero(as_tuple=True)

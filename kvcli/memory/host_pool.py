@@ -71,7 +71,7 @@ def suits(blocks: Tensor, *targets: Tensor) -> bool:
     return serves(blocks, *targets) and all(each.is_contiguous() for each in (blocks, *targets))
 
 
-def scatter_rows(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> bool:
+def scatter_cpu(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> bool:
     """Put blocks [n, w] into k and v [slots, p], which may be the same; False where it does not suit."""
     if not suits(blocks, k, v):
         return False
@@ -221,7 +221,7 @@ class HostPagePool:
         """Bring whole pages [m] to `slots` [m] of kv [slots, Hk, t, p, d]."""
         if self._in_one_piece(kv) and self.format is None and kv.is_contiguous():
             held, whole = self.pieces[0].flatten(1), kv.flatten(1)  # all heads at once
-            if scatter_rows(held, pages, whole, whole, slots):
+            if scatter_cpu(held, pages, whole, whole, slots):
                 return
         all_heads = torch.arange(kv.shape[1], device=kv.device)
         heads, rows = all_heads.repeat(len(pages)), (slots[:, None] * len(all_heads) + all_heads).flatten()
@@ -286,7 +286,7 @@ class HostPagePool:
         if self.format is not None:
             return self.format.move(held, numbers, targets, rows, self.sizes, heads)
         parts = [targets.flatten(1)] if targets.is_contiguous() else [part.flatten(1) for part in targets.unbind(1)]
-        return scatter_rows(held.flatten(1), numbers, parts[0], parts[-1], rows)
+        return scatter_cpu(held.flatten(1), numbers, parts[0], parts[-1], rows)
 
     def _in_one_piece(self, targets: Tensor) -> bool:
         """Whether everything lies head by head in one piece of memory, and what it is for on the CPU, too."""

@@ -1,6 +1,6 @@
 """InfiniGen: a layer's tokens are chosen and fetched while the layer before it works (arXiv 2406.19707, section 4).
 
-The attention input of layer l, put through the query projection of layer l+1, foretells the query of layer l+1. Scored
+The attention input of layer l, put through the query projection of layer l+1, predicts the query of layer l+1. Scored
 with it are a few skewed columns of the keys: an orthogonal matrix turns queries and keys so that few columns carry most
 of their product, and each prompt keeps the part `columns` of them that is strongest in its own queries and keys. Chosen
 are the tokens that score within `alpha` of the best, as many for every KV head as the heads want on average, and never
@@ -9,7 +9,7 @@ more than the budget holds. They are fetched token by token; all KV lies in host
 Decided: the skew comes from a calibration or, without one, from the prompt's own keys and last `rows` queries, which
 also choose the columns. The query heads of a KV head share its skew, so that the columns of a key are kept once, and
 the maximum of their scores counts. The first layer is dense; the paper leaves the second whole too, for the first
-one's input foretells little (`dense_layers` = 2). 0.3 of the columns is what FreeKV compared with (arXiv 2505.13109);
+one's input predicts little (`dense_layers` = 2). 0.3 of the columns is what FreeKV compared with (arXiv 2505.13109);
 the reference code's runs take 0.2, with an `alpha` of 4 for OPT and mostly 5 for Llama. Host memory is not bounded. A
 layer that was told nothing, the model's first where it is not dense, chooses with its own query. In the counters one
 token of one KV head is a page of size 1.
@@ -124,7 +124,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         }
         self.skew = CalibrationMatrices(config.skew, shapes, "skew") if config.skew else None
         self.scales: dict[int, float] = {}  # layer -> what its q.k is scaled by
-        self.foretold = self.chosen = self.choices = 0
+        self.predicted = self.chosen = self.choices = 0
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
         """Keep everything in host memory, a budget of tokens and a few columns of all keys on the device."""
@@ -158,13 +158,13 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         self.chosen += tally["chosen"]
         self.choices += tally["choices"]
-        self.foretold += tally["layer_steps"] if layer else 0
+        self.predicted += tally["layer_steps"] if layer else 0
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many tokens a KV head chose on average, and how many layer-steps' queries were foretold."""
+        """Say how many tokens a KV head chose on average, and how many layer-steps' queries were predicted."""
         if not self.choices:
             return {}
-        return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.foretold}
+        return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.predicted}
 
 
 class PartialKeys(Index):

@@ -148,7 +148,7 @@ class StepPlan:
     """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
     `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
-    a layer ahead, by the query that the layer before foretells. `varies` says that scores decide how many are chosen.
+    a layer ahead, by the query that the layer before predicts. `varies` says that scores decide how many are chosen.
     `prepare` is made for every layer of a batch and called before all else, to turn what is held to other positions;
     `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `rounds` new keys and values
     [b, Hk, d] to what it keeps of them, also where nothing has to be chosen; `evict` makes room before attention and
@@ -215,7 +215,7 @@ class LayerStep(Protocol):
     candidates: range
     softmax: Softmax
     kept: Remembered
-    foretold: bool
+    predicted: bool
     """Whether the query is that of a layer which has yet to take the newest token."""
 
     def scores(self, q: Tensor) -> Tensor:
@@ -468,7 +468,7 @@ class NearBest(Rule):
         with step.span("select"):
             wanted = int(near_best(scores, self.alpha).float().mean())
         tokens = step.best(scores, min(wanted, step.cache.budget.max_selected))
-        step.tally(chosen=tokens.numel(), choices=len(tokens), layer_steps=int(step.foretold))
+        step.tally(chosen=tokens.numel(), choices=len(tokens), layer_steps=int(step.predicted))
         return Picked(tokens)
 
     @override
@@ -713,7 +713,7 @@ class Phases(LayerStep):
         self.cache = method.retrieval[layer]
         self.kept: Remembered = method.remembered[layer]
         self.candidates: range = self.cache.candidates if self.plan.index is not None else range(0)
-        self.foretold = False
+        self.predicted = False
 
     def attend(self, q: Tensor) -> Tensor:
         """Attend with q, the newest token appended."""
@@ -734,10 +734,10 @@ class Phases(LayerStep):
             return self._attend_to(picked, q)
 
     def choose_ahead(self, q: Tensor) -> None:
-        """Choose and fetch for the next attention, with a query that is foretold; the newest token is yet to come."""
+        """Choose and fetch for the next attention, with a query that is predicted; the newest token is yet to come."""
         length = self.cache.length + 1
         if length > self.cache.budget.total:
-            self.candidates, self.foretold = self.cache.budget.candidates(length), True
+            self.candidates, self.predicted = self.cache.budget.candidates(length), True
             self.kept.ahead = self._choose_and_fetch(q, later=True)
 
     @override

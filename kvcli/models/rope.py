@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels._numba import serves
-from kvcli.kernels.norm_rope import Arrays, Rotation, arrays_of, turn_rows
+from kvcli.kernels.norm_rope import Arrays, Rotation, arrays_of, rotate_at_cpu
 from kvcli.models.auto import Angles, angles_at, rotate_halves, rotate_neighbours
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model
@@ -274,7 +274,7 @@ class Rotary:
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; returns float32."""
         if (tables := self._for_loops(x)) is not None:
-            return turn_rows(x, positions, tables)
+            return rotate_at_cpu(x, positions, tables)
         cos, sin = self._angles(positions.reshape(-1))
         return self._run(x, positions, cos, sin)
 
@@ -282,7 +282,7 @@ class Rotary:
         """Undo `rotate`: x [..., n, d] rotated to positions [n] or [..., n] -> unrotated, float32."""
         scaling = self.attention_scaling**2  # the rotation has put it in once, and the inverse once more
         if (tables := self._for_loops(x)) is not None:
-            return turn_rows(x, positions, tables, back=True, scale=1 / scaling)
+            return rotate_at_cpu(x, positions, tables, back=True, scale=1 / scaling)
         cos, sin = self._angles(positions.reshape(-1))
         return self._run(x, positions, cos / scaling, -sin / scaling)
 

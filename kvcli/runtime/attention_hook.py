@@ -21,7 +21,7 @@ from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
 from kvcli.models.layers import decoder_of
-from kvcli.runtime.crossing import Carrier, Crossing, crossing
+from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
 from kvcli.runtime.recurrent import States, stateful
 
 NAME = "kvcli"
@@ -38,11 +38,11 @@ class Hook:
     """Runs one model with attention of our own; made by `attached`.
 
     Every attention module of the model points at it, `modules` has them in the order of the layers. Where these lie on
-    several devices, `crossing` brings what they are given.
+    several devices, `transfer` brings what they are given.
     """
 
-    def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], crossing: Crossing | None = None):
-        self.model, self.modules, self.crossing = model, modules, crossing
+    def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], transfer: DeviceTransfer | None = None):
+        self.model, self.modules, self.transfer = model, modules, transfer
         self.geometry = geometry_of_model(model)
         self.states: States | None = None  # of the current run
         self.latents = [Latent.of(module) for module in modules]
@@ -62,13 +62,13 @@ class Hook:
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self._handler, self.states = (self._handler, self.states), handler, states
         try:
-            with self.at(positions), nullcontext() if self.crossing is None else self.crossing.running():
+            with self.at(positions), nullcontext() if self.transfer is None else self.transfer.running():
                 given = {name: tokens, "position_ids": positions}
                 out = self.model(**given, use_cache=False, logits_to_keep=keep)
         finally:
             self._handler, self.states = before  # a run may come between the chunks of another one
         logits: Tensor = out.logits
-        return logits if self.crossing is None else self.crossing.there(logits, self.crossing.first)
+        return logits if self.transfer is None else self.transfer.there(logits, self.transfer.first)
 
     @contextmanager
     def at(self, positions: Tensor) -> Iterator[None]:
@@ -87,29 +87,29 @@ class Hook:
     @contextmanager
     def ahead(self, layer: int, hidden: Tensor) -> Iterator[Tensor]:
         """Within, work for a layer is done before its turn, with hidden states [b, n, D] that come to its device."""
-        if self.crossing is None:
+        if self.transfer is None:
             yield hidden
             return
         device = next(self.modules[layer].parameters()).device
         with self.on(device):
-            yield self.crossing.there(hidden, device)
+            yield self.transfer.there(hidden, device)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Within, a run works on this device, where layers lie on several."""
-        with nullcontext() if self.crossing is None else self.crossing.on(device):
+        with nullcontext() if self.transfer is None else self.transfer.on(device):
             yield
 
     @contextmanager
     def carried(self, carrier: Carrier) -> Iterator[None]:
         """Within, what crosses from device to device goes by it."""
-        with nullcontext() if self.crossing is None else self.crossing.carried(carrier):
+        with nullcontext() if self.transfer is None else self.transfer.carried(carrier):
             yield
 
     @property
     def places(self) -> Sequence[torch.device]:
         """All devices that a run works on, first the one where tokens go in."""
-        return [self.model.device] if self.crossing is None else self.crossing.devices
+        return [self.model.device] if self.transfer is None else self.transfer.devices
 
     @property
     def devices(self) -> list[torch.device]:
@@ -129,7 +129,7 @@ def attached(model: PreTrainedModel, placement: Placement | None = None) -> Iter
     Two models can be attached at once: the hook hangs on their modules, not on the registered function.
     """
     modules = attention_modules(model)
-    with crossing(model, placement) as crossed:
+    with on_its_devices(model, placement) as crossed:
         yield from _routed(model, Hook(model, modules, crossed))
 
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.gemv import gated_products, row_products
-from kvcli.kernels.norm_rope import Rotation, norm_rows, rotate_rows
+from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.models.weights import is_plain
 from kvcli.runtime.fused import Kernels, fused_by
-from kvcli.runtime.linear import by_memory, cpu_linears, few, rows_of, suits_rows
+from kvcli.runtime.linear import by_memory, cpu_linears, few, rows_of, suits_gemv
 
 MOST = 1 << 16
 """Numbers for which a loop of one thread is the faster way for a norm or a rotation."""
@@ -28,7 +28,7 @@ MOST = 1 << 16
 @contextmanager
 def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run a few rows by loops, and the linear layers for more of them at the memory's speed, where that is possible."""
-    loops = any(suits_rows(module) for module in model.modules() if is_plain(module))  # type: ignore[arg-type]
+    loops = any(suits_gemv(module) for module in model.modules() if is_plain(module))  # type: ignore[arg-type]
     with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model):
         yield
 
@@ -47,7 +47,7 @@ class CpuKernels(Kernels):
     @override
     def together(self, linears: Sequence[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
         each, sizes = [by_memory(linear) for linear in linears], [linear.out_features for linear in linears]
-        if not all(map(suits_rows, linears)):
+        if not all(map(suits_gemv, linears)):
             return lambda x: [product(x) for product in each]
         arrays = tuple(linear.weight.detach().numpy() for linear in linears)
 
@@ -65,7 +65,7 @@ class CpuKernels(Kernels):
     @override
     def gated(self, gate: nn.Linear, up: nn.Linear) -> Callable[[Tensor], Tensor]:
         by_gate, by_up = by_memory(gate), by_memory(up)
-        if gate.bias is not None or not (suits_rows(gate) and suits_rows(up)):
+        if gate.bias is not None or not (suits_gemv(gate) and suits_gemv(up)):
             return lambda x: functional.silu(by_gate(x)) * by_up(x)
         arrays = gate.weight.detach().numpy(), up.weight.detach().numpy()
 
@@ -78,8 +78,8 @@ class CpuKernels(Kernels):
 
     @override
     def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
-        return norm_rows(x, weight.detach(), eps, shift)
+        return norm_cpu(x, weight.detach(), eps, shift)
 
     @override
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> None:
-        rotate_rows(q, k, rotation)
+        rotate_cpu(q, k, rotation)

@@ -23,9 +23,9 @@ from kvcli.models.loading import Model
 from kvcli.models.rope import Rope, installed
 from kvcli.runtime.attention_hook import Hook, attached
 from kvcli.runtime.cpu_layers import cpu_layers
-from kvcli.runtime.crossing import current
 from kvcli.runtime.decode import decode
 from kvcli.runtime.detokenizer import StreamingDetokenizer
+from kvcli.runtime.device_transfer import current
 from kvcli.runtime.layer_major import streamed
 from kvcli.runtime.next_query import check_next_queries
 from kvcli.runtime.pipeline import Pipeline, alike, stepper_for

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
-from kvcli.kernels import gemv as few_rows
+from kvcli.kernels import gemv
 from kvcli.kernels._numba import serves
 from kvcli.kernels.gemv import row_products
 from kvcli.models.weights import is_plain
@@ -65,17 +65,17 @@ def few(x: Tensor) -> bool:
 def rows_of(x: Tensor) -> Tensor | None:
     """View x [.., in] as rows [m, in], if these are few."""
     size = x.shape[-1]
-    return x.reshape(-1, size) if x.numel() <= few_rows.MOST_ROWS * size else None
+    return x.reshape(-1, size) if x.numel() <= gemv.MOST_ROWS * size else None
 
 
-def suits_rows(linear: nn.Linear) -> bool:
+def suits_gemv(linear: nn.Linear) -> bool:
     """Tell whether there is a loop for the weight of a layer."""
     return serves(linear.weight.detach()) and linear.weight.is_contiguous()
 
 
 def by_memory(linear: nn.Linear) -> Forward:
     """Make the forward of a layer, by a loop for a few rows, else through oneDNN."""
-    loops = suits_rows(linear)
+    loops = suits_gemv(linear)
     arrays = (linear.weight.detach().numpy(),) if loops else ()
 
     def forward(x: Tensor) -> Tensor:

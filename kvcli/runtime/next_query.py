@@ -51,7 +51,7 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
 
 
 @contextmanager
-def foretelling(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor, float], None]) -> Iterator[None]:
+def predicting(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor, float], None]) -> Iterator[None]:
     """Inside, `tell` these layers of a batch their queries [b, H, d], not rotated, and their scale, one layer ahead."""
     if not layers:
         yield

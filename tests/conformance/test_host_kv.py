@@ -12,7 +12,7 @@ from kvcli.conformance.models import HEAD_DIM, tiny_model
 from kvcli.conformance.runs import index_on_host, run
 from kvcli.conformance.test_method import PROMPT, SMALL, prompt, settings
 from kvcli.kernels import _numba, decode_attention
-from kvcli.kernels import decode_attention as attention_rows
+from kvcli.kernels import decode_attention as attention
 from kvcli.kv import dense as recent_tokens
 from kvcli.methods import get_method, method_names
 from kvcli.methods.contract import Method
@@ -86,8 +86,8 @@ class Watch:
 
         attend_bytes = decode_attention.attend_quantised_cpu
         monkeypatch.setattr(decode_attention, "attend_quantised_cpu", watched_bytes)
-        attend_rows = attention_rows.attend
-        monkeypatch.setattr(attention_rows, "attend", watched_rows)
+        attend_rows = attention.attend
+        monkeypatch.setattr(attention, "attend", watched_rows)
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get("block_attention") is block_attention:
                 monkeypatch.setattr(module, "block_attention", watched)

@@ -13,7 +13,7 @@ from kvcli.conformance.models import EAGER, FAMILIES, HEAD_DIM, HEADS, LAYERS, V
 from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.kernels import _numba
-from kvcli.kernels import decode_attention as attention_rows
+from kvcli.kernels import decode_attention as attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names, own_method_names
@@ -88,7 +88,7 @@ def loops_serve(monkeypatch):
 
 def on_block_attention(monkeypatch, note):
     """Show `note` which keys every call of the kernels that all attention goes through reads: bool [Hk, n]."""
-    block_attention, attend = kernels.block_attention, attention_rows.attend
+    block_attention, attend = kernels.block_attention, attention.attend
 
     def watched(q, k, v, softmax, mask=None, causal=False):
         by_head = mask is not None and mask.dim() == 3
@@ -104,7 +104,7 @@ def on_block_attention(monkeypatch, note):
             note(torch.ones(len(each.k), each.shape[2], dtype=torch.bool) if read is None else read)
         return attend(sets, softmax)
 
-    monkeypatch.setattr(attention_rows, "attend", watched_rows)
+    monkeypatch.setattr(attention, "attend", watched_rows)
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("block_attention") is block_attention:
             monkeypatch.setattr(module, "block_attention", watched)

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from kvcli.kernels import _llvm as _permutes
-from kvcli.kernels import _numba
-from kvcli.kernels import decode_attention as attention_rows
-from kvcli.kernels import gemv as few_rows
-from kvcli.kernels import gemv as weight_rows
-from kvcli.kernels import near_best as near_rows
-from kvcli.kernels import norm_rope as between_rows
-from kvcli.kernels import page_table as resolve_rows
-from kvcli.kernels import quant as dequantise_rows
+from kvcli.kernels import _numba, gemv, norm_rope, page_table, quant
+from kvcli.kernels import decode_attention as attention
+from kvcli.kernels import near_best as near_best_module
 from kvcli.kernels import topk as select_best
 from kvcli.kernels._llvm import exp
 from kvcli.kernels.block_attention import block_attention_ref
@@ -27,10 +22,10 @@ from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import LONG, topk_pages, topk_pages_ref
-from kvcli.memory import host_pool as scatter_rows
-from kvcli.methods.fier import kernels as one_bit_rows
+from kvcli.memory import host_pool
+from kvcli.methods.fier import kernels as fier_kernels
 from kvcli.methods.fier.kernels import one_bit_scores, one_bit_scores_ref, quantise_keys
-from kvcli.methods.pariskv import kernels as collision_rows
+from kvcli.methods.pariskv import kernels as pariskv_kernels
 from kvcli.methods.pariskv.kernels import (
     collisions,
     encode_keys,
@@ -39,10 +34,9 @@ from kvcli.methods.pariskv.kernels import (
     rotation,
     turned_query,
 )
-from kvcli.methods.retroinfer import kernels as cluster_rows
-from kvcli.methods.shadowkv import kernels as rebuild_rows
-from kvcli.methods.twilight import kernels as four_bit_rows
-from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.retroinfer import kernels as retroinfer_kernels
+from kvcli.methods.shadowkv import kernels as shadowkv_kernels
+from kvcli.methods.twilight import kernels as twilight_kernels
 from kvcli.methods.twilight.kernels import FEW, four_bit_scores, quantise_four_bit
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
@@ -70,7 +64,7 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (2, 2, 13, 90), (3, 8, 33, 1025), (1, 2, 6
 def test_products_are_those_of_float64(heads, group, d, n):
     q, k = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1))
     exact = q.double() @ k.double().transpose(1, 2)
-    torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(gemv.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
@@ -80,7 +74,7 @@ def test_attention_with_few_rows(heads, group, d, n):
     mask[:, n // 2] = True
     for softmax in (Softmax(0.3), Softmax(0.3, softcap=2.0)):
         for seen in (None, mask):
-            found = attention_rows.attend([TokenSet(q, k, v, valid=seen)], softmax)
+            found = attention.attend([TokenSet(q, k, v, valid=seen)], softmax)
             every = None if seen is None else seen[:, None].expand(-1, group, -1)
             exact = block_attention_ref(q.double(), k.double(), v.double(), softmax, every)
             for one, other in zip(found[:2], exact, strict=True):
@@ -93,13 +87,13 @@ def test_reading_ahead_changes_no_number(side_by_side, monkeypatch):
     k, v = (among_poison(noise(2051, 3, 24, seed=seed)).transpose(0, 1) for seed in (1, 2))
     if not side_by_side:
         k, v = k.contiguous(), v.contiguous()
-    assert few_rows.heads_side_by_side(k) == side_by_side
+    assert gemv.heads_side_by_side(k) == side_by_side
     found = []
     for least in (k.numel(), 1 + k.numel()):  # read ahead, and not
-        for module in (few_rows, attention_rows):
+        for module in (gemv, attention):
             monkeypatch.setattr(module, "FAR", least)
-        out, lse, *_ = attention_rows.attend([TokenSet(q, k, v)], Softmax(0.3))
-        found.append((few_rows.products(q, k), out, lse))
+        out, lse, *_ = attention.attend([TokenSet(q, k, v)], Softmax(0.3))
+        found.append((gemv.products(q, k), out, lse))
     assert all(map(torch.equal, *found))
 
 
@@ -108,8 +102,8 @@ def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
     q = noise(heads, group, d)
     k, v = (among_poison(noise(n, heads, d, seed=seed)).transpose(0, 1) for seed in (1, 2))
     exact = q.double() @ k.double().transpose(1, 2)
-    torch.testing.assert_close(few_rows.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
-    out, lse, *_ = attention_rows.attend([TokenSet(q, k, v)], Softmax(0.3))
+    torch.testing.assert_close(gemv.products(q, k).double(), exact, atol=1e-4, rtol=1e-5)
+    out, lse, *_ = attention.attend([TokenSet(q, k, v)], Softmax(0.3))
     for one, other in zip(
         (out, lse), block_attention_ref(q.double(), k.double(), v.double(), Softmax(0.3)), strict=True
     ):
@@ -130,7 +124,7 @@ def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch
     sets = [TokenSet(q, near_k, near_v, valid=valid), TokenSet(other_q, far_k, far_v, rows), TokenSet(q, far_k, far_v)]
     some = noise(heads, 70, seed=10).argsort(-1)[:, :50]
     sets += [TokenSet(known.clone(), None, means, log_counts=counts), TokenSet(known[..., :50] - 1, None, means, some)]
-    found = attention_rows.attend(sets, softmax)
+    found = attention.attend(sets, softmax)
     near = (0.3 * q.double() @ near_k.double().mT).masked_fill(~valid[:, None], -math.inf)
     there = far_k[:, rows[0]], far_v[:, rows[0]]
     far, every = (0.3 * x.double() @ k.double().mT for x, k in ((other_q, there[0]), (q, far_k)))
@@ -139,12 +133,12 @@ def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch
     torch.testing.assert_close(found.out.double(), scores.softmax(-1) @ values, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
     given = scores.softmax(-1)[..., :1500].sum((0, 1))
-    torch.testing.assert_close(attention_rows.mass(found, found.lse).double(), given, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(attention.mass(found, found.lse).double(), given, atol=1e-6, rtol=1e-4)
 
 
 def test_who_attends_to_nobody_gets_zeros():
     q, k, v = noise(1, 2, 8), noise(1, 5, 8, seed=1), noise(1, 5, 8, seed=2)
-    out, lse, *_ = attention_rows.attend([TokenSet(q, k, v, valid=torch.zeros(1, 5, dtype=torch.bool))], Softmax(1.0))
+    out, lse, *_ = attention.attend([TokenSet(q, k, v, valid=torch.zeros(1, 5, dtype=torch.bool))], Softmax(1.0))
     assert out.eq(0).all()
     assert lse.eq(-math.inf).all()
 
@@ -153,7 +147,7 @@ def test_attention_to_what_is_not_finite_is_not_finite():
     for poison in (math.nan, math.inf):
         k, v = noise(1, 9, 8, seed=1), noise(1, 9, 8, seed=2)
         k[0, 3, 2] = poison
-        out, *_ = attention_rows.attend([TokenSet(torch.ones(1, 1, 8), k, v)], Softmax(1.0))
+        out, *_ = attention.attend([TokenSet(torch.ones(1, 1, 8), k, v)], Softmax(1.0))
         assert not out.isfinite().any()
 
 
@@ -171,30 +165,30 @@ def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
     q, k, v = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1)), among_poison(noise(heads, n, d, seed=2))
     counts = noise(heads, group, n, seed=3).masked_fill(noise(heads, group, n, seed=4) > 0, -math.inf)
     counts[0, 0] = -math.inf  # none for this query
-    assert few_rows.suits(q, k, v)
-    found = attention_rows.attend([TokenSet(q, k, v, log_counts=counts)], Softmax(0.3))
+    assert gemv.suits(q, k, v)
+    found = attention.attend([TokenSet(q, k, v, log_counts=counts)], Softmax(0.3))
     exact = counted_attention(TokenSet(q.double(), k.double(), v.double(), log_counts=counts.double()), Softmax(0.3))
     for one, other in zip(found[:2], exact, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
     assert found[0][0, 0].eq(0).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, gemv.MOST_ROWS])
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
 def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
     x, weight = noise(rows, d), noise(n, d, seed=1)
-    found = weight_rows.row_products(x, (weight.numpy(),))
+    found = gemv.row_products(x, (weight.numpy(),))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
-    assert all(torch.equal(weight_rows.row_products(x[[row]], (weight.numpy(),))[0], found[row]) for row in range(rows))
+    assert all(torch.equal(gemv.row_products(x[[row]], (weight.numpy(),))[0], found[row]) for row in range(rows))
 
 
-@pytest.mark.parametrize("rows", [1, 2, few_rows.MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, gemv.MOST_ROWS])
 @pytest.mark.parametrize(("sizes", "d"), [((1, 1, 1), 1), ((17, 3, 40), 33), ((130, 64), 65)])
 def test_layers_with_the_same_input_share_a_launch(rows, sizes, d):
     x, weights = noise(rows, d), [noise(n, d, seed=n) for n in sizes]
-    found = weight_rows.row_products(x, tuple(weight.numpy() for weight in weights))
+    found = gemv.row_products(x, tuple(weight.numpy() for weight in weights))
     torch.testing.assert_close(found.double(), x.double() @ torch.cat(weights).double().T, atol=1e-4, rtol=1e-5)
-    alone = [weight_rows.row_products(x, (weight.numpy(),)) for weight in weights]
+    alone = [gemv.row_products(x, (weight.numpy(),)) for weight in weights]
     assert torch.equal(found, torch.cat(alone, -1))
 
 
@@ -202,17 +196,17 @@ def test_layers_with_the_same_input_share_a_launch(rows, sizes, d):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 33), (130, 65)])
 def test_the_gate_of_an_mlp(rows, n, d):
     x, gate, up = 40 * noise(rows, d), noise(n, d, seed=1), noise(n, d, seed=2)  # far on both sides, too
-    found = weight_rows.gated_products(x, gate.numpy(), up.numpy())
+    found = gemv.gated_products(x, gate.numpy(), up.numpy())
     exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
     torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=1e-4)
     x[0, 0] = math.nan
-    assert weight_rows.gated_products(x, gate.numpy(), up.numpy())[0].isnan().all()
+    assert gemv.gated_products(x, gate.numpy(), up.numpy())[0].isnan().all()
 
 
 @pytest.mark.parametrize(("shape", "shift"), [((1, 1, 64), 0.0), ((2, 3, 5, 33), 1.0)])
 def test_norms_of_rows(shape, shift):
     x, weight = among_poison(noise(*shape)), noise(shape[-1], seed=1)
-    found = between_rows.norm_rows(x, weight, 1e-6, shift)
+    found = norm_rope.norm_cpu(x, weight, 1e-6, shift)
     torch.testing.assert_close(found, rms_norm_ref(x, weight, 1e-6, shift), atol=1e-6, rtol=1e-5)
     assert found.is_contiguous()
 
@@ -231,14 +225,14 @@ def test_rotations_of_rows(pairs):
     q, k, _ = made.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
     wanted, rotation = made.clone(), Rotation(cos, sin, partner, column, sign)
     rotate_ref(*wanted.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)[:2], rotation)
-    between_rows.rotate_rows(q, k, rotation)
+    norm_rope.rotate_cpu(q, k, rotation)
     torch.testing.assert_close(made, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_what_is_not_finite_stays_so():
     k = torch.ones(1, 8, 4)
     k[0, 3, 1], k[0, 5, 2] = math.nan, math.inf
-    found = few_rows.products(torch.ones(1, 1, 4), k)[0, 0]
+    found = gemv.products(torch.ones(1, 1, 4), k)[0, 0]
     assert found[3].isnan()
     assert found[5] == math.inf
     assert found[[0, 1, 2, 4, 6, 7]].tolist() == [4.0] * 6
@@ -266,7 +260,7 @@ def test_one_bit_scores_among_poison(heads, group, d, size, groups):
     more = torch.full((heads, groups + 4, *codes.shape[2:]), 255, dtype=torch.uint8)
     more[:, 2:-2] = codes
     q, own = noise(heads, group, d, seed=1), (more[:, 2:-2], held[:, 2:-2])
-    assert one_bit_rows.suits(q, *own)
+    assert fier_kernels.suits(q, *own)
     exact = one_bit_scores_ref(q.double(), codes, ranges)
     torch.testing.assert_close(one_bit_scores(q, *own).double(), exact, atol=1e-4, rtol=1e-5)
 
@@ -278,7 +272,7 @@ def test_four_bit_scores_of_chosen_tokens(heads, group, d, n):
     q, tokens = noise(heads, group, d, seed=1), noise(heads, n, seed=2).argsort(-1)
     chosen = tokens[..., None].expand(-1, -1, codes.shape[2]), tokens[..., None].expand(-1, -1, 2)
     exact = four_bit_scores(q.double(), codes.gather(1, chosen[0]), ranges.gather(1, chosen[1]))
-    found = four_bit_rows.four_bit_scores_cpu(q, codes, ranges, tokens)
+    found = twilight_kernels.four_bit_scores_cpu(q, codes, ranges, tokens)
     torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-4)
 
 
@@ -300,12 +294,12 @@ def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, si
     k = among_poison(torch.zeros(3, 60, size, d))
     exact = (a.double()[misses.pages] @ b.double()[heads]).float()
     if turn is None:
-        rebuild_rows.rebuild_keys_cpu(a, b, misses, None, k)
+        shadowkv_kernels.rebuild_keys_cpu(a, b, misses, None, k)
     else:
         angles = noise(2, 60 * size, 2, seed=5)
         tables = angles.repeat_interleave(2, -1) if turn is neighbours else angles.repeat(1, 1, 2)
         turning = Rotation.of(*tables, turn, 4, d)
-        rebuild_rows.rebuild_keys_cpu(a, b, misses, turning, k)
+        shadowkv_kernels.rebuild_keys_cpu(a, b, misses, turning, k)
         exact = rotated(exact, misses.pages[:, None] * size + torch.arange(size), turning)
     torch.testing.assert_close(k[misses.heads, misses.slots], exact, atol=1e-5, rtol=1e-4)
     assert (k != 0).any((2, 3)).sum() == count
@@ -318,11 +312,11 @@ def test_the_nucleus_of_a_group_is_that_of_torch(heads, group, n, always, p, mon
     weights[:, :, ::3] = weights[:, :, :1].clone()  # ties
     weights, fixed = (3 * weights).softmax(-1), torch.arange(n) % max(1, n // 17) < always // 17
     tokens = noise(heads, n, seed=2).argsort(-1)
-    kept = nucleus_rows.keep_nucleus_cpu(weights, fixed, p)
-    found = nucleus_rows.kept_first_cpu(tokens, kept)
+    kept = twilight_kernels.keep_nucleus_cpu(weights, fixed, p)
+    found = twilight_kernels.kept_first_cpu(tokens, kept)
     monkeypatch.setattr(_numba, "numba", None)
-    assert torch.equal(kept, nucleus_rows.keep_nucleus_cpu(weights, fixed, p))
-    assert all(map(torch.equal, found, nucleus_rows.kept_first_cpu(tokens, kept)))
+    assert torch.equal(kept, twilight_kernels.keep_nucleus_cpu(weights, fixed, p))
+    assert all(map(torch.equal, found, twilight_kernels.kept_first_cpu(tokens, kept)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -358,7 +352,7 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
     heads = torch.tensor([2, 0, 1, 1, 2])
     form.quantise(pages, blocks, None if sizes is None else sizes[heads, None])
     around = torch.full((parts, count, size + 2, d), -1.0, dtype=dtype)  # parts one behind the other
-    assert dequantise_rows.suits(blocks, torch.empty(count, parts, size, d))
+    assert quant.suits(blocks, torch.empty(count, parts, size, d))
     out = around[:, :, 1:-1].transpose(0, 1)
     form.dequantise(blocks, out, sizes, heads)
     monkeypatch.setattr(_numba, "numba", None)
@@ -372,7 +366,7 @@ def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, 
 def looked_up(request, monkeypatch):
     if request.param and not _permutes.permutes():
         pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(collision_rows, "permutes", lambda: request.param)
+    monkeypatch.setattr(pariskv_kernels, "permutes", lambda: request.param)
 
 
 @pytest.mark.usefixtures("looked_up")
@@ -384,7 +378,7 @@ def test_votes_are_those_of_torch(blocks, n, monkeypatch):
     held = torch.full((2, n + 4, blocks), 255, dtype=torch.uint8)
     positive = (turned.unflatten(-1, (blocks, 8)) > 0).to(torch.uint8)
     signs = held[:, 2:-2].copy_(positive.mul(2 ** torch.arange(8)).sum(-1))
-    assert collision_rows.collision_loops_suit(signs)
+    assert pariskv_kernels.collision_loops_suit(signs)
     found = [collisions(noise(2, width, seed=1), signs, part) for part in (0.1, 0.6)]
     assert {each.dtype for each in found} == {torch.uint8 if blocks < 64 else torch.int32}
     monkeypatch.setattr(_numba, "numba", None)
@@ -431,7 +425,7 @@ def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     codes, weights = held[..., : own[0].shape[2]], held[..., own[0].shape[2] :].view(torch.float32)
     codes[:], weights[:] = own
     q, tokens = noise(heads, d, seed=1) @ turn, noise(heads, n, seed=2).argsort(-1)[:, : -(-n // 2)]
-    assert collision_rows.products_suit_cpu(codes, weights)
+    assert pariskv_kernels.products_suit_cpu(codes, weights)
     found = estimated_products(q, codes, weights, tokens)
     monkeypatch.setattr(_numba, "numba", None)
     exact = estimated_products(q.double(), codes, weights.double(), tokens)
@@ -443,7 +437,7 @@ def test_a_few_keys_are_quantised_to_four_bits_as_many_are(heads, n, d):
     keys = noise(heads, n + 2, d)[:, 1:-1]
     keys[0, 0] = 0.7  # all channels are equal
     many = quantise_four_bit(torch.cat([keys] * (FEW + 1), 1))  # by torch
-    for found, other in zip(four_bit_rows.quantise_four_bit_cpu(keys), many, strict=True):
+    for found, other in zip(twilight_kernels.quantise_four_bit_cpu(keys), many, strict=True):
         assert torch.equal(found, other[:, :n])
 
 
@@ -452,7 +446,7 @@ def test_a_few_keys_are_quantised_to_four_bits_as_many_are(heads, n, d):
 def test_scores_near_the_best_are_counted(heads, n, alpha):
     scores = among_poison(noise(heads, n))
     expected = (scores >= scores.amax(1, keepdim=True) - alpha).sum(1)
-    for found in (near_rows.count(scores, alpha), near_best(scores, alpha)):
+    for found in (near_best_module.count(scores, alpha), near_best(scores, alpha)):
         assert torch.equal(found, expected)
 
 
@@ -463,8 +457,8 @@ def test_rows_are_put_where_they_belong_and_nowhere_else(parts, n, d, m):
     places, kv = noise(n, seed=2).argsort()[:m], torch.full((parts, n, d), math.nan)
     expected = kv.clone()
     expected[:, places] = blocks[rows].view(m, parts, d).transpose(0, 1)
-    assert scatter_rows.suits(blocks, kv)
-    scatter_rows.scatter_rows(blocks, rows, kv[0], kv[-1], places)
+    assert host_pool.suits(blocks, kv)
+    host_pool.scatter_cpu(blocks, rows, kv[0], kv[-1], places)
     torch.testing.assert_close(kv, expected, atol=0, rtol=0, equal_nan=True)
 
 
@@ -480,26 +474,26 @@ def test_without_numba_torch_does_the_same(monkeypatch):
 
 def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
     x = noise(2, 4)
-    assert few_rows.suits(x, noise(3, 4))
-    assert not few_rows.suits(x, torch.nn.Parameter(noise(3, 4)))
-    assert not few_rows.suits(x, noise(3, 4).double())
-    assert not few_rows.suits(x, noise(4, 3).T)
-    assert not few_rows.suits(noise(few_rows.MOST_ROWS + 1, 4), noise(3, 4))
+    assert gemv.suits(x, noise(3, 4))
+    assert not gemv.suits(x, torch.nn.Parameter(noise(3, 4)))
+    assert not gemv.suits(x, noise(3, 4).double())
+    assert not gemv.suits(x, noise(4, 3).T)
+    assert not gemv.suits(noise(gemv.MOST_ROWS + 1, 4), noise(3, 4))
     assert not select_best.suits(noise(3, 0))
 
 
 def test_a_process_that_is_forked_off_does_without():
-    assert few_rows.suits(noise(2, 4), noise(3, 4))
-    weight_rows.row_products(noise(2, 4), (noise(3, 4).numpy(),))  # threads are there now
+    assert gemv.suits(noise(2, 4), noise(3, 4))
+    gemv.row_products(noise(2, 4), (noise(3, 4).numpy(),))  # threads are there now
     if (child := os.fork()) == 0:
-        os._exit(3 if few_rows.suits(noise(2, 4), noise(3, 4)) else 0)
+        os._exit(3 if gemv.suits(noise(2, 4), noise(3, 4)) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_is_small_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(_numba, "LEAST", 13)
-    assert not few_rows.suits(noise(2, 4), noise(3, 4))
-    assert few_rows.suits(noise(2, 4), noise(4, 4))
+    assert not gemv.suits(noise(2, 4), noise(3, 4))
+    assert gemv.suits(noise(2, 4), noise(4, 4))
 
 
 @pytest.mark.parametrize("held", ["int8", "int4"])
@@ -516,7 +510,7 @@ def test_attention_to_bytes_is_attention_to_their_numbers(held, heads, group, d,
     near = noise(2, heads, 7, d, seed=3)
     k, v = torch.cat((far, near), 2).double()
     q, softmax = noise(heads, group, d), Softmax(0.3, softcap=2.0)
-    found = attention_rows.attend_quantised_cpu(q, blocks, form, sizes, *near, softmax)
+    found = attention.attend_quantised_cpu(q, blocks, form, sizes, *near, softmax)
     for one, other in zip(found, block_attention_ref(q.double(), k, v, softmax), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
@@ -527,10 +521,10 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
     scores[:, :, clusters // 2 :] = scores[:, :, : clusters - clusters // 2]  # ties
     cluster = (noise(heads, 900, seed=2).abs() * 1000).int() % clusters  # some have no token
     sizes = torch.stack([row.bincount(minlength=clusters) for row in cluster]).int()
-    weights = cluster_rows.weighed_cpu(scores, sizes)
+    weights = retroinfer_kernels.weighed_cpu(scores, sizes)
     expected = scores.masked_fill(sizes[:, None] == 0, -math.inf).softmax(-1).sum(1)
     torch.testing.assert_close(weights, expected, atol=1e-7, rtol=1e-5)
-    read, estimated, log_counts, counts = cluster_rows.divide_cpu(weights, sizes, room, follow)
+    read, estimated, log_counts, counts = retroinfer_kernels.divide_cpu(weights, sizes, room, follow)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     fits = sizes.gather(1, order).cumsum(1) <= room
     assert torch.equal(read, torch.zeros_like(fits).scatter(1, order, fits))
@@ -541,7 +535,7 @@ def test_clusters_are_divided_by_rank_and_their_tokens_listed(heads, clusters, r
         torch.testing.assert_close(counted[: len(following)], sizes[own, following].float(), atol=1e-4, rtol=1e-5)
         assert (counted[len(following) :] == 0).all()
     members = cluster.argsort(dim=1, stable=True).int()
-    tokens = cluster_rows.listed_cpu(members, sizes, read, counts, 5)
+    tokens = retroinfer_kernels.listed_cpu(members, sizes, read, counts, 5)
     for own, count, marks, clusters_of in zip(tokens, counts, read, cluster, strict=True):
         expected = [5 + t for c in marks.nonzero()[:, 0] for t in (clusters_of == c).nonzero()[:, 0].tolist()]
         assert own[:count].tolist() == expected
@@ -556,7 +550,7 @@ def test_pages_are_given_slots_as_the_reference_gives_them(slots, wanted):
     for step in range(12):
         pages = noise(n, seed=step).argsort()[:wanted]
         before = resident.clone()
-        chosen, absent = resolve_rows.place(resident, pages, n)
+        chosen, absent = page_table.place(resident, pages, n)
         assert torch.equal(resident, before)
         expected, missing = place_pages(resident, pages)
         assert torch.equal(chosen, expected)
@@ -582,7 +576,7 @@ def test_selections_are_resolved_as_the_reference_resolves_them():
         wanted = resolve_pages(resident, selected)
         after = resident.clone()
         after[wanted.heads, wanted.slots] = wanted.pages
-        found = resolve_rows.resolve(resident, selected, n)
+        found = page_table.resolve(resident, selected, n)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         assert torch.equal(resident, after)
 
@@ -595,7 +589,7 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
     for step in range(1, 30):
         rows = [noise(length, seed=97 * step + head).argsort()[: 1 + (step + head) % 5] for head in range(heads)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        found, misses = cluster_rows.resolve_clusters_cpu(tokens, length, step, resident, used)
+        found, misses = retroinfer_kernels.resolve_clusters_cpu(tokens, length, step, resident, used)
         for head, row in enumerate(rows):
             own = known[head]
             held = {token: slot for slot, (_, token) in own.items()}
@@ -612,10 +606,10 @@ def test_a_block_cache_gives_the_slots_that_were_read_longest_ago():
 def test_loops_of_a_head_size_are_found_again_on_the_disk():
     """A loop that refers to another one would be compiled anew by every process."""
     for loop in (
-        *few_rows._loops(64, 2),
-        *attention_rows._loops(64, 64, 2),
-        one_bit_rows._loop(64, 32, 2),
-        four_bit_rows._loop(64, 2),
+        *gemv._loops(64, 2),
+        *attention._loops(64, 64, 2),
+        fier_kernels._loop(64, 32, 2),
+        twilight_kernels._loop(64, 2),
     ):
         held = [cell.cell_contents for cell in loop.py_func.__closure__ or ()]
         assert all(isinstance(each, int) for each in held)

@@ -16,7 +16,7 @@ from kvcli.kernels.page_table import (
     row_positions,
     slot_of_page,
 )
-from kvcli.kernels.paged_attention import slot_attention
+from kvcli.kernels.paged_attention import paged_decode_attention
 from kvcli.kernels.recall import HostPages, gather_pages
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.shadowkv.kernels import StoredChunks, keep_leaving_chunk
@@ -74,7 +74,7 @@ def test_decoding_over_slots_is_attention_over_the_tokens_they_hold(monkeypatch,
             gather_pages(host, misses, rows)
             recalled += int(misses.counts.sum())
         q, out = torch.randn(1, hk * g, d), torch.empty(1, hk * g, d)
-        slot_attention(q, rows, softmax, out, NewToken(*tokens[:, :, :, step]))
+        paged_decode_attention(q, rows, softmax, out, NewToken(*tokens[:, :, :, step]))
         take_in_filled_page(rows, host=host)
         for head in range(hk):
             held = row_positions(rows.lengths, layout, resident)[0, head]

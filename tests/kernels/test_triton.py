@@ -57,7 +57,7 @@ def test_kernel_does_what_its_reference_does(kernels_take_all, case, dtype):
 
 BY_PARTS = {
     name: [case for case in CASES if case.kernel.__name__ == name or case.name.startswith(f"{name}-")]
-    for name in ("slot_attention", "token_scores_device", "correct_heads", "decode_attention")
+    for name in ("paged_decode_attention", "token_scores_device", "correct_heads", "decode_attention")
 }
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kvcli.kv import parking
 from kvcli.kv.cache import DenseCache, Tiers
 from kvcli.kv.parking import Parking
-from kvcli.memory import tiers as parking
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvcli.kernels import _numba
-from kvcli.kernels import page_table as resolve_rows
+from kvcli.kernels import _numba, page_table
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
 from kvcli.kv.tokens import OffloadedTokenCache, ResidentTokenCache, TokenBudget, resolve_tokens
@@ -111,7 +110,7 @@ def test_resolution_fetches_what_is_missing_into_slots_that_are_free(wanted, by_
         resident = torch.stack([torch.randperm(13, generator=generator)[:6] for _ in range(HK)])
         selected = torch.stack([torch.randperm(13, generator=generator)[:wanted] for _ in range(HK)])
         resident[0, :2] = -1
-        assert resolve_rows.suits(resident, selected, 13) == by_loops
+        assert page_table.suits(resident, selected, 13) == by_loops
         after = resident.clone()
         misses = resolve_tokens(after, selected, 13)
         assert torch.equal(after[misses.heads, misses.slots], misses.pages)

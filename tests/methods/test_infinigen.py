@@ -74,7 +74,7 @@ class Oracle:
         return attention(self.stream, self.stream.q[step], tokens)
 
 
-def foretold(stream, settings):
+def predicted(stream, settings):
     """Feed a stream to one layer, telling it before each step a query that resembles the one to come."""
     method = new_method("infinigen", settings, layers(), stream.prompt + stream.steps)
     generator = torch.Generator().manual_seed(stream.prompt)
@@ -94,7 +94,7 @@ def test_every_step_matches_the_oracle(prompt, variant):
     settings = {**SETTINGS, **variant}
     stream = Stream(prompt, steps=STEPS, seed=prompt)
     oracle = Oracle(stream, settings)
-    for step, told, method, out in foretold(stream, settings):
+    for step, told, method, out in predicted(stream, settings):
         assert same(out, oracle.step(step, told)), f"step {step}"
         if prompt + step + 1 > BUDGET:
             held = [{*tokens} - {EMPTY} for tokens in method.retrieval[1].resident.tolist()]
@@ -126,7 +126,7 @@ def test_the_skew_comes_from_a_calibration_file_where_there_is_one(tmp_path):
     save_file({"layer.1": skew.float().contiguous()}, tmp_path / "skew.safetensors")
     stream = Stream(50, steps=30, seed=2)
     oracle = Oracle(stream, SETTINGS, skew)
-    for step, told, _, out in foretold(stream, {**SETTINGS, "skew": str(tmp_path / "skew.safetensors")}):
+    for step, told, _, out in predicted(stream, {**SETTINGS, "skew": str(tmp_path / "skew.safetensors")}):
         assert same(out, oracle.step(step, told)), f"step {step}"
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 
-from kvcli.kernels import _numba
-from kvcli.kernels import gemv as weight_rows
+from kvcli.kernels import _numba, gemv
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.linear import cpu_linears
@@ -39,7 +38,7 @@ def test_logits_are_the_same_and_modules_come_back(family):
 
 
 def launches(depth, monkeypatch):
-    launched, run = [], weight_rows.run
+    launched, run = [], gemv.run
 
     def noted(loop, *arguments):
         launched.append(loop)
@@ -47,7 +46,7 @@ def launches(depth, monkeypatch):
 
     model = tiny_model("llama", layers=depth)
     with cpu_layers(model), monkeypatch.context() as patch:
-        patch.setattr(weight_rows, "run", noted)
+        patch.setattr(gemv, "run", noted)
         logits(model, TOKENS[:1, :1])
     return len(launched)
 
@@ -71,7 +70,7 @@ def test_what_a_compiler_reads_is_the_models_own_code(monkeypatch):
     expected = logits(model)
     with cpu_layers(model):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        monkeypatch.setattr(weight_rows, "run", None)
+        monkeypatch.setattr(gemv, "run", None)
         torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
 
 

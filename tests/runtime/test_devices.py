@@ -24,9 +24,9 @@ from kvcli.models.loading import ModelSpec, read_config
 from kvcli.models.rope import RopeTable
 from kvcli.runtime import layer_major as hidden_states
 from kvcli.runtime import prefill as prefill_offloader
-from kvcli.runtime.crossing import Crossing, crossing
-from kvcli.runtime.crossing import current as current_device
 from kvcli.runtime.decode import BlockingStepper, decode
+from kvcli.runtime.device_transfer import DeviceTransfer, on_its_devices
+from kvcli.runtime.device_transfer import current as current_device
 from kvcli.runtime.engine import engine
 from kvcli.runtime.gpu import stepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
@@ -63,7 +63,7 @@ def text(name, kind, placement, steps_by=None):
             steps = steps_by(ready.hook, [sequence], ready.rope)
         for _ in decode(steps, [sequence], Timeline()):
             pass
-        assert (ready.hook.crossing is None) == (placement is None)
+        assert (ready.hook.transfer is None) == (placement is None)
     return sequence.token_ids
 
 
@@ -89,7 +89,7 @@ def test_so_do_steps_over_slots_and_in_pieces_and_these_replayed(name, stepper, 
 
 
 def test_work_for_a_device_that_a_step_does_not_go_to_is_found(monkeypatch):
-    monkeypatch.setattr(Crossing, "on", lambda _, device: current_device(device))
+    monkeypatch.setattr(DeviceTransfer, "on", lambda _, device: current_device(device))
     _, graphs, _ = captured("infinigen", monkeypatch)
     assert any("in a graph of" in fault for fault in graphs.faults)
 
@@ -146,8 +146,8 @@ def captured(name, monkeypatch):
             sequences.append(ready.sequence(method, Sampling(max_tokens=STEPS), index=index))
             sequences[-1].accept(logits)
         current = CurrentDevice(monkeypatch)
-        with fake_cuda(monkeypatch, current) as (launched, _), crossing(model, placement) as crossed:
-            ready.hook.crossing = crossed
+        with fake_cuda(monkeypatch, current) as (launched, _), on_its_devices(model, placement) as crossed:
+            ready.hook.transfer = crossed
             parts_on_fake_cuda([*model.modules(), *(row for row in ready.rope._rows if isinstance(row, RopeTable))])
             for part, device in placement.modules.items():
                 parts_on_fake_cuda(model.get_submodule(part).modules(), device)

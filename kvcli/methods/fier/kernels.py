@@ -212,11 +212,11 @@ GROUPS = 16  # that a thread takes at once
 
 @cache
 def _loop(d: int, size: int, queries: int) -> Any:
-    """Make the loop for a head size, a group and a number of queries; see `few_rows` for what it may close over."""
+    """Make the loop for a head size, a group and a number of queries; see `gemv` for what it may close over."""
     width = (d + 7) // 8
 
     @compiled
-    def one_bit_rows(q: Any, codes: Any, head: int, ranges: Any, ranges_head: int, out: Any) -> None:
+    def one_bit_scores_cpu(q: Any, codes: Any, head: int, ranges: Any, ranges_head: int, out: Any) -> None:
         heads, n = len(q), out.shape[2] // size
         pieces = (n + GROUPS - 1) // GROUPS
         for piece in prange(heads * pieces):
@@ -254,7 +254,7 @@ def _loop(d: int, size: int, queries: int) -> Any:
                     for t in range(size):
                         out[h, g, group * size + t] = sums[g, t]
 
-    return one_bit_rows
+    return one_bit_scores_cpu
 
 
 def suits(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
@@ -264,7 +264,7 @@ def suits(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
     return together and serves(q, ranges)
 
 
-def one_bit_rows(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
+def one_bit_scores_cpu(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
     """Score every token of every group, unscaled."""
     (heads, queries, d), (groups, size) = q.shape, codes.shape[1:3]
     out, loop = q.new_empty(heads, queries, groups * size), _loop(d, size, queries)
@@ -410,7 +410,7 @@ def _one_bit(query: tl.tensor, bits: tl.tensor, scale: tl.tensor, zero: tl.tenso
 def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
     """Score every token of every group: q [Hk, G, d] -> [Hk, G, n * g] in at least fp32, unscaled."""
     if suits(q, codes, ranges):
-        return one_bit_rows(q, codes, ranges)
+        return one_bit_scores_cpu(q, codes, ranges)
     if not takes(q) or codes.numel() == 0:
         return one_bit_scores_ref(q, codes, ranges)
     (num_kv_heads, groups, d), tokens = q.shape, codes.shape[1] * codes.shape[2]

@@ -24,7 +24,7 @@ from kvcli.kv.pages import numbered
 from kvcli.kv.tokens import TokenBudget, TokensOnHost
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.retroinfer import kernels as cluster_rows
+from kvcli.methods.retroinfer import kernels as retroinfer_kernels
 from kvcli.methods.retroinfer.kernels import cluster_sums, spherical_kmeans
 
 
@@ -99,10 +99,10 @@ class WaveIndex:
         sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters]
         scores = softmax.scores(token_scores(q.flatten(0, 1), centroids, 1.0))  # [Hk, G, C]
         follow, members = self.clustering.following(self.clusters), self.members[:, : self.tokens]
-        if cluster_rows.cluster_loops_suit(members):
-            weights = cluster_rows.weighed_cpu(scores, sizes)
-            read, following, log_counts, counts = cluster_rows.divide_cpu(weights, sizes, room, follow)
-            tokens, each = cluster_rows.listed_cpu(members, sizes, read, counts, first), counts.tolist()
+        if retroinfer_kernels.cluster_loops_suit(members):
+            weights = retroinfer_kernels.weighed_cpu(scores, sizes)
+            read, following, log_counts, counts = retroinfer_kernels.divide_cpu(weights, sizes, room, follow)
+            tokens, each = retroinfer_kernels.listed_cpu(members, sizes, read, counts, first), counts.tolist()
         else:
             weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
             order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
@@ -216,9 +216,9 @@ class ClusteredTokenCache(TokensOnHost):
         """
         self.step += 1
         self.chosen = zones.retrieved
-        if cluster_rows.cluster_loops_suit(self.index.members):
+        if retroinfer_kernels.cluster_loops_suit(self.index.members):
             held = self.resident, self.used
-            self.slots, misses = cluster_rows.resolve_clusters_cpu(self.chosen, self.length, self.step, *held)
+            self.slots, misses = retroinfer_kernels.resolve_clusters_cpu(self.chosen, self.length, self.step, *held)
         else:
             misses = self._resolve(self.chosen)
         self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots)

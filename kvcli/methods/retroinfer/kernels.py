@@ -81,7 +81,7 @@ def _list(members: Any, apart: int, sizes: Any, retrieved: Any, first: int, empt
     for h in prange(heads):
         begins, counts = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
         begin, found, at, own = h * apart, np.uint64(0), np.uint64(0), out[h]
-        for c in range(n):  # no branch could be foretold here: what is not wanted is written over
+        for c in range(n):  # no branch could be predicted here: what is not wanted is written over
             begins[found], counts[found] = begin, sizes[h, c]
             begin += sizes[h, c]
             found += np.uint64(retrieved[h, c])

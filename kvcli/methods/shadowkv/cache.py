@@ -33,7 +33,7 @@ from kvcli.memory.disk_blocks import DiskBlocks
 from kvcli.memory.host_pool import page_pool
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.shadowkv import kernels as rebuild_rows
+from kvcli.methods.shadowkv import kernels as shadowkv_kernels
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 from kvcli.telemetry import report
@@ -195,9 +195,9 @@ class LowRankKeys:
 
     def rebuild_missing(self, misses: Misses, k: Tensor) -> None:
         """Rebuild likewise the chunks that `misses` lists, in their slots of k [Hk, slots, c, d]."""
-        if rebuild_rows.rebuild_loops_suit(self.a, self.b, k):
+        if shadowkv_kernels.rebuild_loops_suit(self.a, self.b, k):
             rotation = None if self.rotary is None else self.rotary.rotation(k.shape[3])
-            rebuild_rows.rebuild_keys_cpu(self.a, self.b, misses, rotation, k)
+            shadowkv_kernels.rebuild_keys_cpu(self.a, self.b, misses, rotation, k)
         else:
             k[misses.heads, misses.slots] = self.rebuild(misses.heads, misses.pages).to(k.dtype)
 

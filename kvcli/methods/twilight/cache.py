@@ -18,8 +18,7 @@ from kvcli.kv.paged import ResidentPageCache
 from kvcli.kv.pages import PageBudget, take
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.twilight import kernels as four_bit_rows
-from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.twilight import kernels as twilight_kernels
 from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 from kvcli.sizes import slices
 
@@ -55,8 +54,8 @@ class Int4Keys:
     def products(self, q: Tensor, tokens: Tensor) -> Tensor:
         """Estimate the products of queries [H, d] with the keys of `tokens` [Hk, n]: [Hk, G, n] in fp32."""
         queries = q.float().view(tokens.shape[0], -1, q.shape[-1])
-        if four_bit_rows.four_bit_loops_suit(queries, self.codes, self.ranges):
-            return four_bit_rows.four_bit_scores_cpu(queries, self.codes, self.ranges, tokens)
+        if twilight_kernels.four_bit_loops_suit(queries, self.codes, self.ranges):
+            return twilight_kernels.four_bit_scores_cpu(queries, self.codes, self.ranges, tokens)
         return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
 
     def settled(self) -> list[Settled]:
@@ -109,7 +108,7 @@ class Int4EstimateCache(ResidentPageCache):
 
     def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
-        rows, valid = self.taken = RaggedTokens(*nucleus_rows.kept_first_cpu(tokens, kept))
+        rows, valid = self.taken = RaggedTokens(*twilight_kernels.kept_first_cpu(tokens, kept))
         if attend_chosen_suits(q, self.k, self.v, rows):
             return attend_chosen(q, self.k, self.v, rows, softmax, valid)
         return ragged_attention(q, take(self.k, rows), take(self.v, rows), valid, softmax)

@@ -57,7 +57,7 @@ LEVELS = 15  # steps between a token's least and greatest channel
 
 @cache
 def _loop(d: int, group: int) -> Any:
-    """Make the loop for a head size and a number of queries; see `few_rows` for what it may close over."""
+    """Make the loop for a head size and a number of queries; see `gemv` for what it may close over."""
     size = (d + 1) // 2
 
     @compiled

@@ -23,7 +23,7 @@ from kvcli.methods.step import (
     Rule,
     StepIndex,
 )
-from kvcli.methods.twilight import kernels as nucleus_rows
+from kvcli.methods.twilight import kernels as twilight_kernels
 from kvcli.methods.twilight.kernels import NucleusTally, keep_nucleus, quantise_newest
 
 
@@ -67,7 +67,7 @@ class Nucleus(Rule):
             tokens, always = cache.tokens_of(pages)  # [Hk, n], [n]
             weights = step.softmax.scores(cache.estimate.products(q, tokens)).softmax(-1)  # [Hk, G, n]
         with step.span("select"):
-            kept = nucleus_rows.keep_nucleus_cpu(weights, always, self.p)  # [Hk, n]
+            kept = twilight_kernels.keep_nucleus_cpu(weights, always, self.p)  # [Hk, n]
         counts: list[int] = kept.sum(1).tolist()
         tally = (len(counts), tokens.numel(), sum(counts), min(counts), max(counts))
         step.tally(**dict(zip(NucleusTally._fields, tally, strict=True)))

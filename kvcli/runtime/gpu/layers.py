@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvcli.kernels.append import NewToken, append_token
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, selected_count
-from kvcli.kernels.paged_attention import slot_attention
+from kvcli.kernels.paged_attention import paged_decode_attention
 from kvcli.kernels.query_similarity import Decision, Turn, correct_heads
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
@@ -266,11 +266,11 @@ class PlannedLayer:
             new = new._replace(k=self.plan.rounds(new.k), v=self.plan.rounds(new.v))
         if self.eviction is not None:
             at = self.eviction.make_room()
-            slot_attention(q, self.eviction.rows, softmax, out, new._replace(at=at))
+            paged_decode_attention(q, self.eviction.rows, softmax, out, new._replace(at=at))
             self.eviction.look_back(q, softmax)
             return out
         if self.index is None:
-            slot_attention(q, self.rows, softmax, out, new)
+            paged_decode_attention(q, self.rows, softmax, out, new)
             return out
         if self.ahead is not None:
             self.streams.wait(self.ahead.done)
@@ -281,13 +281,13 @@ class PlannedLayer:
             rows, kept = self._chosen(q, softmax)
         else:
             rows, kept, self.ahead = self.rows, None, None
-        slot_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
+        paged_decode_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
         if not self.index.needs_newest:
             self.streams.submit(self.stream, partial(self._take_in, new), [self.streams.mark()])
         return out
 
     def choose_ahead(self, q: Tensor, softmax: Softmax) -> None:
-        """Choose and fetch for the next call, with queries q that the layer before foretells; nothing waits yet."""
+        """Choose and fetch for the next call, with queries q that the layer before predicts; nothing waits yet."""
         recalls = self.recalls
         assert recalls is not None
         begun = self.streams.mark()
@@ -327,10 +327,10 @@ class PlannedLayer:
 
         def correct() -> None:
             self.bring(heads.query, heads.waiting, recalls.now, softmax)
-            slot_attention(q, self.rows, softmax, out, new, heads.waiting)
+            paged_decode_attention(q, self.rows, softmax, out, new, heads.waiting)
 
         corrected: Point = self.streams.submit("correction", correct, [decided])
-        slot_attention(q, self.rows, softmax, out, new, heads.others)
+        paged_decode_attention(q, self.rows, softmax, out, new, heads.others)
         attended = self.streams.mark()
 
         def ahead() -> None:

@@ -25,7 +25,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import NEVER, LayerSlots
 from kvcli.methods.contract import AnyMethod
 from kvcli.methods.step import BatchSlots, Chosen, FromHost, StepPlan, Whole
-from kvcli.runtime.crossing import current
+from kvcli.runtime.device_transfer import current
 from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, StepLengths
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters
@@ -268,7 +268,7 @@ class WholeLayers:
                     own.add_all(layer, list(amounts.values()), step)
 
 
-class BroughtLayer(PlannedLayer):
+class FetchedLayer(PlannedLayer):
     """A layer that attends to all of its tokens in the buffer that it has come into."""
 
     def __init__(self, whole: WholeLayers, layer: int, slots: BatchSlots, *beside: Any):
@@ -405,7 +405,7 @@ class SlotPipeline:
             self._layer(layer, each, _plan_of(each, plan) if layer in methods[0].retrieval else StepPlan())
             for layer, each in enumerate(slots)
         ]
-        self.turned = {layer: self._rotations(layer) for layer in self.foretold}
+        self.turned = {layer: self._rotations(layer) for layer in self.predicted}
         self.steps = self.counted = 0
 
     @property
@@ -443,11 +443,11 @@ class SlotPipeline:
         return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
     @property
-    def foretold(self) -> set[int]:
-        """Layers that choose by the query that the layer before them foretells: not the model's first."""
+    def predicted(self) -> set[int]:
+        """Layers that choose by the query that the layer before them predicts: not the model's first."""
         return {layer for layer, each in enumerate(self.layers) if layer and each.plan.when == "ahead"}
 
-    def foretell(self, layer: int, q: Tensor, scale: float) -> None:
+    def predict(self, layer: int, q: Tensor, scale: float) -> None:
         """Let a layer choose with queries [b, H, d], not rotated yet, before the layer before it attends."""
         rotations, seen = self.turned[layer], self.sides[self.devices[layer]].lengths.seen
         turned = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotations else q.clone()
@@ -541,7 +541,7 @@ class SlotPipeline:
     def _planned(self, layer: int, slots: BatchSlots, plan: StepPlan, beside: tuple[Any, ...]) -> PlannedLayer:
         parts = (layer, slots, plan, *beside)
         if isinstance(plan.fetch, Whole):
-            return BroughtLayer(self.whole[self.devices[layer]], *parts)
+            return FetchedLayer(self.whole[self.devices[layer]], *parts)
         if self.rates is None or plan.correction is None:
             return PlannedLayer(*parts)
         if self.forced is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.compat import end_broken_capture
-from kvcli.runtime.crossing import Carrier
+from kvcli.runtime.device_transfer import Carrier
 
 # Where the phases of a step run: a main stream, others beside it, and points that they wait for.
 
@@ -161,8 +161,8 @@ class Recorder(Carrier, Protocol):
 
 
 @dataclass
-class Stretch:
-    """Work between two crossings: a graph of one device, and what comes to the device before (from, to)."""
+class GraphSegment:
+    """Work between two transfers: a graph of one device, and what comes to the device before (from, to)."""
 
     device: torch.device
     graph: torch.cuda.CUDAGraph
@@ -183,7 +183,7 @@ class CudaRecorder(Recorder):
             for device in devices
         }
         self.pools = {device: torch.cuda.graph_pool_handle() for device in devices}
-        self.pieces: list[list[Stretch]] = []
+        self.pieces: list[list[GraphSegment]] = []
         self.leave: Callable[[torch.device], None] = lambda _: None
 
     @override
@@ -253,11 +253,11 @@ class CudaRecorder(Recorder):
             stretch.graph.replay()
 
     @property
-    def _last(self) -> Stretch:
+    def _last(self) -> GraphSegment:
         return self.pieces[-1][-1]
 
     def _begin(self, device: torch.device) -> None:
-        self.pieces[-1].append(Stretch(device, torch.cuda.CUDAGraph()))
+        self.pieces[-1].append(GraphSegment(device, torch.cuda.CUDAGraph()))
         # Another thread may be pinning memory meanwhile, which would break off a capture that minds all threads.
         self._last.graph.capture_begin(pool=self.pools[device], capture_error_mode="thread_local")
 

@@ -20,7 +20,7 @@ from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.pipeline import DecisionRates, SlotPipeline
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder, Streams, streams_for
-from kvcli.runtime.next_query import foretelling
+from kvcli.runtime.next_query import predicting
 from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sampling import NOT_FINITE
 from kvcli.runtime.sequence import RunningSequence
@@ -116,7 +116,7 @@ class SlotStepper(Stepper):
         """Do all that a step consists of; no line of it asks the device for anything."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths.seen - 1).clamp_min(0)[:, None])
-        with foretelling(self.hook, self.pipeline.foretold, self.pipeline.foretell):
+        with predicting(self.hook, self.pipeline.predicted, self.pipeline.predict):
             self.logits = self.hook.run(self.pipeline, self.tokens, self.positions, 1, self.states)[:, 0]
         if self.greedy:
             best = self.logits.max(-1, keepdim=True)

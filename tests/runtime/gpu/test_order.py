@@ -36,8 +36,8 @@ def steps(method, monkeypatch, streams=CudaStreams, plant=lambda pipeline: None)
             pipeline.advance()
             for layer in range(LAYERS):
                 q, k, v = (torch.randn(1, heads, 1, D, generator=generator) for heads in (H, HK, HK))
-                if layer + 1 in pipeline.foretold:
-                    pipeline.foretell(layer + 1, q[:, :, 0], softmax.scale)
+                if layer + 1 in pipeline.predicted:
+                    pipeline.predict(layer + 1, q[:, :, 0], softmax.scale)
                 pipeline(layer, q, k, v, softmax)
                 gc.collect()  # what nobody holds any more is free at once
                 for x in (q, k, v):

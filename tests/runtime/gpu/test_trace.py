@@ -100,8 +100,8 @@ def traced(name, wanted, lengths, monkeypatch, streams=None):
                     if hasattr(streams, "beside"):  # which counts kernels by stream
                         streams.beside.clear()
                         streams.count = lambda watch=watch: sum(watch.kernels.values()) + len(launched)
-                    if layer in pipeline.foretold:
-                        pipeline.foretell(layer, q[:, :, 0], softmax.scale)
+                    if layer in pipeline.predicted:
+                        pipeline.predict(layer, q[:, :, 0], softmax.scale)
                     out = pipeline(layer, q, k, v, softmax)
                 after = sum(watch.kernels.values()), len(launched)
                 pipeline.settle()

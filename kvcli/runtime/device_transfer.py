@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # graphs of kernels alone do without a model
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcli.models.devices import Placement
@@ -34,7 +34,7 @@ class Carrier(Protocol):
         """Go to this device, and give a tensor there with the numbers of `given`: those of later runs in their turn."""
 
 
-class Crossing:
+class DeviceTransfer:
     """Moves the inputs of the parts of one model that are placed apart, and makes their device the current one.
 
     Hidden states cross where a layer lies on another device than the one before; what all layers are given (positions,
@@ -105,12 +105,12 @@ class Crossing:
 
 
 @contextmanager
-def crossing(model: PreTrainedModel, placement: Placement | None) -> Iterator[Crossing | None]:
+def on_its_devices(model: PreTrainedModel, placement: Placement | None) -> Iterator[DeviceTransfer | None]:
     """Inside, the parts of a model are given what they need where they lie; None where all lie on one device."""
     if placement is None:
         yield None
         return
-    moved = Crossing(placement)
+    moved = DeviceTransfer(placement)
     parts = ((model.get_submodule(name), device) for name, device in placement.modules.items())
     handles = [
         part.register_forward_pre_hook(partial(moved.bring, device), with_kwargs=True, prepend=True)
