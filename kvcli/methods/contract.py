@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -273,6 +274,7 @@ CacheT = TypeVar("CacheT", bound=LayerCache)
 class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """One method serving one sequence."""
 
+    not_state: ClassVar[tuple[str, ...]] = ("plan",)
     Config: ClassVar[type[MethodConfig]]
     title: ClassVar[str]
     """What a step attends to, in a few words; this and the next five are literals (`kvcli.methods.card` reads them)."""
@@ -408,6 +410,11 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     def step_plan(self) -> StepPlan | None:
         """What a step does in layers of `new_cache`; None: only `retrieve` knows. Settings may keep it on the host."""
         return None
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """The `step_plan`, made once; that of a method which has none says nothing."""
+        return self.step_plan or StepPlan()
 
     def leave_phases(self) -> None:
         """Free what only phases need: from now on a batch is served over slots."""

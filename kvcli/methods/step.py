@@ -709,7 +709,7 @@ class Phases(LayerStep):
 
     def __init__(self, method: AnyMethod, layer: int, softmax: Softmax):
         self.method, self.layer, self.softmax = method, layer, softmax
-        self.plan: StepPlan = method.step_plan or StepPlan()
+        self.plan: StepPlan = method.plan
         self.cache = method.retrieval[layer]
         self.kept: Remembered = method.remembered[layer]
         self.candidates: range = self.cache.candidates if self.plan.index is not None else range(0)

@@ -288,7 +288,7 @@ def device_map(place: Place) -> dict[str, torch.device]:
 
 
 def take_hooks_out(module: PreTrainedModel) -> None:
-    """Take out the hooks that accelerate puts around modules; `kvcli.runtime.device_transfer` moves what they are given."""
+    """Take out the hooks that accelerate puts around modules; `kvcli.runtime.device_transfer` moves their inputs."""
     from accelerate.hooks import remove_hook_from_module
 
     if any(hasattr(each, "_hf_hook") for each in module.modules()):

@@ -7,8 +7,8 @@ before the next begins. `kvcli.runtime.gpu` overlaps the phases.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class BlockingPipeline:
         return torch.stack(outs)[:, None]
 
 
-class Stepper(Protocol):
+class Stepper(ABC):
     """Runs decode steps of a batch."""
 
     @property
@@ -52,6 +52,7 @@ class Stepper(Protocol):
         """What runs the steps, found when they were tried out: see `kvcli.methods.card`."""
         return BLOCKING
 
+    @abstractmethod
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
         """Run the newest token of every sequence through the model.
 
@@ -59,7 +60,7 @@ class Stepper(Protocol):
         that was left out once never comes back.
         """
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - most have nothing to end
         """End: all that was counted is in the counters of the sequences."""
 
 
@@ -94,9 +95,6 @@ class BlockingStepper(Stepper):
         with next_queries(self.hook, methods):
             logits = self.hook.run(BlockingPipeline(methods), ids, places, 1, self.states)  # [b, 1, vocab]
         return logits[: len(methods), 0]
-
-    @override
-    def finish(self) -> None: ...
 
 
 def decode(
