@@ -26,7 +26,7 @@ import typer.main
 from kvcli import __version__
 from kvcli.cli.app import app
 from kvcli.cli.methods import describe, markdown_table
-from kvcli.methods import own_method_names
+from kvcli.methods import home_of, own_method_names
 from kvcli.methods.card import Card, read_card
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def methods_page(cards: dict[str, Card]) -> str:
 
 def _method_section(name: str) -> str:
     method = describe(name)
-    source = (resources.files("kvcli.methods") / f"{name}.py").read_text()
+    source = (resources.files("kvcli.methods") / f"{home_of(name).replace('.', '/')}.py").read_text()
     title, _, body = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
     lines = [f"## {name}", "", title, "", _markdown(body), ""]
     if method["settings"]:

@@ -3,22 +3,19 @@
 torch's fake tensors need a build for CUDA in a few places of its Python interface; `NoDevice` goes around them.
 """
 
-import importlib
 import math
-import pkgutil
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
+from kernel_modules import kernel_modules
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-import kvcli.kernels
 
 CUDA = torch.device("cuda", 0)
 PAIR = CUDA, torch.device("cuda", 1)
@@ -207,10 +204,9 @@ def fake_cuda(monkeypatch, current=None):
             assert not wrong, f"{kernel.__name__} runs on {current.device} and reads {x.device}"
         launched.append(kernel.__name__)
 
-    for _, name, _ in pkgutil.iter_modules(kvcli.kernels.__path__):
-        module = importlib.import_module(f"kvcli.kernels.{name}")
+    for module in kernel_modules():
         for attribute, stand_in in (("launch", launch), ("multiprocessors", lambda _: 132)):
-            if name != "_triton" and hasattr(module, attribute):
+            if hasattr(module, attribute):
                 monkeypatch.setattr(module, attribute, stand_in)
     with FakeTensorMode(allow_non_fake_inputs=True), NoDevice() as mode, torch.inference_mode():
         yield launched, mode

@@ -6,8 +6,6 @@ streams say by events, as CUDA would: a vector clock for each of them. Memory is
 the stream that it was allocated in, as soon as nobody holds it.
 """
 
-import importlib
-import pkgutil
 import weakref
 from collections import defaultdict
 from contextlib import contextmanager
@@ -17,10 +15,9 @@ import interpreted
 import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
+from kernel_modules import kernel_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-import kvcli.kernels
 
 MOST_STREAMS = 5
 PAGE = 12  # bits of an address within a page of the shadow
@@ -69,9 +66,8 @@ class Races(TorchDispatchMode):
             self._note(2, at, mask) or native.atomic_rmw(op, at, value, mask, order)
         )
         monkeypatch.setattr(interpreter, "_interpreter", stand_in)
-        for _, name, _ in pkgutil.iter_modules(kvcli.kernels.__path__):
-            module = importlib.import_module(f"kvcli.kernels.{name}")
-            if name != "_triton" and hasattr(module, "launch"):
+        for module in kernel_modules():
+            if hasattr(module, "launch"):
                 monkeypatch.setattr(module, "launch", self._launched(module.launch))
 
     def __enter__(self):

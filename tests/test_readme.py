@@ -6,8 +6,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from engine import run
+from families import VOCAB, tiny_model
 
+import kvcli.methods
+from kvcli.methods import register
 from kvcli.methods.card import STATED
+from kvcli.runtime.gpu.recorder import SerialStreams
+from kvcli.runtime.gpu.stepper import SlotStepper
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -57,8 +64,8 @@ def test_a_method_of_another_package_is_added_by_the_guide_alone(guide, warm):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert "pages by the centre of their keys" in run("methods")
-    assert "sharpness" in run("methods", "centre")
+    assert "pages by a point between their keys' bounds" in run("methods")
+    assert "tilt" in run("methods", "centre")
     document = (ROOT / "examples" / "needle-4k.txt").read_text()[-9000:]  # the end of it, with the question
     (guide / "document.txt").write_text(document)
     budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
@@ -75,3 +82,22 @@ def test_the_method_of_the_guide_states_all_that_a_method_states():
     method = names["Centre"]
     assert not method.__abstractmethods__
     assert vars(method).keys() >= set(STATED)
+
+
+def test_the_method_of_the_guide_runs_over_slots_as_it_does_phase_by_phase(monkeypatch):
+    _, _, guide = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a method")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], names)
+    wanted = {"budget": 32, "sink": 4, "window": 8, "page_size": 4, "dense_layers": 0}
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (91, 41, 7)]
+    monkeypatch.setattr(kvcli.methods, "_registered", {})
+    register(names["Centre"])
+    model = tiny_model("llama")
+    expected = run(model, "centre", wanted, prompts, 12)
+    steps = lambda hook, rope, sequences: SlotStepper(hook, sequences, rope, streams=SerialStreams())  # noqa: E731
+    found = run(model, "centre", wanted, prompts, 12, step=steps)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [each.report().cache.pages_requested for each in found] == [
+        each.report().cache.pages_requested for each in expected
+    ]

@@ -1,11 +1,8 @@
 """Every Triton kernel against its reference, driven by a list; under the interpreter where there is no GPU."""
 
-import importlib
 import inspect
 import json
 import os
-import pkgutil
-import re
 import subprocess
 import sys
 from itertools import chain
@@ -15,11 +12,9 @@ import interpreted  # noqa: F401 - makes kernels faster
 import pytest
 import torch
 import triton_cases
+from kernel_modules import kernel_modules, kernel_names
 from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
-import kvcli.kernels
-import kvcli.methods
-import kvcli.runtime.gpu
 from kvcli.conformance.crossed import some
 from kvcli.kernels import _triton
 
@@ -68,17 +63,6 @@ def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, c
     assert compare(case, torch.float32, DEVICE, LATENT).problem == ""
 
 
-def kernel_modules():
-    """Import what launches kernels: operations that methods share, and modules of methods and of the GPU step."""
-    found = []
-    for package in (kvcli.kernels, kvcli.methods, kvcli.runtime.gpu):
-        for _, name, is_package in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            module = importlib.import_module(name)
-            if not is_package and re.search(r"^def \w+_kernel\(", inspect.getsource(module), re.M):
-                found.append(module)
-    return found
-
-
 def test_every_function_with_a_kernel_has_a_case():
     paired = {
         name
@@ -107,7 +91,7 @@ def test_every_kernel_compiles_without_spilling(dtypes, others, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    kernels = {name for module in kernel_modules() for name in vars(module) if name.endswith("_kernel")}
+    kernels = kernel_names()
     compiled = {(line["capability"], line["dtype"]) for line in found}
     assert compiled == {*((90, dtype) for dtype in dtypes), *((other, "bfloat16") for other in others)}
     assert {line["kernel"] for line in found if line["capability"] == 90} == kernels
