@@ -18,6 +18,7 @@ from kvcli.kernels import block_attention as tiles
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import eviction as replace
 from kvcli.kernels import eviction as room
+from kvcli.kernels import host_tokens as whole
 from kvcli.kernels import near_best as near
 from kvcli.kernels import norm_rope as add_norm
 from kvcli.kernels import norm_rope as moving
@@ -39,14 +40,13 @@ from kvcli.kernels.page_table import PagedKV, SlotLayout, active, page_count, ro
 from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
-from kvcli.methods import tokenselect as kept_queries
 from kvcli.methods.fier import kernels as one_bit
 from kvcli.methods.fier import kernels as one_bit_scoring
 from kvcli.methods.shadowkv import kernels as leaving
 from kvcli.methods.shadowkv import kernels as rebuild
+from kvcli.methods.tokenselect import kernels as kept_queries
 from kvcli.methods.twilight import kernels as four_bit
 from kvcli.methods.twilight import kernels as tokens_kept
-from kvcli.runtime.gpu import pipeline as whole
 
 NAN = float("nan")
 # Relative RMS. Under the interpreter a cast to bf16 cuts off what the device rounds.

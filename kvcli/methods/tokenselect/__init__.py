@@ -1,0 +1,1 @@
+"""TokenSelect: the method, with what only it uses."""
