@@ -88,6 +88,14 @@ def test_transformers_does_not_take_the_directory_for_a_package(tmp_path: Path) 
     run([sys.executable, "-c", probe(tmp_path, False)])
 
 
+def test_a_checkout_called_kvcli_is_not_taken_for_the_package_from_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "kvcli").symlink_to(ROOT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import kvcli; print(kvcli.load.__name__)"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "load\n"), ran.stderr
+
+
 def test_directories_at_the_top_are_no_packages() -> None:
     assert [path.parent.name for path in ROOT.glob("*/__init__.py")] == ["kvcli"]
 
