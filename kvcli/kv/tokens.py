@@ -273,9 +273,16 @@ class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
     """On the device: k, v [Hk, capacity, d] of every token, scored by the first `channels` of the keys."""
 
     def __init__(
-        self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, channels: int, tiers: Tiers
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        budget: TokenBudget,
+        channels: int,
+        tiers: Tiers,
+        readers: int = 1,
     ):
-        super().__init__(num_kv_heads, head_dim, capacity, budget, KeyChannelIndex(channels), tiers)
+        super().__init__(num_kv_heads, head_dim, capacity, budget, KeyChannelIndex(channels), tiers, readers)
         self.index.keys = self.k
 
     @override

@@ -551,7 +551,7 @@ class KeyChannels(Index):
     """Scores by the first `channels` of the keys (None: all), over the group or, `together`, over all query heads."""
 
     channels: int | None
-    pooling: Pooling
+    pooling: HeadPooling
     together: bool = False
 
     @override
@@ -572,6 +572,7 @@ class KeyChannelsOverSlots(ScoredIndex):
     needs_newest = False
 
     def __init__(self, slots: BatchSlots, of: KeyChannels):
+        assert of.pooling != "none", "query heads that choose alone are served phase after phase"
         self.slots, self.pooling = slots, of.pooling
         self.keys, self.rows = slots.rows.k[..., : of.channels], 1 if of.together else slots.rows.k.shape[1]
 

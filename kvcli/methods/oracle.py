@@ -1,0 +1,48 @@
+"""Oracle: the tokens of the largest attention weights, found by reading every key (the ceiling of a selection).
+
+No method can choose better tokens at a budget, for the weights themselves choose: each query head attends to the
+`budget` tokens whose exact q.k is largest. It saves nothing, since a step reads all keys. Measure others by it.
+
+Decided: each query head chooses for itself, as the attention of a model does; with `pooling` the heads of a KV head
+choose together, which is the ceiling of methods that choose so. Neither sink nor window is kept, only the newest token.
+In the counters one token of one KV head is a page of size 1.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from kvcli.kernels.group_pooling import HeadPooling
+from kvcli.kv.tokens import ChannelScoredCache
+from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.contract import Method
+from kvcli.methods.step import KeyChannels, StepPlan
+from kvcli.models.geometry import LayerGeometry
+
+
+class OracleConfig(TokenConfig):
+    """Settings of the oracle."""
+
+    pooling: HeadPooling = setting("none", "how scores are pooled over a KV head's query heads; none: each alone")
+
+
+class Oracle(Method[OracleConfig, ChannelScoredCache]):
+    """Selects by exact scores at every step."""
+
+    Config = OracleConfig
+    title = "the tokens of the largest attention weights: a ceiling to measure by"
+    paper = "no paper"
+    long_generation = True
+    offloads = False
+    group_consistent = False
+    device_memory = "O(L)"
+
+    def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
+        """Keep everything on the device; all channels of a key are read."""
+        shape, readers = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.readers(layer)
+        return ChannelScoredCache(*shape, self.config.tokens, layer.head_dim, self.context.tiers, readers)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(KeyChannels(None, self.config.pooling))

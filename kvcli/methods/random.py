@@ -1,0 +1,83 @@
+"""Random: tokens by chance, anew at every step (the floor of a selection).
+
+A method that chooses no better than this has learned nothing from queries and keys. Sink and window are kept as in
+streaming, so that what is measured is the choice between them; with `sink = 0` and `window = 1` all is chance.
+
+Decided: what is drawn depends on `seed`, the layer and the length alone, so that a run can be repeated and resumed. The
+query heads of a KV head read the same tokens. In the counters one token of one KV head is a page of size 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import Tiers
+from kvcli.kv.tokens import ChannelScoredCache, TokenBudget
+from kvcli.methods.config import TokenConfig, setting
+from kvcli.methods.contract import Method
+from kvcli.methods.step import BatchSlots, Index, StepIndex, StepPlan
+from kvcli.models.geometry import LayerGeometry
+
+
+class RandomConfig(TokenConfig):
+    """Settings of the floor."""
+
+    sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)
+    window: int = setting(64, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
+    seed: int = setting(0, "same seed, same tokens", ge=0)
+
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return False  # numbers are drawn on the host
+
+
+class DrawnTokenCache(ChannelScoredCache):
+    """On the device: k, v [Hk, capacity, d] of every token of a `layer`, and nothing to choose by."""
+
+    def __init__(self, layer: int, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, tiers: Tiers):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, head_dim, tiers)
+        self.layer = layer
+
+
+class Random(Method[RandomConfig, DrawnTokenCache]):
+    """Selects by chance at every step."""
+
+    Config = RandomConfig
+    title = "tokens by chance: a floor to measure by"
+    paper = "no paper"
+    long_generation = True
+    offloads = False
+    group_consistent = True
+    device_memory = "O(L)"
+
+    def new_cache(self, layer: LayerGeometry) -> DrawnTokenCache:
+        """Keep everything on the device."""
+        shape = layer.num_kv_heads, layer.head_dim, self.context.capacity
+        return DrawnTokenCache(layer.index, *shape, self.config.tokens, self.context.tiers)
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(Chance(self.config.seed))
+
+
+@dataclass(frozen=True)
+class Chance(Index):
+    """Scores that are drawn, evenly from 0 to 1."""
+
+    seed: int
+
+    @override
+    def scores(self, cache: DrawnTokenCache, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, cache.layer, cache.length)))
+        return torch.rand(cache.k.shape[0], len(candidates), generator=generator).to(q.device)
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> StepIndex:
+        raise NotImplementedError("numbers are drawn on the host, phase after phase")
