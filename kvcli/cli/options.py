@@ -1,217 +1,109 @@
-"""Options of the commands: how one is declared, those that several commands have, and how values are read.
-
-Where an option means the same in several commands, its name, help and environment variable stand here once; its default
-stands in the command.
-"""
+"""How commands take options: groups of `kvcli.inputs.options` as Typer has them, and what is made of their values."""
 
 from __future__ import annotations
 
-import math
-import re
+import inspect
+import os
+import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from kvcli.errors import usage_error
-from kvcli.sizes import parse_count, parse_count_or_share
+from kvcli.inputs.options import Compared, MethodOptions, Offered, Some, made, offered, positive_count, token_budget
 
 if TYPE_CHECKING:
+    from kvcli.inputs.options import Input, Template
+    from kvcli.inputs.profiles import Profile
+    from kvcli.inputs.prompts import FailedPrompt, Prompt
     from kvcli.inputs.variants import Variant
 
 T = TypeVar("T")
 
 
-class Panel:
-    """A part of a command's help, and how options are declared in it."""
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a function of groups be a command: each group's options stand in its place, in the order of its parameters.
 
-    def __init__(self, title: str, env: bool = False):
-        self._title = title
-        self._env = env
-        """Whether KVCLI_NAME sets an option, after its first long name."""
+    `Some` beside a group picks options of it. A group that may be None is None without the option that it needs.
+    """
+    groups: dict[str, tuple[type, list[Offered]]] = {}
+    parameters, hints = [], {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name == "return":
+            continue
+        if hint is typer.Context:
+            hints[name] = hint
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+            continue
+        bare, some = get_args(hint) if get_origin(hint) is Annotated else (hint, Some())
+        optional = get_origin(bare) in (Union, types.UnionType)
+        group = get_args(bare)[0] if optional else bare
+        groups[name] = group, list(some(offered(group)))
+        for each in groups[name][1]:
+            default, hints[each.name] = _in_typer(each, optional)
+            parameters.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default))
 
-    def option(
-        self,
-        names: str,
-        metavar: str | None,
-        help: str,
-        parser: Callable[[object], object] | None = None,
-        *,
-        env: bool | None = None,
-        **settings: Any,
-    ) -> Any:
-        """Declare an option: its names, what stands for its value, what it means, and what reads the value."""
-        long = next(name for name in names.split() if name.startswith("--")).split("/")[0]
-        variable = "KVCLI_" + long[2:].replace("-", "_").upper()
-        return typer.Option(
-            *names.split(),
-            metavar=metavar,
-            help=help,
-            parser=parser,
-            rich_help_panel=self._title,
-            envvar=variable if (self._env if env is None else env) else None,
+    def called(**given: Any) -> None:
+        values: dict[str, Any] = {}
+        listed = [each for _, picked in groups.values() for each in picked]
+        _require_text({each.option.utf8: given[each.name] for each in listed if each.option.utf8 is not None})
+        for name, (group, picked) in groups.items():
+            values[name] = made(group, picked, given)
+        own = {name: value for name, value in given.items() if hints[name] is typer.Context}
+        function(**own, **values)
+
+    called.__doc__, called.__name__, called.__module__ = function.__doc__, function.__name__, function.__module__
+    called.__annotations__ = hints
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+    )
+    return called
+
+
+def _in_typer(each: Offered, optional: bool) -> tuple[Any, Any]:
+    """Give the default and the annotation of an option."""
+    option, kind, default = each.option, each.type, each.default
+    if default is ...:
+        default, kind = (None, kind | None) if optional else (inspect.Parameter.empty, kind)
+    if kind == tuple[str, ...]:
+        default, kind = (None, list[str] | None) if default == () else (default, list[str])
+    if option.make is not None:
+        default, kind = None, str | None
+    if not option.names:
+        return default, Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help, show_default=False)]
+    settings: dict[str, Any] = {} if option.show is True else {"show_default": option.show}
+    return default, Annotated[
+        kind,
+        typer.Option(
+            *option.names,
+            metavar=option.metavar,
+            help=option.help,
+            parser=option.read,
+            rich_help_panel=option.panel,
+            envvar="KVCLI_" + option.long[2:].replace("-", "_").upper() if option.env else None,
             show_envvar=False,
+            autocompletion=option.complete,
+            hidden=option.hidden,
             **settings,
-        )
-
-    def flag(self, names: str, help: str, *, env: bool | None = None) -> Any:
-        """Declare an option that takes no value."""
-        return self.option(names, "", help, env=env)
+        ),
+    ]
 
 
-MODEL, METHOD, SAMPLING = Panel("Model", env=True), Panel("Method", env=True), Panel("Sampling", env=True)
-METHODS, OUTPUT = Panel("Methods"), Panel("Output")
-
-
-def at_least(least: int, read: Callable[[str], float]) -> Callable[[object], Any]:
-    """Make what reads a value by `read` and refuses one below `least`."""
-
-    def reads(text: object) -> float:
-        if (value := read(str(text))) < least:
-            raise ValueError(f"{text} is not at least {least}")
-        return value
-
-    return reads
-
-
-def whole(text: object) -> int:
-    """Read a whole number."""
-    try:
-        return int(str(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
-
-
-def number(text: object) -> float:
-    """Read a finite number."""
-    try:
-        value = float(str(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a finite number")
-    return value
-
-
-def positive(text: object) -> float:
-    """Read a finite number above zero."""
-    if (value := number(text)) <= 0:
-        raise ValueError(f"{text} is not above 0")
-    return value
-
-
-positive_count = at_least(1, parse_count)
-"""Reads a count of at least one: 512, 32K, 1M."""
-token_budget = at_least(1, parse_count_or_share)
-"""Reads a count as `positive_count` does, or a share of the prompt: 20%."""
-
-
-def device_name(text: object) -> str:
-    """Read where to run; whether there are such devices is found out later."""
-    if re.fullmatch(r"auto|(cpu|cuda(:[0-9]{1,4})?)(,(cpu|cuda:[0-9]{1,4}))*", str(text)) is None:
-        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N, nor several as in cuda:0,cuda:1")
-    return str(text)
-
-
-def output_file(text: object) -> Path | None:
-    """Read what -o names: - is stdout, as if the option were not given."""
-    return None if str(text) == "-" else Path(str(text))
-
-
-def complete_methods(incomplete: str) -> list[str]:
-    """Names of methods for a shell's completion."""
-    from kvcli.methods import method_names
-
-    return [name for name in method_names() if name.startswith(incomplete)]
-
-
-def complete_profiles(incomplete: str) -> list[str]:
-    """Names of profiles for a shell's completion."""
-    from kvcli.inputs.profiles import profile_names
-
-    return [name for name in profile_names() if name.startswith(incomplete)]
-
-
-def require_text(values: Mapping[str, Iterable[str | None] | None]) -> None:
+def _require_text(values: Mapping[str, Any]) -> None:
     """Refuse what is no UTF-8 text: Python keeps other bytes of a command line as lone surrogates.
 
     Raises:
         KvcliError: names the option of such a value (usage).
     """
-    for option_name, given_values in values.items():
-        for value in given_values or ():
-            if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
+    for name, value in values.items():
+        for text in [value] if isinstance(value, str) else value or ():
+            if any("\ud800" <= character <= "\udfff" for character in text):
                 hint = "check the encoding of the terminal or script"
-                raise usage_error(f"{option_name} holds bytes that are not UTF-8 text", hint)
-
-
-def device(panel: Panel) -> Any:
-    """Declare --device."""
-    return panel.option(
-        "--device",
-        "NAME",
-        "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.",
-        device_name,
-        env=True,
-    )
-
-
-Model = Annotated[
-    str | None,
-    MODEL.option(
-        "--model -m",
-        "DIR|ID",
-        "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
-    ),
-]
-Device = Annotated[str, device(MODEL)]
-DType = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32"],
-    MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."),
-]
-Weights = Annotated[
-    Literal["auto", "int8", "int4", "fp8"],
-    MODEL.option("--weights", "NAME", "Weights: auto as the files hold them; int8, int4 and fp8 quantise on loading."),
-]
-LoadFormat = Annotated[
-    Literal["auto", "dummy"],
-    MODEL.option("--load-format", None, "dummy makes random weights up, of a shape or a config.json."),
-]
-Offline = Annotated[bool, MODEL.flag("--offline", "Use local files only, never the hub.")]
-
-# Several methods side by side.
-Methods = Annotated[str | None, METHODS.option("--method", "A,B", "Methods, comma-separated; full,freekv by default.")]
-Profiles = Annotated[
-    str | None,
-    METHODS.option("--profile", "A,B", "Profiles beside them: names, files, or a set (paper-freekv)."),
-]
-Budgets = Annotated[
-    str | None, METHODS.option("--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt.")
-]
-KVDType = Annotated[
-    Literal["auto", "int8", "int4"] | None,
-    METHODS.option("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4."),
-]
-Ablate = Annotated[bool, METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")]
-Settings = Annotated[
-    list[str] | None, METHODS.option("--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
-]
-
-Temperature = Annotated[
-    float, SAMPLING.option("--temperature", "T", "0 takes the likeliest token, more is more random.", number)
-]
-TopP = Annotated[
-    float, SAMPLING.option("--top-p", "P", "Draw from the likeliest tokens that hold this probability, 0 to 1.", number)
-]
-NumSamples = Annotated[int, SAMPLING.option("--num-samples", "N", "Texts to draw for each prompt.", whole)]
-
-AsJson = Annotated[bool, OUTPUT.flag("--json", "One JSON object instead of text.")]
-Output = Annotated[Path | None, OUTPUT.option("--output -o", "FILE", "Write to FILE instead of stdout.", output_file)]
-Html = Annotated[Path | None, OUTPUT.option("--html", "FILE", "Also write a page with charts, one offline file.")]
-Trace = Annotated[Path | None, OUTPUT.option("--trace", "FILE", "Write spans as Chrome trace JSON.")]
-Quiet = Annotated[bool, OUTPUT.flag("--quiet -q", "Only the result: no progress or notes.", env=True)]
-Debug = Annotated[bool, OUTPUT.flag("--debug", "Show the traceback of an error.", env=True)]
+                raise usage_error(f"{name} holds bytes that are not UTF-8 text", hint)
 
 
 def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
@@ -248,19 +140,13 @@ def distinct(text: str | None, name: str) -> list[int]:
     return list(dict.fromkeys(each(text, name, positive_count)))
 
 
-def compared(
-    method: str | None,
-    profile: str | None,
-    settings: Iterable[str] | None,
-    budget: str | None = None,
-    kv_dtype: str | None = None,
-) -> list[Variant]:
+def compared(chosen: Compared) -> list[Variant]:
     """Resolve the methods and profiles that are set side by side: full and freekv where none is named."""
     from kvcli.inputs.variants import variants
 
-    methods, profiles = names(method, "--method"), names(profile, "--profile")
-    budgets = each(budget, "--budget", token_budget)
-    wanted = assignments(settings or ()) | ({} if kv_dtype is None else {"kv_dtype": kv_dtype})
+    methods, profiles = names(chosen.method, "--method"), names(chosen.profile, "--profile")
+    budgets = each(chosen.budget, "--budget", token_budget)
+    wanted = assignments(chosen.settings) | ({} if chosen.kv_dtype is None else {"kv_dtype": chosen.kv_dtype})
     return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, wanted)
 
 
@@ -279,3 +165,72 @@ def by_precedence(context: typer.Context, values: Mapping[str, Any]) -> dict[str
 def _source(context: typer.Context, name: str) -> str:
     source = context.get_parameter_source(name)
     return source.name if source is not None else "DEFAULT"
+
+
+def profile_of(context: typer.Context, chosen: MethodOptions) -> Profile:
+    """Resolve method, profile and settings; what the command line says counts more than the environment."""
+    from kvcli.inputs.profiles import known_settings, resolve_profile
+
+    named = by_precedence(context, {"method": chosen.method, "profile": chosen.profile})
+    explicit = given(context, named)
+    if len(explicit) == 1:  # --method quest beats KVCLI_PROFILE=freekv instead of contradicting it
+        named = {name: named[name] for name in explicit}
+    overrides = assignments(chosen.settings)
+    direct = by_precedence(context, chosen.short())
+    by_set = bool(given(context, ["set"]))
+    twice = [key for key in given(context, direct) if key in overrides and by_set]
+    if twice:
+        raise usage_error(f"{twice[0]} is set twice, by --set and by its own option", "leave one out")
+    # A default from the environment is meant for the methods that have the setting.
+    known = known_settings(**named)
+    direct = {key: value for key, value in direct.items() if key in known or key in given(context, direct)}
+    layers = (direct, overrides) if by_set else (overrides, direct)
+    return resolve_profile(**named, overrides={**layers[0], **layers[1]})
+
+
+def read_entries(given: Input, kv: Path | None) -> list[Prompt | FailedPrompt]:
+    """Read documents and questions, and ask every question on every document.
+
+    Without files, what the directory `kv` is of is the document; without that, the questions stand alone.
+
+    Raises:
+        KvcliError: something cannot be read, or there is nothing to read (usage).
+    """
+    from kvcli.inputs.prompts import STDIN, Prompt, ask, read_prompts, read_questions
+
+    files, first = given.files, given.question_first
+    if given.questions == STDIN and STDIN in files:
+        raise usage_error("standard input (-) is named twice", "name it once")
+    asked = read_questions(given.prompts, given.questions)
+    if not files and kv is not None:
+        from kvcli.runtime.saved.manifest import read_manifest
+
+        saved = read_manifest(kv).asked
+        return ask([Prompt(saved.source, saved.text)], asked, first)
+    if not files and asked:
+        return [Prompt("prompt", each.text, id=each.id) for each in asked]
+    return ask(read_prompts(files), asked, first)
+
+
+def template_of(context: typer.Context, asked: Template, kv: Path | None, settled: bool = False) -> Template:
+    """Give how prompts become conversations: as asked, or as those of the directory `kv` where nothing is `settled`.
+
+    Raises:
+        KvcliError: `kv` is no directory of saved KV (usage).
+    """
+    if kv is None or settled or given(context, ["system", "raw", "chat_template_kwargs"]):
+        return asked
+
+    from kvcli.runtime.saved.manifest import read_manifest
+
+    saved = read_manifest(kv).asked
+    return replace(asked, system=saved.system, raw=saved.raw, kwargs=saved.chat_template_kwargs)
+
+
+def hush_libraries(verbose: bool) -> None:
+    """Keep the libraries' own warnings and bars off stderr, unless asked; to be called before they are imported."""
+    if verbose:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore")

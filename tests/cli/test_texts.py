@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from kvcli.cli.texts import SequenceWriter, StdoutLost, texts
+from kvcli.cli.presentation import SequenceWriter, StdoutLost, texts
 from kvcli.telemetry.report import Memory, Report, Sequence
 
 

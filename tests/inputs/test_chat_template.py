@@ -6,7 +6,7 @@ from families import tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs import chat_template
-from kvcli.inputs.chat_template import render_chat_template
+from kvcli.inputs.encoding import render_chat_template
 
 CONVERSATION = [{"role": "user", "content": "the fox"}]
 

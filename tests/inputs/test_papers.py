@@ -3,8 +3,7 @@
 import pytest
 
 from kvcli.errors import KvcliError
-from kvcli.inputs.papers import paper_names, read_paper
-from kvcli.inputs.variants import variants
+from kvcli.inputs.variants import paper_names, read_paper, variants
 from kvcli.sizes import Share
 
 

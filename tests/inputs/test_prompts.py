@@ -5,7 +5,8 @@ import pytest
 from families import tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.encoding import encode, encode_question
+from kvcli.inputs.options import Template
 from kvcli.inputs.prompts import FailedPrompt, Prompt, read_document, read_prompts
 
 

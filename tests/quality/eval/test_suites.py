@@ -7,7 +7,7 @@ from families import tiny_checkpoint
 
 from kvcli.cli.options import compared
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.suites import suites, table_suite
+from kvcli.inputs.variants import suites, table_suite
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.suite import EvaluationPlan
