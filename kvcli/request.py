@@ -173,7 +173,7 @@ def request_of(
     Raises:
         KvcliError: a document is empty, a name is unknown, a value is bad (usage).
     """
-    groups = {group: take(group, given, names) for group, names in GENERATION.items()}
+    groups: dict[type, Any] = {group: take(group, given, names) for group, names in GENERATION.items()}
     named, asked, stepping = (groups[group] for group in (MethodOptions, Input, Stepping))
     if not texts or not all(text.strip() for text in texts):
         raise usage_error("a document is empty" if texts else "no document", "give some text")

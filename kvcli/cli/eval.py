@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -124,7 +124,7 @@ def evaluate(
         profile = chosen.profile or (None if chosen.method else suite.profile)
         chosen = replace(chosen, profile=profile, budget=chosen.budget or (",".join(suite.budgets) or None))
         max_length, max_tokens = max_length or suite.max_length, max_tokens or suite.max_tokens
-        drawn = {"temperature": suite.temperature, "top_p": suite.top_p}
+        drawn: dict[str, Any] = {"temperature": suite.temperature, "top_p": suite.top_p}
         sampling = replace(sampling, **{name: drawn[name] for name in drawn.keys() - given(context, drawn)})
     variants = compared(chosen)
     if chosen.ablate:

@@ -1,4 +1,4 @@
-"""From prompts to token ids, through the chat template of a tokenizer: a program, run with bounds on time and memory."""
+"""From prompts to token ids, through a tokenizer's chat template: a program, run with bounds on time and memory."""
 
 from __future__ import annotations
 

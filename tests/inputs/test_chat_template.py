@@ -5,7 +5,7 @@ import pytest
 from families import tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs import chat_template
+from kvcli.inputs import encoding
 from kvcli.inputs.encoding import render_chat_template
 
 CONVERSATION = [{"role": "user", "content": "the fox"}]
@@ -39,7 +39,7 @@ def test_the_conversation_and_the_variables_reach_the_template():
     ],
 )  # fmt: skip
 def test_a_template_that_fails_is_one_line(monkeypatch, template, words):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    monkeypatch.setattr(encoding, "SECONDS", 0.5)
     with pytest.raises(KvcliError) as raised:
         rendered(template)
     assert words in raised.value.what
