@@ -13,31 +13,11 @@ import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
-from kvcli.cli.options import command, hush_libraries, profile_of
+from kvcli.cli.command import command, hush_libraries, profile_of
 from kvcli.cli.output import check_files, progress, write_result
 from kvcli.cli.process import handled_by
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.options import (
-    INPUT,
-    OUTPUT,
-    DiskOptions,
-    KVOptions,
-    MethodOptions,
-    ModelOptions,
-    Output,
-    Panel,
-    Sampling,
-    Some,
-    Template,
-    argument,
-    at_least,
-    group,
-    number,
-    output_file,
-    positive,
-    positive_count,
-    whole,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.batch.on_ray import Cluster
@@ -47,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.models.loading import ModelSpec
     from kvcli.ui.console import BatchDisplay
 
-_ROWS, _MACHINES = Panel("Rows"), Panel("Machines")
+_ROWS, _MACHINES = options.Panel("Rows"), options.Panel("Machines")
 
 
 class _WithDefault(TyperGroup):
@@ -61,30 +41,27 @@ class _WithDefault(TyperGroup):
 
 def share(text: object) -> float:
     """Read a part of a whole: above 0, at most 1."""
-    if (value := positive(text)) > 1:
+    if (value := options.positive(text)) > 1:
         raise ValueError(f"{text} is above 1")
     return value
 
 
-@group
+@options.group
 class Files:
     """Where rows come from, where results go, and the question of rows that have none."""
 
-    source: str = argument(
-        ...,
-        *("IN", "A file of rows (.jsonl, .jsonl.gz, .jsonl.zst; - is standard input) or a folder of documents."),
+    source: str = options.argument(
+        ..., "IN", "A file of rows (.jsonl, .jsonl.gz, .jsonl.zst; - is standard input) or a folder of documents."
     )
-    output: Path | None = OUTPUT(
-        None,
-        *("--output -o", "OUT.jsonl", "Write results to OUT, and go on from it when run again."),
-        output_file,
+    output: Path | None = options.OUTPUT(
+        None, "--output -o", "OUT.jsonl", "Write results to OUT, and go on from it when run again.", options.output_file
     )
-    prompt: str | None = INPUT(
+    prompt: str | None = options.INPUT(
         None, "--prompt -p", "TEXT", "Question on documents without one of their own.", env=False, utf8="-p"
     )
 
 
-@group
+@options.group
 class Rows:
     """Which rows are done, and how many together."""
 
@@ -92,7 +69,7 @@ class Rows:
     overwrite: bool = _ROWS.flag("--overwrite", "Do rows again whose text or options changed, instead of refusing OUT.")
     retry_errors: bool = _ROWS.flag("--retry-errors", "Do rows again that failed.")
     max_inflight: int = _ROWS(
-        16, "--max-inflight", "N", "Rows decoded together, as far as memory holds them.", positive_count
+        16, "--max-inflight", "N", "Rows decoded together, as far as memory holds them.", options.positive_count
     )
     prefill_share: float = _ROWS(
         0.8,
@@ -101,11 +78,15 @@ class Rows:
         share,
     )
     grace: float = _ROWS(
-        20.0, "--grace", "SECONDS", "After Ctrl-C or SIGTERM, time for rows in flight to end.", at_least(0, number)
+        20.0,
+        "--grace",
+        "SECONDS",
+        "After Ctrl-C or SIGTERM, time for rows in flight to end.",
+        options.at_least(0, options.number),
     )
 
 
-@group
+@options.group
 class Machines:
     """Who else does rows."""
 
@@ -118,21 +99,21 @@ class Machines:
         "local", "--engine", None, "ray runs a shard by each of several workers, and joins their files."
     )
     workers: int | None = _MACHINES(
-        None, "--workers", "N", "For ray; by default as many as there are GPUs.", positive_count
+        None, "--workers", "N", "For ray; by default as many as there are GPUs.", options.positive_count
     )
     gpus_per_worker: float | None = _MACHINES(
-        None, "--gpus-per-worker", "N", "For ray; by default 1.", at_least(0, number)
+        None, "--gpus-per-worker", "N", "For ray; by default 1.", options.at_least(0, options.number)
     )
     address: str | None = _MACHINES(None, "--address", "HOST:PORT", "A Ray cluster; by default one is started here.")
 
 
-@group
-class Logs:
-    """How a run is watched from elsewhere."""
+@options.group
+class Watched(options.Output):
+    """How a run is watched, also from elsewhere."""
 
-    log_json: bool = OUTPUT.flag("--log-json", "A line of JSON a minute on stderr, instead of the display.")
-    metrics_port: int | None = OUTPUT(
-        None, "--metrics-port", "PORT", "Serve metrics to Prometheus.", at_least(1, whole)
+    log_json: bool = options.OUTPUT.flag("--log-json", "A line of JSON a minute on stderr, instead of the display.")
+    metrics_port: int | None = options.OUTPUT(
+        None, "--metrics-port", "PORT", "Serve metrics to Prometheus.", options.at_least(1, options.whole)
     )
 
 
@@ -140,16 +121,15 @@ class Logs:
 def run(
     context: typer.Context,
     files: Files,
-    template: Template,
+    template: options.Template,
     rows: Rows,
-    kv: Annotated[KVOptions, Some("kv_cache kv_cache_size")],
-    model: ModelOptions,
-    method: Annotated[MethodOptions, Some("method profile set kv_dtype")],
-    disk: DiskOptions | None,
-    sampling: Sampling,
+    kv: Annotated[options.KVOptions, options.Some("kv_cache kv_cache_size")],
+    model: options.ModelOptions,
+    method: Annotated[options.MethodOptions, options.Some("method profile set kv_dtype")],
+    disk: options.DiskOptions | None,
+    sampling: options.Sampling,
     machines: Machines,
-    logs: Logs,
-    shown: Annotated[Output, Some("quiet debug")],
+    shown: Annotated[Watched, options.Some("log_json metrics_port quiet debug")],
 ) -> None:
     """Run a file of prompts; only rows in flight are ever lost.
 
@@ -210,7 +190,7 @@ def run(
     end = Stop(rows.grace)
     with handled_by(lambda number, _: end.ask(number)):
         try:
-            code = _run(model.spec(), request, end, cluster, shown.quiet, logs)
+            code = _run(model.spec(), request, end, cluster, shown)
         except KeyboardInterrupt:
             if end.signal is None:
                 raise
@@ -224,8 +204,7 @@ def _run(
     request: BatchRequest,
     stop: Stop,
     cluster: Cluster | None,
-    quiet: bool,
-    logs: Logs,
+    shown: Watched,
 ) -> int:
     """Run a batch with those that watch it; returns the exit code."""
     from kvcli.batch.on_ray import run_on_ray
@@ -234,14 +213,14 @@ def _run(
     from kvcli.ui import console
 
     tally = Tally()
-    with progress(quiet, demo=spec.name is None) as observer:
-        display = console.BatchDisplay(quiet or logs.log_json, observer.console)
-        with _watched(tally, display, logs):
+    with progress(shown.quiet, demo=spec.name is None) as observer:
+        display = console.BatchDisplay(shown.quiet or shown.log_json, observer.console)
+        with _watched(tally, display, shown):
             if cluster is None:
                 run_batch(spec, request, observer, tally, stop)
             else:
                 run_on_ray(spec, request, cluster, observer, tally, stop)
-    if not quiet:
+    if not shown.quiet:
         console.print_batch_summary(tally.progress())
     found = tally.progress()
     if stop.signal is not None and found.ended < found.total:
@@ -251,16 +230,16 @@ def _run(
 
 
 @contextmanager
-def _watched(tally: Tally, display: BatchDisplay, logs: Logs) -> Iterator[None]:
+def _watched(tally: Tally, display: BatchDisplay, shown: Watched) -> Iterator[None]:
     """Within, show how a batch gets on: on the terminal or as lines of JSON, and to Prometheus."""
     from kvcli.batch.tally import Regularly, json_log
 
-    tally.watchers.append(Regularly(60, json_log(sys.stderr)) if logs.log_json else Regularly(0.2, display.show))
+    tally.watchers.append(Regularly(60, json_log(sys.stderr)) if shown.log_json else Regularly(0.2, display.show))
     stop_serving: Callable[[], None] = lambda: None  # noqa: E731
-    if logs.metrics_port is not None:
+    if shown.metrics_port is not None:
         from kvcli.batch.metrics import serve
 
-        stop_serving = serve(tally, logs.metrics_port)
+        stop_serving = serve(tally, shown.metrics_port)
     try:
         yield
     finally:
@@ -268,25 +247,27 @@ def _watched(tally: Tally, display: BatchDisplay, logs: Logs) -> Iterator[None]:
         stop_serving()
 
 
-@group
+@options.group
 class Shards:
     """The files of shards."""
 
-    source: str = argument(..., "IN", "The rows, as the shards were given them.")
-    output: Path = OUTPUT(..., "--output -o", "OUT.jsonl", "As the shards were given it: their files lie beside it.")
+    source: str = options.argument(..., "IN", "The rows, as the shards were given them.")
+    output: Path = options.OUTPUT(
+        ..., "--output -o", "OUT.jsonl", "As the shards were given it: their files lie beside it."
+    )
 
 
-@group
+@options.group
 class Results:
     """The file of a run."""
 
-    output: Path = argument(..., "OUT", "The file that -o was given, with or without --shard.")
+    output: Path = options.argument(..., "OUT", "The file that -o was given, with or without --shard.")
 
 
 @command
 def merge(
     files: Shards,
-    shown: Annotated[Output, Some("quiet debug")],
+    shown: Annotated[options.Output, options.Some("quiet debug")],
 ) -> None:
     """Join the files of shards into one, in the order of the rows.
 
@@ -309,7 +290,7 @@ def merge(
 @command
 def status(
     results: Results,
-    shown: Annotated[Output, Some("json debug")],
+    shown: Annotated[options.Output, options.Some("json debug")],
 ) -> None:
     """Show how a batch gets on, from another terminal.
 

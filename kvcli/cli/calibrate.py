@@ -8,44 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.options import assignments, command, each
+from kvcli.cli.command import assignments, command, each
 from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode, usage_error
-from kvcli.inputs.options import (
-    ModelOptions,
-    Output,
-    Panel,
-    Some,
-    argument,
-    at_least,
-    group,
-    number,
-    positive_count,
-    whole,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
 
-_TEXT, _METHOD = Panel("Text"), Panel("Method")
+_TEXT, _METHOD = options.Panel("Text"), options.Panel("Method")
 
 
-@group
+@options.group
 class Text:
     """What is to be found, and on which text."""
 
-    target: str = argument(
-        ...,
-        *("TARGET", "What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca)."),
+    target: str = options.argument(
+        ..., "TARGET", "What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca)."
     )
-    files: tuple[str, ...] = argument((), "[FILE]...", "Text to find it on; built-in text without.")
-    length: int = _TEXT(4096, "--length", "TOKENS", "Of a prompt.", positive_count)
-    steps: int = _TEXT(64, "--steps", "N", "Tokens that follow a prompt and are compared one by one.", positive_count)
-    samples: int = _TEXT(16, "--samples", "N", "Passages, at most.", positive_count)
-    seed: int = _TEXT(0, "--seed", "N", "Same seed, same built-in text.", whole, env=True)
+    files: tuple[str, ...] = options.argument((), "[FILE]...", "Text to find it on; built-in text without.")
+    length: int = _TEXT(4096, "--length", "TOKENS", "Of a prompt.", options.positive_count)
+    steps: int = _TEXT(
+        64, "--steps", "N", "Tokens that follow a prompt and are compared one by one.", options.positive_count
+    )
+    samples: int = _TEXT(16, "--samples", "N", "Passages, at most.", options.positive_count)
+    seed: int = _TEXT(0, "--seed", "N", "Same seed, same built-in text.", options.whole, env=True)
 
 
-@group
+@options.group
 class Wanted:
     """The method, what is tried of its settings, and how close it has to stay."""
 
@@ -60,7 +50,7 @@ class Wanted:
     max_loss: float = _METHOD(
         0.01,
         *("--max-loss", "NATS", "KL divergence that a setting may add, two standard errors included."),
-        at_least(0, number),
+        options.at_least(0, options.number),
     )
     per_layer: bool = _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")
 
@@ -68,11 +58,11 @@ class Wanted:
 @command
 def calibrate(
     text: Text,
-    model: ModelOptions,
+    model: options.ModelOptions,
     wanted: Wanted,
     output: Annotated[
-        Output,
-        Some(
+        options.Output,
+        options.Some(
             "output json html quiet debug",
             output={"metavar": "FILE.toml", "help": "Write the profile found.", "read": None},
         ),

@@ -12,20 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.options import command, hush_libraries, profile_of, read_entries, template_of
+from kvcli.cli.command import command, hush_libraries, profile_of, read_entries, template_of
 from kvcli.cli.output import check_files, write_result
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.options import (
-    DiskOptions,
-    Input,
-    KVOptions,
-    MethodOptions,
-    ModelOptions,
-    Output,
-    Sampling,
-    Some,
-    Template,
-)
+from kvcli.inputs import options
 from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
@@ -50,28 +40,31 @@ class AnswerStopped(KeyboardInterrupt):
 @command
 def chat(
     context: typer.Context,
-    asked: Annotated[Input, Some("files", files={"help": "Text documents to talk about."})],
-    kv: Annotated[KVOptions, Some("kv", kv={"help": "Begin with a document's saved KV; without FILE, that document."})],
-    template: Template,
-    model: ModelOptions,
+    asked: Annotated[options.Input, options.Some("files", files={"help": "Text documents to talk about."})],
+    kv: Annotated[
+        options.KVOptions,
+        options.Some("kv", kv={"help": "Begin with a document's saved KV; without FILE, that document."}),
+    ],
+    template: options.Template,
+    model: options.ModelOptions,
     method: Annotated[
-        MethodOptions,
-        Some(
+        options.MethodOptions,
+        options.Some(
             "method profile set budget kv_dtype",
             budget={"help": "Tokens attended per layer and KV head, as in 2K or 20%.", "show": True},
         ),
     ],
-    disk: Annotated[DiskOptions | None, Some("kv_disk", kv_disk={"help": "", "hidden": True})],
+    disk: Annotated[options.DiskOptions | None, options.Some("kv_disk", kv_disk={"help": "", "hidden": True})],
     sampling: Annotated[
-        Sampling,
-        Some(
+        options.Sampling,
+        options.Some(
             "max_tokens temperature top_p top_k min_p seed stop",
             max_tokens={"default": 1024, "help": "Longest answer, as in 256 or 16K."},
         ),
     ],
     output: Annotated[
-        Output,
-        Some(
+        options.Output,
+        options.Some(
             "json output quiet verbose debug",
             quiet={"help": "Only the answers: no progress or notes."},
             verbose={"help": "Settings and versions in /stats as well."},
@@ -230,7 +223,7 @@ class Session:
         self.console.notice(f"read {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, kept the others")
 
 
-def _documents(asked: Input, kv: Path | None) -> str:
+def _documents(asked: options.Input, kv: Path | None) -> str:
     """All documents as one text, a blank line between two; without files, the one that was saved.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvcli.cli.options import command
+from kvcli.cli.command import command
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
 from kvcli.inputs.options import ModelOptions, Output, Some

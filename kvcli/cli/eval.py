@@ -8,31 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.options import command, compared, each, given, names
+from kvcli.cli.command import command, compared, each, given, names
 from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode
-from kvcli.inputs.options import (
-    OUTPUT,
-    SAMPLING,
-    Compared,
-    DiskOptions,
-    ModelOptions,
-    Output,
-    Panel,
-    Sampling,
-    Some,
-    Template,
-    group,
-    positive_count,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.quality.eval.table import EvaluationTable
 
-_TASKS = Panel("Tasks")
+_TASKS = options.Panel("Tasks")
 
 
-@group
+@options.group
 class Tasks:
     """What is asked."""
 
@@ -43,30 +30,30 @@ class Tasks:
     )
     suite: str | None = _TASKS(None, "--suite", "NAME", "Profiles, budgets and sampling of a paper's main table.")
     length: str | None = _TASKS(None, "--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")
-    depths: int = _TASKS(5, "--depths", "N", "Depths of the needle grid.", positive_count)
+    depths: int = _TASKS(5, "--depths", "N", "Depths of the needle grid.", options.positive_count)
     max_length: int | None = _TASKS(
         None,
         *("--max-length", "TOKENS", "Cut longer prompts in the middle; by default to what the model was made for."),
-        positive_count,
+        options.positive_count,
         show=False,
     )
-    limit: int = _TASKS(20, "--limit", "N", "Documents of each.", positive_count)
+    limit: int = _TASKS(20, "--limit", "N", "Documents of each.", options.positive_count)
 
 
-@group
+@options.group
 class Longest:
     """The length of an answer, which tasks have of their own."""
 
-    max_tokens: int | None = SAMPLING(
-        None, "--max-tokens", "TOKENS", "Longest answer; the task's own by default.", positive_count, show=False
+    max_tokens: int | None = options.SAMPLING(
+        None, "--max-tokens", "TOKENS", "Longest answer; the task's own by default.", options.positive_count, show=False
     )
 
 
-@group
-class Predictions:
-    """Where answers are kept."""
+@options.group
+class Scored(options.Output):
+    """Where results go, and where answers are kept."""
 
-    file: Path | None = OUTPUT(
+    predictions: Path | None = options.OUTPUT(
         None, "--predictions", "FILE", "Keep every answer in FILE as it comes, and go on from it when run again."
     )
 
@@ -75,17 +62,18 @@ class Predictions:
 def evaluate(
     context: typer.Context,
     asked: Tasks,
-    chosen: Annotated[Compared, Some("method profile budget set kv_dtype ablate")],
-    disk: DiskOptions | None,
-    model: ModelOptions,
+    chosen: Annotated[options.Compared, options.Some("method profile budget set kv_dtype ablate")],
+    disk: options.DiskOptions | None,
+    model: options.ModelOptions,
     own: Longest,
     sampling: Annotated[
-        Sampling,
-        Some("temperature top_p top_k min_p seed num_samples", seed={"help": "Same seed, same documents and answers."}),
+        options.Sampling,
+        options.Some(
+            "temperature top_p top_k min_p seed num_samples", seed={"help": "Same seed, same documents and answers."}
+        ),
     ],
-    template: Template,
-    kept: Predictions,
-    output: Annotated[Output, Some("json output html quiet debug")],
+    template: options.Template,
+    output: Annotated[Scored, options.Some("predictions json output html quiet debug")],
 ) -> None:
     """Measure the answers of methods on long-context tasks.
 
@@ -110,7 +98,7 @@ def evaluate(
     141 stdout was closed.
     """
     check_files(
-        {"-o": output.output, "--html": output.html, "--predictions": kept.file},
+        {"-o": output.output, "--html": output.html, "--predictions": output.predictions},
         model,
         documents=[task.removeprefix("ppl:") for task in asked.tasks.split(",")],
         profiles=names(chosen.profile, "--profile"),
@@ -139,14 +127,14 @@ def evaluate(
         model=model.spec(),
         variants=variants,
         tasks=names(asked.tasks, "--tasks"),
-        lengths=each(asked.length, "--length", positive_count),
+        lengths=each(asked.length, "--length", options.positive_count),
         depths=asked.depths,
         limit=asked.limit,
         max_tokens=max_tokens,
         max_length=max_length,
         sampling=sampling,
         template=template,
-        predictions=kept.file,
+        predictions=output.predictions,
         disk=disk,
     )
     with progress(output.quiet, demo=model.model is None) as observer:
@@ -164,7 +152,11 @@ def evaluate(
         writer.file(output.html, page(table))
     writer.finish()
     if not table.complete:
-        where = f"answers so far are in {kept.file}" if kept.file else "no --predictions FILE kept the answers"
+        where = (
+            f"answers so far are in {output.predictions}"
+            if output.predictions
+            else "no --predictions FILE kept the answers"
+        )
         observer.notice(f"interrupted; the table is not complete, {where}")
         raise typer.Exit(ExitCode.INTERRUPTED)
 

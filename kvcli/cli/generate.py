@@ -7,26 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.options import command, given, hush_libraries, profile_of, read_entries, template_of
+from kvcli.cli.command import command, given, hush_libraries, profile_of, read_entries, template_of
 from kvcli.cli.output import check_files
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, usage_error
-from kvcli.inputs.options import (
-    GOING_ON,
-    DiskOptions,
-    Input,
-    Keep,
-    KVOptions,
-    MethodOptions,
-    ModelOptions,
-    Output,
-    Sampling,
-    Some,
-    Stepping,
-    Template,
-    Tracing,
-    group,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.inputs.prompts import FailedPrompt, Prompt
@@ -37,11 +22,11 @@ if TYPE_CHECKING:
 _WITH_RESUME = {"resume", "every", "model", "output", "trace", "json", "quiet", "verbose", "timeline", "stats", "debug"}
 
 
-@group
+@options.group
 class Resume:
     """A run that goes on."""
 
-    directory: Path | None = GOING_ON(
+    directory: Path | None = options.GOING_ON(
         None, "--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."
     )
 
@@ -49,20 +34,20 @@ class Resume:
 @command
 def generate(
     context: typer.Context,
-    asked: Input,
-    template: Template,
-    kv: KVOptions,
-    model: ModelOptions,
-    method: MethodOptions,
-    disk: DiskOptions | None,
-    sampling: Sampling,
-    keep: Keep | None,
+    asked: options.Input,
+    template: options.Template,
+    kv: options.KVOptions,
+    model: options.ModelOptions,
+    method: options.MethodOptions,
+    disk: options.DiskOptions | None,
+    sampling: options.Sampling,
+    keep: options.Keep | None,
     resume: Resume,
-    tracing: Tracing,
-    stepping: Stepping,
+    tracing: options.Tracing,
+    stepping: options.Stepping,
     output: Annotated[
-        Output,
-        Some(
+        options.Output,
+        options.Some(
             "stats json output quiet verbose debug", quiet={"help": "Only the text: no progress, notes or statistics."}
         ),
     ],
@@ -154,7 +139,13 @@ def _take_turns(spec: ModelSpec, request: GenerationRequest, show: Presentation)
     return dialogue.report()
 
 
-def _go_on(context: typer.Context, directory: Path, model: ModelOptions, tracing: Tracing, output: Output) -> ExitCode:
+def _go_on(
+    context: typer.Context,
+    directory: Path,
+    model: options.ModelOptions,
+    tracing: options.Tracing,
+    output: options.Output,
+) -> ExitCode:
     """Go on with the run in `directory`; the text comes from its beginning.
 
     Raises:
@@ -166,13 +157,13 @@ def _go_on(context: typer.Context, directory: Path, model: ModelOptions, tracing
         shown = name if name.startswith("-") else "FILE"
         raise usage_error(f"{shown} does not go with --resume, which takes it from {directory}", "leave it out")
     moved = model.model if given(context, ["model"]) else None
-    check_files({"-o": output.output, "--trace": tracing.trace}, ModelOptions(moved, load_format="dummy"))
+    check_files({"-o": output.output, "--trace": tracing.trace}, options.ModelOptions(moved, load_format="dummy"))
 
     from kvcli.generate import resume
     from kvcli.runtime.checkpoint.kept_run import KeptRun
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
-    kept = KeptRun.open(Keep(directory, context.params["every"]))
+    kept = KeptRun.open(options.Keep(directory, context.params["every"]))
     entries: list[Prompt | FailedPrompt] = [each.prompt for each in kept.prompts if each.prompt is not None]
     show = Presentation(entries, kept.sampling.num_samples, tracing, output)
     spans = Timeline(tracing.trace is not None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.options import command
+from kvcli.cli.command import command
 from kvcli.cli.output import write_stdout
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.options import KVOptions, Output, Some, argument, group

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvcli.cli.options import command
+from kvcli.cli.command import command
 from kvcli.cli.output import check_outputs, write_result
 from kvcli.errors import usage_error
 from kvcli.inputs.options import METHODS, OUTPUT, Output, Some, argument, group
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @group
-class Asked:
+class Listed:
     """What is to be listed."""
 
     name: str | None = argument(None, "NAME", "Show the settings and profiles of this method.")
@@ -25,33 +25,31 @@ class Asked:
 
 
 @group
-class Form:
-    """How the list is written, beside JSON."""
+class Listing(Output):
+    """How the list is written, and where to."""
 
     markdown: bool = OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")
 
 
 @command
 def methods(
-    asked: Asked,
-    output: Annotated[Output, Some("json")],
-    form: Form,
-    file: Annotated[Output, Some("output debug")],
+    asked: Listed,
+    output: Annotated[Listing, Some("json markdown output debug")],
 ) -> None:
     """List the KV-cache methods and what each can do.
 
     kvcli methods freekv
     """
-    name, paper, markdown, as_json = asked.name, asked.paper, form.markdown, output.as_json
+    name, paper, markdown, as_json = asked.name, asked.paper, output.markdown, output.as_json
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
         raise usage_error(f"--markdown is the list as a table, not {other}", "leave one of them out")
     if paper is not None and (name is not None or markdown):
         raise usage_error("--paper lists what a paper ran, not a method's page or a Markdown table", "leave one out")
-    check_outputs({"-o": file.output})
-    to_file = file.output is not None
+    check_outputs({"-o": output.output})
+    to_file = output.output is not None
     text = _text(name, as_json, markdown, to_file) if paper is None else _paper_text(paper, as_json, to_file)
-    write_result(file.output, text)
+    write_result(output.output, text)
 
 
 def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str:

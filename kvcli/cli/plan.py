@@ -6,40 +6,32 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvcli.cli.options import command, compared, distinct, names
+from kvcli.cli.command import command, compared, distinct, names
 from kvcli.cli.output import check_files, progress, write_result
 from kvcli.errors import usage_error
-from kvcli.inputs.options import (
-    Compared,
-    DiskOptions,
-    ModelOptions,
-    Output,
-    Panel,
-    Some,
-    group,
-    positive,
-    positive_count,
-    positive_size,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     import torch
 
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
 
-_RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
+_RUN, _MACHINE = options.Panel("Run"), options.Panel("Machine", env=True)
 
 
-@group
+@options.group
 class Run:
     """The run that is planned."""
 
     context: str = _RUN("32K", "--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")
     batch_size: str = _RUN("1", "--batch-size", "N,...", "Prompts continued together.")
-    max_tokens: int = _RUN(256, "--max-tokens", "TOKENS", "Longest output.", positive_count, env=True)
+    max_tokens: int = _RUN(256, "--max-tokens", "TOKENS", "Longest output.", options.positive_count, env=True)
+    advise: bool = _RUN.flag(
+        "--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it."
+    )
 
 
-@group
+@options.group
 class MachineOptions:
     """What is known of another machine."""
 
@@ -47,44 +39,39 @@ class MachineOptions:
         None, "--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
     )
     device_memory: int | None = _MACHINE(
-        None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", positive_size
+        None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", options.positive_size
     )
     host_memory: int | None = _MACHINE(
         None,
         *("--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk."),
-        positive_size,
+        options.positive_size,
     )
     bandwidth: int | None = _MACHINE(
-        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", positive_size
+        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", options.positive_size
     )
     bus: int | None = _MACHINE(
-        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", positive_size
+        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", options.positive_size
     )
     compute: float | None = _MACHINE(
-        None, "--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", positive
+        None, "--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", options.positive
     )
     disk: int | None = _MACHINE(
-        None, "--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", positive_size
+        None,
+        "--disk",
+        "SIZE",
+        "Free disk for KV below host memory, as in 1TB: a rung of --advise.",
+        options.positive_size,
     )
     disk_rate: int | None = _MACHINE(
-        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", positive_size
-    )
-
-
-@group
-class Advice:
-    """What is searched."""
-
-    advise: bool = _RUN.flag(
-        "--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it."
+        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", options.positive_size
     )
 
 
 @command
 def plan(
     model: Annotated[
-        ModelOptions,
-        Some(
+        options.ModelOptions,
+        options.Some(
             "model dtype weights offline",
             model={
                 "metavar": "NAME",
@@ -93,13 +80,12 @@ def plan(
             },
         ),
     ],
-    chosen: Annotated[Compared, Some("method profile budget set kv_dtype")],
-    kv_disk: Annotated[DiskOptions | None, Some("kv_disk")],
+    chosen: Annotated[options.Compared, options.Some("method profile budget set kv_dtype")],
+    kv_disk: Annotated[options.DiskOptions | None, options.Some("kv_disk")],
     run: Run,
-    place: Annotated[ModelOptions, Some("device", device={"panel": "Machine"})],
+    place: Annotated[options.ModelOptions, options.Some("device", device={"panel": "Machine"})],
     asked: MachineOptions,
-    advice: Advice,
-    output: Annotated[Output, Some("json output quiet debug")],
+    output: Annotated[options.Output, options.Some("json output quiet debug")],
 ) -> None:
     """Plan the memory and the time of a run, and tell whether it fits.
 
@@ -114,7 +100,7 @@ def plan(
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
-    file, advise, gpu = output.output, advice.advise, asked.gpu
+    file, advise, gpu = output.output, run.advise, asked.gpu
     shape = replace(model, device=place.device, load_format="dummy")
     check_files({"-o": file}, shape, profiles=names(chosen.profile, "--profile"), settings=chosen.settings)
     if advise and chosen.method is None and chosen.profile is None:
@@ -186,7 +172,7 @@ def plan(
     write_result(file, text)
 
 
-def _subject_and_machine(model: ModelOptions, told: dict[str, float]) -> tuple[PlannedRun, Machine]:
+def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) -> tuple[PlannedRun, Machine]:
     """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
     from kvcli.capacity.memory import available
     from kvcli.capacity.need import devices_of

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvcli.cli.options import command, hush_libraries
+from kvcli.cli.command import command, hush_libraries
 from kvcli.cli.output import check_files, write_result
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.options import Input, KVOptions, ModelOptions, Output, Sampling, Some, Template

@@ -6,71 +6,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.options import command, compared, distinct, names
+from kvcli.cli.command import command, compared, distinct, names
 from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode
-from kvcli.inputs.options import (
-    METHODS,
-    OUTPUT,
-    Compared,
-    DiskOptions,
-    ModelOptions,
-    Output,
-    Panel,
-    Some,
-    Tracing,
-    argument,
-    at_least,
-    group,
-    positive_count,
-    whole,
-)
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.bench.report import ProfileReport
 
-_LOAD, _RUNS = Panel("Load"), Panel("Runs")
+_LOAD, _RUNS = options.Panel("Load"), options.Panel("Runs")
 
 
-@group
-class Load:
+@options.group
+class Start:
     """What there is before the first step."""
 
-    file: str | None = argument(None, "FILE", "Text to prefill instead of random KV; - is standard input.")
+    file: str | None = options.argument(None, "FILE", "Text to prefill instead of random KV; - is standard input.")
     context: str | None = _LOAD(None, "--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
     batch_size: str = _LOAD("1", "--batch-size", "N,...", "Sequences decoded together.")
-    output_len: int = _LOAD(32, "--output-len", "N", "Timed steps of a run.", positive_count)
+    output_len: int = _LOAD(32, "--output-len", "N", "Timed steps of a run.", options.positive_count)
     read: bool = _LOAD.flag("--read", "Prefill random tokens with the model instead of random KV.")
 
 
-@group
+@options.group
 class Runs:
     """Whose steps are timed, and how often."""
 
-    peers: bool = METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")
-    repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method, in turn.", positive_count)
-    warmup: int = _RUNS(2, "--warmup", "N", "Steps of each run that are not counted.", at_least(0, whole))
-    seed: int = _RUNS(0, "--seed", "N", "Seed of random KV and tokens.", whole, env=True)
+    peers: bool = options.METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")
+    repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method, in turn.", options.positive_count)
+    warmup: int = _RUNS(
+        2, "--warmup", "N", "Steps of each run that are not counted.", options.at_least(0, options.whole)
+    )
+    seed: int = _RUNS(0, "--seed", "N", "Seed of random KV and tokens.", options.whole, env=True)
 
 
-@group
-class Marks:
-    """Where spans are marked, beside the trace."""
+@options.group
+class Measured(options.Output, options.Tracing):
+    """Where results and spans go."""
 
-    nvtx: bool = OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")
+    nvtx: bool = options.OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")
 
 
 @command
 def profile(
-    load: Load,
-    model: ModelOptions,
-    chosen: Annotated[Compared, Some("method profile set kv_dtype ablate")],
-    disk: DiskOptions | None,
+    load: Start,
+    model: options.ModelOptions,
+    chosen: Annotated[options.Compared, options.Some("method profile set kv_dtype ablate")],
+    disk: options.DiskOptions | None,
     runs: Runs,
-    pages: Annotated[Output, Some("html")],
-    tracing: Annotated[Tracing, Some("trace")],
-    marks: Marks,
-    output: Annotated[Output, Some("json output quiet debug")],
+    output: Annotated[Measured, options.Some("html trace nvtx json output quiet debug")],
 ) -> None:
     """Measure the time of a decode step, its phases, and its distance from the roofline.
 
@@ -85,7 +69,7 @@ def profile(
     """
     from kvcli.inputs.prompts import read_document
 
-    html, trace = pages.html, tracing.trace
+    html, trace = output.html, output.trace
     check_files(
         {"-o": output.output, "--trace": trace, "--html": html},
         model,
@@ -117,7 +101,7 @@ def profile(
         read=load.read,
         peers=runs.peers,
         ablate=chosen.ablate,
-        nvtx=marks.nvtx,
+        nvtx=output.nvtx,
         disk=disk,
     )
     with progress(output.quiet, demo=model.model is None) as observer:

@@ -12,8 +12,10 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
@@ -30,11 +32,13 @@ T = TypeVar("T")
 class Option:
     """One option: its names on the command line, what stands for its value, what it means, and how it is read.
 
-    An argument of a command has no names.
+    An argument of a command has no names. A `default` of `...` says that there has to be a value. `field` and `type`
+    are known once the option is part of a group.
     """
 
     panel: str | None
-    names: tuple[str, ...]
+    default: Any
+    names: str
     metavar: str | None
     help: str
     read: Callable[[object], object] | None = None
@@ -53,31 +57,31 @@ class Option:
     hidden: bool = False
     beside: tuple[str, str, str] | None = None
     """Names a field without which it has no meaning, what is wrong then, and the way out."""
+    field: str = ""
+    type: Any = None
 
     @property
     def long(self) -> str:
         """The first long name."""
-        return next(name.partition("/")[0] for name in self.names if name.startswith("--"))
+        return next(name.partition("/")[0] for name in self.names.split() if name.startswith("--"))
+
+    @property
+    def name(self) -> str:
+        """What it is called where names have no dashes."""
+        return self.long[2:].replace("-", "_") if self.names else self.field
 
 
 class Panel:
     """A part of a command's help, and how options are declared in it: by a call, in the body of a group."""
 
-    def __init__(self, title: str, env: bool = False):
+    def __init__(self, title: str | None, env: bool = False):
         self._title, self._env = title, env
 
-    def __call__(
-        self,
-        default: Any,
-        names: str,
-        metavar: str | None,
-        help: str,
-        read: Callable[[object], object] | None = None,
-        **more: Any,
-    ) -> Any:
-        """Declare an option; a `default` of `...` says that there has to be a value."""
-        option = Option(self._title, tuple(names.split()), metavar, help, read, **{"env": self._env, **more})
-        return _field(default, option)
+    def __call__(self, default: Any, names: str, metavar: str | None, help: str, read: Any = None, **more: Any) -> Any:
+        """Declare an option, with `more` of its parts."""
+        option = Option(self._title, default, names, metavar, help, read, **{"env": self._env, **more})
+        given = {} if default is ... else {"default": default}
+        return field(**({"default_factory": dict} if default == {} else given), metadata={"option": option})
 
     def flag(self, names: str, help: str, **more: Any) -> Any:
         """Declare an option that takes no value; it is off by default."""
@@ -85,15 +89,8 @@ class Panel:
 
 
 def argument(default: Any, metavar: str, help: str) -> Any:
-    """Declare an argument, which has no name on the command line; a `default` of `...` says that it has to be there."""
-    return _field(default, Option(None, (), metavar, help, show=False))
-
-
-def _field(default: Any, option: Option) -> Any:
-    given = {} if default is ... else {"default": default}
-    if isinstance(default, dict):
-        given = {"default_factory": default.copy}
-    return field(**given, metadata={"option": option})
+    """Declare an argument, which has no name on the command line."""
+    return Panel(None)(default, "", metavar, help, show=False)
 
 
 group = dataclass(frozen=True, kw_only=True)
@@ -103,73 +100,45 @@ group = dataclass(frozen=True, kw_only=True)
 class Some:
     """Stands beside a group in a command's signature for those of its options that are named, in this order.
 
-    An option can be another one there: `Some("quiet", quiet={"help": "No notes."})`; "default" is the field's.
+    An option can be another one there: `Some("quiet", quiet={"help": "No notes."})`.
     """
 
     def __init__(self, names: str = "", **changes: Mapping[str, Any]):
         self.names, self.changes = names.split(), changes
 
-    def __call__(self, offered: Iterator[Offered]) -> list[Offered]:
-        """Pick and change what a group offers."""
-        by_name = {each.name: each for each in offered}
-        found = [by_name[name] for name in self.names or by_name]
-        return [each.changed(self.changes.get(each.name, {})) for each in found]
+    def of(self, group: type) -> list[Option]:
+        """Pick and change the options of a group."""
+        hints = get_type_hints(group)
+        found = [(each, each.metadata.get("option")) for each in fields(group)]
+        known = [
+            replace(option, field=each.name, type=hints[each.name]) for each, option in found if option is not None
+        ]
+        by_name = {option.name: option for option in known}
+        return [replace(by_name[name], **self.changes.get(name, {})) for name in self.names or by_name]
 
 
-@dataclass(frozen=True)
-class Offered:
-    """An option of a group: how it is called everywhere, its field there, its type and default, and what it is."""
-
-    name: str
-    field: str
-    type: Any
-    default: Any
-    option: Option
-
-    def changed(self, changes: Mapping[str, Any]) -> Offered:
-        """Give the option as it is with `changes` of its parts."""
-        parts = dict(changes)
-        default = parts.pop("default", self.default)
-        return replace(self, default=default, option=replace(self.option, **parts)) if changes else self
-
-    def value(self, given: Any) -> Any:
-        """Make the field's value of what was given.
-
-        Raises:
-            KvcliError: it cannot be that (usage).
-        """
-        if self.option.make is not None and isinstance(given, str):
-            return self.option.make(given)
-        if isinstance(given, list):
-            return tuple(given)
-        return given
-
-
-def offered(group: type) -> Iterator[Offered]:
-    """Give the options of a group; one goes by its first long name, an argument by its field's."""
-    hints = get_type_hints(group)
-    for each in fields(group):
-        if (option := each.metadata.get("option")) is not None:
-            name = option.long[2:].replace("-", "_") if option.names else each.name
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            yield Offered(name, each.name, hints[each.name], ... if default is MISSING else default, option)
-
-
-def made(group: type[T], listed: Iterable[Offered], given: Mapping[str, Any]) -> T | None:
+def made(group: type[T], listed: Iterable[Option], given: Mapping[str, Any]) -> T | None:
     """Make a group of what was given for the `listed` options; None where it lacks one that it cannot do without.
 
     None is what was not given: the group's own default counts.
 
     Raises:
-        KvcliError: an option is given that has no meaning without that one (usage).
+        KvcliError: an option has no meaning without another one, or text is not what it should be (usage).
     """
-    listed = list(listed)
-    values = {each.field: each.value(given[each.name]) for each in listed if given.get(each.name) is not None}
-    for each in listed:
-        if each.field in values and each.option.beside is not None and each.option.beside[0] not in values:
-            raise usage_error(*each.option.beside[1:])
-    lacking = [each.field for each in offered(group) if each.default is ... and each.field not in values]
-    return None if lacking else group(**values)
+    options = {each.field: each for each in listed if given.get(each.name) is not None}
+    for each in options.values():
+        if each.beside is not None and each.beside[0] not in options:
+            raise usage_error(*each.beside[1:])
+    if any(each.default is ... and each.field not in options for each in Some().of(group)):
+        return None
+    return group(**{name: _value(each, given[each.name]) for name, each in options.items()})
+
+
+def _value(option: Option, given: Any) -> Any:
+    """Make the field's value of what Typer gives."""
+    if option.make is not None and isinstance(given, str):
+        return option.make(given)
+    return tuple(given) if isinstance(given, list) else given
 
 
 def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
@@ -178,47 +147,39 @@ def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
     Raises:
         KvcliError: a value is none for its option (usage).
     """
-    listed = Some(names)(offered(group))
-    values = {each.name: given.pop(each.name) for each in listed if each.name in given}
-    read = {each.name: _read(each, values[each.name]) for each in listed if values.get(each.name) is not None}
-    return made(group, listed, read)
+    listed = Some(names).of(group)
+    values = {each: given.pop(each.name) for each in listed if each.name in given}
+    return made(group, listed, {each.name: _read(each, value) for each, value in values.items() if value is not None})
 
 
-def _read(each: Offered, value: Any) -> Any:
+def _read(option: Option, value: Any) -> Any:
     """Read a keyword argument: what may be text on the command line may be text here."""
-    if each.option.read is not None and (isinstance(value, str) or each.option.within is None):
+    if option.read is not None and (isinstance(value, str) or option.within is None):
         try:
-            value = each.option.read(value)
+            value = option.read(value)
         except ValueError as error:
-            raise usage_error(f"{each.name} is {value}", str(error)) from None
-    if each.type == Path | None or each.type is Path:
-        value = Path(value)
-    if each.type == tuple[str, ...] and isinstance(value, str):
-        value = (value,)
-    return value
+            raise usage_error(f"{option.name} is {value}", str(error)) from None
+    if option.type in (Path, Path | None):
+        return Path(value)
+    return [value] if option.type == tuple[str, ...] and isinstance(value, str) else value
 
 
 def keywords(function: Callable[[Any], T]) -> Callable[..., T]:
     """Let a function of one group take the group's options as keyword arguments; the first may come without a name."""
     (group,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
-    listed = list(offered(group))
 
+    @wraps(function)
     def called(*first: Any, **given: Any) -> T:
-        try:
-            bound = dict(signature.bind(*first, **given).arguments)
-        except TypeError as error:
-            raise TypeError(f"{function.__name__}() {error}") from None
-        return function(take(group, bound))
+        return function(take(group, dict(signature.bind(*first, **given).arguments)))
 
-    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] + [inspect.Parameter.KEYWORD_ONLY] * (len(listed) - 1)
+    kinds = chain([inspect.Parameter.POSITIONAL_OR_KEYWORD], repeat(inspect.Parameter.KEYWORD_ONLY))
     signature = inspect.Signature(
         [
             inspect.Parameter(each.name, kind, default=each.default, annotation=each.type)
-            for each, kind in zip(listed, kinds, strict=True)
+            for each, kind in zip(Some().of(group), kinds, strict=False)
         ]
     )
-    called.__name__, called.__qualname__, called.__module__ = function.__name__, function.__name__, function.__module__
-    called.__doc__, called.__signature__ = function.__doc__, signature  # type: ignore[attr-defined]
+    called.__signature__ = signature  # type: ignore[attr-defined]
     return called
 
 
@@ -408,9 +369,7 @@ class ModelOptions:
         "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
     )
     device: str = MODEL(
-        "auto",
-        *("--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1."),
-        device_name,
+        "auto", "--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.", device_name
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL(
         "auto", "--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."
@@ -436,10 +395,7 @@ class MethodOptions:
     """A method and its settings: by name or by a profile, changed by KEY=VALUE or by options of their own."""
 
     method: str | None = METHOD(
-        None,
-        *("--method", "NAME", "KV-cache method, see kvcli methods."),
-        show="freekv",
-        complete=complete_methods,
+        None, "--method", "NAME", "KV-cache method, see kvcli methods.", show="freekv", complete=complete_methods
     )
     profile: str | None = METHOD(
         None,

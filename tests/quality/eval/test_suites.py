@@ -5,7 +5,7 @@ import json
 import pytest
 from families import tiny_checkpoint
 
-from kvcli.cli.options import compared
+from kvcli.cli.command import compared
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.variants import suites, table_suite
 from kvcli.models.loading import ModelSpec

@@ -8,13 +8,14 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from kvcli.errors import usage_error
-from kvcli.inputs.options import Compared, MethodOptions, Offered, Some, made, offered, positive_count, token_budget
+from kvcli.inputs.options import Compared, MethodOptions, Option, Some, made, positive_count, token_budget
 
 if TYPE_CHECKING:
     from kvcli.inputs.options import Input, Template
@@ -30,7 +31,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     `Some` beside a group picks options of it. A group that may be None is None without the option that it needs.
     """
-    groups: dict[str, tuple[type, list[Offered]]] = {}
+    groups: dict[str, tuple[type, list[Option]]] = {}
     parameters, hints = [], {}
     for name, hint in get_type_hints(function, include_extras=True).items():
         if name == "return":
@@ -42,21 +43,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         bare, some = get_args(hint) if get_origin(hint) is Annotated else (hint, Some())
         optional = get_origin(bare) in (Union, types.UnionType)
         group = get_args(bare)[0] if optional else bare
-        groups[name] = group, list(some(offered(group)))
+        groups[name] = group, some.of(group)
         for each in groups[name][1]:
             default, hints[each.name] = _in_typer(each, optional)
             parameters.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default))
 
+    @wraps(function)
     def called(**given: Any) -> None:
         values: dict[str, Any] = {}
         listed = [each for _, picked in groups.values() for each in picked]
-        _require_text({each.option.utf8: given[each.name] for each in listed if each.option.utf8 is not None})
+        _require_text({each.utf8: given[each.name] for each in listed if each.utf8 is not None})
         for name, (group, picked) in groups.items():
             values[name] = made(group, picked, given)
         own = {name: value for name, value in given.items() if hints[name] is typer.Context}
         function(**own, **values)
 
-    called.__doc__, called.__name__, called.__module__ = function.__doc__, function.__name__, function.__module__
     called.__annotations__ = hints
     called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
@@ -64,9 +65,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def _in_typer(each: Offered, optional: bool) -> tuple[Any, Any]:
+def _in_typer(option: Option, optional: bool) -> tuple[Any, Any]:
     """Give the default and the annotation of an option."""
-    option, kind, default = each.option, each.type, each.default
+    kind, default = option.type, option.default
     if default is ...:
         default, kind = (None, kind | None) if optional else (inspect.Parameter.empty, kind)
     if kind == tuple[str, ...]:
@@ -79,7 +80,7 @@ def _in_typer(each: Offered, optional: bool) -> tuple[Any, Any]:
     return default, Annotated[
         kind,
         typer.Option(
-            *option.names,
+            *option.names.split(),
             metavar=option.metavar,
             help=option.help,
             parser=option.read,
