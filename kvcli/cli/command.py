@@ -153,7 +153,8 @@ def compared(chosen: Compared) -> list[Variant]:
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
     """Those of `names` that the command line itself sets (not the environment, not a default)."""
-    return [name for name in names if _source(context, name) == "COMMANDLINE"]
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def by_precedence(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,11 +162,6 @@ def by_precedence(context: typer.Context, values: Mapping[str, Any]) -> dict[str
     present = {name: value for name, value in values.items() if value is not None}
     from_command_line = set(given(context, present))
     return {name: present[name] for name in sorted(present, key=lambda name: name in from_command_line)}
-
-
-def _source(context: typer.Context, name: str) -> str:
-    source = context.get_parameter_source(name)
-    return source.name if source is not None else "DEFAULT"
 
 
 def profile_of(context: typer.Context, chosen: MethodOptions) -> Profile:

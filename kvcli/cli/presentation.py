@@ -46,12 +46,7 @@ class Presentation:
             print_error(error)
         if not self.prompts:
             raise failed[-1]
-        several = len({(each.question, each.id) for each in self.prompts}) > 1
-        titles = [
-            title(each.source, sample, self.num_samples, (each.id or each.question) if several else None)
-            for each in self.prompts
-            for sample in range(self.num_samples)
-        ]
+        titles = _titles([(each, sample) for each in self.prompts for sample in range(self.num_samples)])
         streamed = not self.output.as_json and self.output.output is None
         self._writer = SequenceWriter(sys.stdout, titles, self._headed) if streamed else None
         on_screen = self._writer is not None and sys.stdout.isatty()
@@ -102,7 +97,7 @@ class Presentation:
     def _write_text(self, report: Report, writer: OutputWriter) -> None:
         """Put the result where it belongs; what was streamed is there already."""
         if self._writer is None:
-            whole = report.to_json() + "\n" if self.output.as_json else texts(report, self._headed, self.num_samples)
+            whole = report.to_json() + "\n" if self.output.as_json else texts(report, self._headed)
             writer.result(self.output.output, whole)
             return
         with suppress(StdoutLost):
@@ -119,7 +114,7 @@ class Presentation:
         """Show timeline and statistics, and the failed prompts that have not been shown yet."""
         from kvcli.ui.console import print_error, print_statistics, print_timeline
 
-        titles = titles_of(report, self.num_samples)
+        titles = _titles([(each, each.sample) for each in report.sequences])
         any_text = any(sequence.output_tokens for sequence in report.sequences)
         if self.tracing.timeline and any_text:
             print_timeline(report, titles)
@@ -238,25 +233,24 @@ def header(title: str) -> str:
     return f"==> {title} <==\n"
 
 
-def title(source: str, sample: int, num_samples: int, question: str | None = None) -> str:
-    """How a text of several is named: its document, its question and which sample it is, where there are several."""
-    named = source if question is None else f"{source}: {shorten(question, _LONGEST, placeholder='...')}"
-    return f"{named} (sample {sample + 1})" if num_samples > 1 else named
+def _titles(texts: Sequence[tuple[Prompt | ReportedSequence, int]]) -> list[str]:
+    """Name texts by their documents, and by their questions and samples where there are several."""
+    questions = len({(each.question, each.id) for each, _ in texts}) > 1
+    samples = any(sample > 0 for _, sample in texts)
+    found = []
+    for each, sample in texts:
+        asked = (each.id or each.question) if questions else None
+        named = each.source if asked is None else f"{each.source}: {shorten(asked, _LONGEST, placeholder='...')}"
+        found.append(f"{named} (sample {sample + 1})" if samples else named)
+    return found
 
 
-def titles_of(report: Report, num_samples: int) -> list[str]:
-    """Titles of the texts of a report."""
-    several = len({(sequence.question, sequence.id) for sequence in report.sequences}) > 1
-    return [
-        title(each.source, each.sample, num_samples, (each.id or each.question) if several else None)
-        for each in report.sequences
-    ]
-
-
-def texts(report: Report, headed: bool, num_samples: int) -> str:
+def texts(report: Report, headed: bool) -> str:
     """All texts of a report as one string, as `SequenceWriter` writes them."""
     parts = []
-    for sequence, named in zip(report.sequences, titles_of(report, num_samples), strict=True):
+    for sequence, named in zip(
+        report.sequences, _titles([(each, each.sample) for each in report.sequences]), strict=True
+    ):
         if not sequence.text:
             continue
         head = header(named) if headed else ""

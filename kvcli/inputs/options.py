@@ -148,8 +148,8 @@ def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
         KvcliError: a value is none for its option (usage).
     """
     listed = Some(names).of(group)
-    values = {each: given.pop(each.name) for each in listed if each.name in given}
-    return made(group, listed, {each.name: _read(each, value) for each, value in values.items() if value is not None})
+    values = [(each, given.pop(each.name)) for each in listed if each.name in given]
+    return made(group, listed, {each.name: _read(each, value) for each, value in values if value is not None})
 
 
 def _read(option: Option, value: Any) -> Any:

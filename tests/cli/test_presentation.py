@@ -144,7 +144,7 @@ def test_a_file_holds_what_stdout_would(outcomes):
         write.text(i, outcomes[i])
         write.finished(i)
     write.close()
-    assert texts(Report({}, {}, {}, sequences, Memory()), headed=True, num_samples=1) == stream.getvalue()
+    assert texts(Report({}, {}, {}, sequences, Memory()), headed=True) == stream.getvalue()
 
 
 class Terminal(io.StringIO):
