@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
 
 _RUN, _MACHINE = options.Panel("Run"), options.Panel("Machine", env=True)
+_SIZE = options.positive_size
 
 
 @options.group
@@ -39,31 +40,25 @@ class MachineOptions:
         None, "--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
     )
     device_memory: int | None = _MACHINE(
-        None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", options.positive_size
+        None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE
     )
     host_memory: int | None = _MACHINE(
-        None,
-        *("--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk."),
-        options.positive_size,
+        None, "--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk.", _SIZE
     )
     bandwidth: int | None = _MACHINE(
-        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", options.positive_size
+        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", _SIZE
     )
     bus: int | None = _MACHINE(
-        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", options.positive_size
+        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", _SIZE
     )
     compute: float | None = _MACHINE(
         None, "--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", options.positive
     )
     disk: int | None = _MACHINE(
-        None,
-        "--disk",
-        "SIZE",
-        "Free disk for KV below host memory, as in 1TB: a rung of --advise.",
-        options.positive_size,
+        None, "--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", _SIZE
     )
     disk_rate: int | None = _MACHINE(
-        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", options.positive_size
+        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", _SIZE
     )
 
 

@@ -62,7 +62,7 @@ def test_a_group_is_there_with_the_option_that_it_needs():
 
 
 def test_some_options_of_a_group_and_another_default():
-    result, seen = by_command(some=Some("dogs", dogs={"default": 5}))
+    _, seen = by_command(some=Some("dogs", dogs={"default": 5}))
     assert seen[0] == Animals(dogs=5)
     assert by_command("--lazy", some=Some("dogs"))[0].exit_code == 2
 
