@@ -2,7 +2,7 @@
 
 A group is a dataclass whose fields are options; a command takes groups, or some options of one (`Some`). To add an
 option to whatever takes a group is to add a line to the group. The command line's form of a group is made by
-`kvcli.cli.options.command`, the keyword arguments' by `keywords` and `take`, their table in docs/python.md by
+`kvcli.cli.command.command`, the keyword arguments' by `keywords` and `take`, their table in docs/python.md by
 docs/from_code.py.
 """
 
