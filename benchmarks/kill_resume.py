@@ -25,12 +25,13 @@ from pathlib import Path
 from common import add_output, save
 
 from kvcli.generate import generate, resume
+from kvcli.inputs.options import Keep
 from kvcli.inputs.profiles import known_settings, resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods import method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
-from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report

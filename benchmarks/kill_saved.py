@@ -35,7 +35,7 @@ from common import add_output, save
 
 from kvcli.errors import KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.options import KVOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec

@@ -50,7 +50,7 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
 from kvcli.capacity.planning.probe import shortened
 from kvcli.capacity.roofline import measure_rates
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry

@@ -2,9 +2,9 @@
 
 python docs/from_code.py
 
-The command-line reference (docs/reference.md), the man page (docs/kvcli.1), the page of methods (docs/methods.md) and
-the README's table of methods come from the commands, methods and profiles, and from nowhere else. A test compares the
-files with what this program would write.
+The command-line reference (docs/reference.md), the man page (docs/kvcli.1), the keyword arguments in docs/python.md,
+the page of methods (docs/methods.md) and the README's table of methods come from the options, commands, methods and
+profiles, and from nowhere else. A test compares the files with what this program would write.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import typer.main
 from kvcli import __version__
 from kvcli.cli.app import app
 from kvcli.cli.methods import describe, markdown_table
+from kvcli.inputs.options import GENERATION, ModelOptions, Option, Some
 from kvcli.methods import home_of, own_method_names
 from kvcli.methods.card import Card, read_card
 
@@ -47,8 +48,10 @@ def generated() -> dict[Path, str]:
     commands = list(read_commands())
     cards = {name: read_card(name) for name in own_method_names()}
     readme, methods, results = ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "results.md"
-    speed = speed_table()
+    speed, python = speed_table(), ROOT / "docs" / "python.md"
+    loading = _filled(python.read_text(), "load", keyword_table({ModelOptions: ""}))
     return {
+        python: _filled(loading, "generate", keyword_table(GENERATION)),
         readme: _filled(_filled(readme.read_text(), "methods", short_table(cards)), "speed", speed),
         methods: _filled(methods.read_text(), "methods", methods_page(cards)),
         results: _filled(results.read_text(), "speed", speed),
@@ -226,6 +229,19 @@ def _choices(hint: Any) -> list[str]:
     if get_origin(hint) is Literal:
         return [str(value) for value in get_args(hint)]
     return [choice for part in get_args(hint) for choice in _choices(part)]
+
+
+def keyword_table(groups: dict[type, str]) -> str:
+    """The options of groups as keyword arguments from Python."""
+    options = [option for group, names in groups.items() for option in Some(names).of(group)]
+    rows = [(_code(option.name), option.help, _default(option)) for option in options]
+    return "\n".join(_table(("argument", "meaning", "default"), rows)) + "\n"
+
+
+def _default(option: Option) -> str:
+    if isinstance(option.show, str):
+        return option.show
+    return "" if option.default in (None, ..., (), {}) else _code(repr(option.default).replace("'", '"'))
 
 
 def reference(commands: Iterable[Command]) -> str:

@@ -16,23 +16,23 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from kvcli.capacity.memory import available
 from kvcli.capacity.need import weights_by_pool
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import CapacityPlan, plan
 from kvcli.capacity.roofline import measure_rates
-from kvcli.chat.dialogue import Dialogue
+from kvcli.chat import Dialogue
 from kvcli.errors import KvcliError, usage_error
 from kvcli.generate import Generation, announce
 from kvcli.generate import resume as go_on
 from kvcli.inputs.encoding import EncodedPrompt, encode_all
+from kvcli.inputs.options import Keep, ModelOptions, keywords
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.models.weights import Weights
-from kvcli.request import begin_to_keep, check, choose_pipeline, open_disk, open_library, request_of
-from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
+from kvcli.models.loading import Checkpoint, Model, open_checkpoint
+from kvcli.request import request_of
+from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import Report
 
@@ -100,11 +100,10 @@ class LanguageModel:
         Args:
             document: a text, or several.
             prompt: the question after each of them, or several; without it the texts stand alone.
-            options: `method`, `profile`, `system`, `raw`, `question_first`, `chat_template_kwargs`, `audit`,
-                `pipeline`, `checkpoint` (a directory that `resume` goes on with), `every`, `kv`, `save_kv`, `kv_cache`
-                (directories), `kv_cache_size` (bytes, or text such as "200GiB"), `kv_disk` (a directory) with
-                `host_memory` (bytes, or text), `lossless` and `observer` (a `kvcli.telemetry.observer.Observer`) as on
-                the command line, settings of the sampling and of the method.
+            options: those of the command line by their long names, as `kvcli.inputs.options.GENERATION` lists them
+                (docs/python.md has the table): of the method, the conversation, the sampling, saved KV, a disk and a
+                checkpoint; sizes may be text such as "200GiB". All others are settings of the method, but for
+                `observer`, a `kvcli.telemetry.observer.Observer`.
 
         Returns:
             An answer for one text and question; for several of either a list, all questions on a text side by side.
@@ -190,13 +189,10 @@ class LanguageModel:
         prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint.tokenizer)
         if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
             raise failed
-        library = open_library(request, self.checkpoint, observer)
-        disk = open_disk(request, self.checkpoint, prompts)
-        check(request, self.checkpoint, prompts, observer, loaded="loaded" in vars(self), disk=disk)
-        pipeline = choose_pipeline(request, self.checkpoint)
-        kept = begin_to_keep(request, self.checkpoint, prompts, pipeline)
-        asked = (request, self.loaded, prompts, pipeline, observer)
-        return Generation(*asked, kept=kept, library=library, disk=disk), observer
+        loaded = vars(self).get("loaded")
+        generation = Generation.prepared(request, self.checkpoint, prompts, observer, loaded=loaded)
+        self.loaded = generation.model
+        return generation, observer
 
 
 class Chat:
@@ -240,23 +236,17 @@ class Chat:
         return self.dialogue.report().to_dict()
 
 
-def load(
-    model: str | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    load_format: Literal["auto", "dummy"] = "auto",
-    offline: bool = False,
-    weights: Weights = "auto",
-) -> LanguageModel:
+@keywords
+def load(options: ModelOptions) -> LanguageModel:
     """Open a checkpoint: a directory, a hub id, with load_format "dummy" a shape; None is the bundled demo model.
 
-    `weights` are quantised on loading, int8, int4 or fp8 (the extra kvcli[weights]), unless that is auto.
+    Options are those of the command line: `model`, which may come first without its name, `device`, `dtype`,
+    `weights` (quantised on loading, int8, int4 or fp8, by the extra kvcli[weights]), `load_format` and `offline`.
 
     Raises:
         KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).
     """
-    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights)))
+    return LanguageModel(open_checkpoint(options.spec()))
 
 
 def resume(directory: str | Path, *, model: str | None = None, observer: Observer | None = None) -> list[Answer]:

@@ -1,6 +1,14 @@
-"""The one exception a user is meant to see."""
+"""The one exception a user is meant to see, and in a line what pydantic finds wrong with a file."""
 
+from __future__ import annotations
+
+import re
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 class ExitCode(IntEnum):
@@ -40,3 +48,30 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
     )
+
+
+def first_problem(error: ValidationError) -> str:
+    """Say the first problem of a validation, such as "context should be a valid string" or "no field 'answer'"."""
+    return all_problems(error)[0]
+
+
+def all_problems(error: ValidationError) -> list[str]:
+    """Say every problem of a validation as `first_problem` says the first."""
+    return [_said(problem) for problem in error.errors(include_url=False, include_input=False, include_context=False)]
+
+
+def _said(problem: ErrorDetails) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"no field {place!r}"
+    if problem["type"] == "json_invalid":
+        return bad_json(problem["msg"].removeprefix("Invalid JSON: "))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field {place!r}"
+    message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
+    return f"{place} {message}".lstrip()
+
+
+def bad_json(problem: object) -> str:
+    """Say what a JSON parser found in one line of a file: the line's number is the caller's to tell."""
+    return f"bad JSON: {re.sub(r' at line [0-9]+ column', ' at column', str(problem))}"

@@ -14,7 +14,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.memory.disk_tier import DiskError, DiskTier
 from kvcli.memory.tiers import Footprint
-from kvcli.models.loading import Model, ModelSpec, open_checkpoint
+from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
 from kvcli.quality.audit import Audit, conclude, prepare
 from kvcli.request import (
     GenerationRequest,
@@ -59,14 +59,8 @@ def generate(
     with timeline.span("load"):
         checkpoint = open_checkpoint(spec)
         prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
-        library = open_library(request, checkpoint, observer)
-        disk = open_disk(request, checkpoint, prompts)
-        check(request, checkpoint, prompts, observer, disk=disk)
-        pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
-        kept = begin_to_keep(request, checkpoint, prompts, pipeline)
-        begin_to_pin(request, checkpoint, prompts, disk)
-        model = checkpoint.load()
-    return _run(Generation(request, model, prompts, pipeline, observer, timeline, kept, library, disk))
+        generation = Generation.prepared(request, checkpoint, prompts, observer, timeline)
+    return _run(generation)
 
 
 def resume(
@@ -136,6 +130,32 @@ class Generation:
     loaded: Footprint = field(default_factory=Footprint, init=False)
     """What sequences have in host memory of loaded KV."""
     saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
+
+    @classmethod
+    def prepared(
+        cls,
+        request: GenerationRequest,
+        checkpoint: Checkpoint,
+        prompts: Sequence[EncodedPrompt],
+        observer: Observer,
+        timeline: Timeline | None = None,
+        loaded: Model | None = None,
+    ) -> Generation:
+        """Settle how a run goes, refuse what cannot be done, and then read the weights, unless they are `loaded`.
+
+        Raises:
+            KvcliError: the run will not fit (exit code 3); options contradict each other (usage).
+        """
+        timeline = timeline or Timeline()
+        library = open_library(request, checkpoint, observer)
+        disk = open_disk(request, checkpoint, prompts)
+        check(request, checkpoint, prompts, observer, loaded=loaded is not None, disk=disk)
+        pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
+        kept = begin_to_keep(request, checkpoint, prompts, pipeline)
+        if loaded is None:
+            begin_to_pin(request, checkpoint, prompts, disk)
+            loaded = checkpoint.load()
+        return cls(request, loaded, prompts, pipeline, observer, timeline, kept, library, disk)
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""

@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvcli.capacity import memory, pipelines
 from kvcli.capacity.ahead import prepare_host_memory
 from kvcli.capacity.disk import disk_tier
 from kvcli.errors import usage_error
-from kvcli.inputs.encoding import EncodedPrompt, Template, by_document, in_common
-from kvcli.inputs.kv_options import DiskOptions, KVOptions, disk_options
-from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile, verifying_profile
-from kvcli.inputs.prompts import Prompt, QuestionFirst
-from kvcli.inputs.provenance import profile_mismatch
+from kvcli.inputs.encoding import EncodedPrompt, by_document, in_common
+from kvcli.inputs.options import (
+    GENERATION,
+    DiskOptions,
+    Input,
+    Keep,
+    KVOptions,
+    MethodOptions,
+    Sampling,
+    Stepping,
+    Template,
+    take,
+)
+from kvcli.inputs.profiles import Profile, profile_mismatch, reference_profile, resolve_profile, verifying_profile
+from kvcli.inputs.prompts import Prompt
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint
-from kvcli.runtime.checkpoint.kept_run import EVERY, Asked, Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import Asked, KeptRun
 from kvcli.runtime.pipeline import Pipeline
-from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
-from kvcli.sizes import parse_bytes
 from kvcli.telemetry.observer import Observer
-
-_SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(Stepping):
     """What to generate: prompts, by which method, and how to sample."""
 
     profile: Profile
     prompts: tuple[Prompt, ...]
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
-    audit: int | None = None
-    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
-    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto"
-    """How a step runs, see `kvcli.runtime.pipeline.Pipeline`."""
     keep: Keep | None = None
     """Where to keep the run, so that `resume` can go on with it."""
     kv: KVOptions = field(default_factory=KVOptions)
     """Where prompts' KV is taken from, and saved to."""
-    lossless: int | None = None
-    """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
     disk: DiskOptions | None = None
     """Where KV lies that host memory is not to hold, see `kvcli.memory.disk_tier`."""
 
@@ -167,59 +166,30 @@ def begin_to_keep(
 
 
 def request_of(
-    texts: Sequence[str],
-    prompt: str | Sequence[str] | None,
-    *,
-    method: str | None = None,
-    profile: str | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    question_first: QuestionFirst = "no",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    audit: int | None = None,
-    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = "auto",
-    checkpoint: str | Path | None = None,
-    every: int = EVERY,
-    kv: str | Path | None = None,
-    save_kv: str | Path | None = None,
-    kv_cache: str | Path | None = None,
-    kv_cache_size: int | str | None = None,
-    lossless: int | None = None,
-    kv_disk: str | Path | None = None,
-    host_memory: int | str | None = None,
-    observer: Observer | None = None,
-    **settings: Any,
+    texts: Sequence[str], prompt: str | Sequence[str] | None, observer: Observer | None = None, **given: Any
 ) -> tuple[GenerationRequest, Observer]:
     """Sort the options of `kvcli.api.LanguageModel.generate` into what they are about: a request and its observer.
 
     Raises:
         KvcliError: a document is empty, a name is unknown, a value is bad (usage).
     """
-    for name, count in {"audit": audit, "lossless": lossless, "every": every}.items():
-        if count is not None and count < 1:
-            raise usage_error(f"{name} is {count}", "give 1 at least")
-    sampling = {name: settings.pop(name) for name in _SAMPLING & settings.keys()}
-    if isinstance(sampling.get("stop"), list | str):
-        stop = sampling["stop"]
-        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    groups: dict[type, Any] = {group: take(group, given, names) for group, names in GENERATION.items()}
+    named, asked, stepping = (groups[group] for group in (MethodOptions, Input, Stepping))
     if not texts or not all(text.strip() for text in texts):
         raise usage_error("a document is empty" if texts else "no document", "give some text")
     questions = [prompt] if isinstance(prompt, str) else list(prompt or [""])
-    use, save, cache = (None if each is None else Path(each) for each in (kv, save_kv, kv_cache))
     request = GenerationRequest(
-        profile=resolve_profile(method, profile, settings),
+        profile=resolve_profile(named.method, named.profile, given),
         prompts=tuple(
-            Prompt(f"text {index}", text, question, question_first=question_first)
+            Prompt(f"text {index}", text, question, question_first=asked.question_first)
             for index, text in enumerate(texts)
             for question in questions
         ),
-        sampling=Sampling(**sampling),
-        template=Template(system, raw, chat_template_kwargs or {}),
-        audit=audit,
-        pipeline=pipeline,
-        keep=None if checkpoint is None else Keep(Path(checkpoint), every),
-        kv=KVOptions(use, save, cache, None if kv_cache_size is None else parse_bytes(str(kv_cache_size))),
-        lossless=lossless,
-        disk=disk_options(kv_disk, host_memory),
+        sampling=groups[Sampling],
+        template=groups[Template],
+        keep=groups[Keep],
+        kv=groups[KVOptions],
+        disk=groups[DiskOptions],
+        **vars(stepping),
     )
     return request, observer or Observer()

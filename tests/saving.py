@@ -3,8 +3,7 @@
 import torch
 
 from kvcli.generate import generate
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.options import KVOptions, Template
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods import get_method

@@ -16,7 +16,7 @@ import typer.main
 import yaml
 
 from kvcli import __version__
-from kvcli.cli import options
+from kvcli.cli import command as options
 from kvcli.cli.app import app
 from kvcli.inputs.variants import variants
 
@@ -61,7 +61,7 @@ def test_every_command_shown_can_be_given(command):
     name, *rest = arguments
     given = root.commands[name].make_context(name, rest, parent=typer.Context(root, info_name="kvcli")).params
     methods, profiles = (options.names(given.get(key), key) for key in ("method", "profile"))
-    settings = options.assignments(given.get("settings") or [])
+    settings = options.assignments(given.get("set") or [])
     budgets = options.each(given.get("budget"), "--budget", options.token_budget)
     bundled = [profile for profile in profiles if not profile.endswith(".toml")]
     if name not in ("methods", "doctor") and len(bundled) == len(profiles):

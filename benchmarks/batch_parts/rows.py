@@ -9,8 +9,8 @@ from kvcli.batch import run as batch_run
 from kvcli.batch.run import BatchRequest
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
+from kvcli.inputs.options import Sampling
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.sampling import Sampling
 from kvcli.models.loading import ModelSpec
 from kvcli.telemetry.observer import Observer
 

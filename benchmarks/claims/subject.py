@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.encoding import encode, encode_question
+from kvcli.inputs.options import Template
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods.contract import AnyMethod, SequenceContext

@@ -14,10 +14,9 @@ from kvcli.batch.source import Line, RowSource
 from kvcli.capacity import memory
 from kvcli.capacity.memory import Need
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.chat_template import render_chat_template
-from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
+from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, render_chat_template
+from kvcli.inputs.options import Sampling, Template
 from kvcli.inputs.profiles import Profile
-from kvcli.inputs.sampling import Sampling
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint
 

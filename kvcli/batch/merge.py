@@ -14,8 +14,7 @@ from kvcli.batch.results import is_written, read_results, shown
 from kvcli.batch.source import RowSource
 from kvcli.batch.tally import read_state
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.sampling import Sampling
+from kvcli.inputs.options import Sampling, Template
 from kvcli.telemetry.progress import Progress
 
 

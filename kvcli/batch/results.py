@@ -18,9 +18,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvcli.errors import KvcliError, usage_error
+from kvcli.errors import KvcliError, first_problem, usage_error
 from kvcli.inputs.line_file import LineFile, not_ours, whole_lines
-from kvcli.inputs.validation import first_problem
 
 _SHOWN = 3  # rows named in a message
 _START = b'{"custom_id"'

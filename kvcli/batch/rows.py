@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from kvcli.errors import KvcliError
+from kvcli.errors import KvcliError, all_problems
+from kvcli.inputs.options import Sampling
 from kvcli.inputs.prompts import Prompt, read_document
-from kvcli.inputs.sampling import Sampling
-from kvcli.inputs.validation import all_problems
 
 Text = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]

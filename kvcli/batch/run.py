@@ -20,11 +20,8 @@ from kvcli.batch.source import RowSource
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
 from kvcli.capacity.disk import disk_for
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import DiskOptions, KVOptions
-from kvcli.inputs.profiles import Profile
-from kvcli.inputs.provenance import profile_mismatch
-from kvcli.inputs.sampling import Sampling
+from kvcli.inputs.options import DiskOptions, KVOptions, Sampling, Template
+from kvcli.inputs.profiles import Profile, profile_mismatch
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest, open_library
 from kvcli.runtime.engine import engine

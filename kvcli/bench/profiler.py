@@ -33,7 +33,7 @@ from kvcli.capacity.disk import disk_for
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import MachineRates, RatesOverTime
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method

@@ -8,7 +8,7 @@ import torch
 
 from kvcli.capacity.memory import available
 from kvcli.errors import usage_error
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.disk_tier import DiskTier
 

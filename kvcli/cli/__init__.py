@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 
-from kvcli.cli.signals import end_at_once
+from kvcli.cli.process import end_at_once
 
 
 def main() -> None:

@@ -1,6 +1,10 @@
 """The commands put together."""
 
-from typing import Annotated
+import os
+import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Annotated, Any
 
 import typer
 
@@ -9,14 +13,13 @@ from kvcli.cli.batch import batch
 from kvcli.cli.calibrate import calibrate
 from kvcli.cli.chat import chat
 from kvcli.cli.doctor import doctor
-from kvcli.cli.environment import warn_of_unknown_variables
 from kvcli.cli.eval import evaluate
 from kvcli.cli.generate import generate
 from kvcli.cli.kv import kv
 from kvcli.cli.methods import methods
 from kvcli.cli.plan import plan
+from kvcli.cli.prefill import prefill
 from kvcli.cli.profile import profile
-from kvcli.cli.saved import prefill
 
 app = typer.Typer(
     name="kvcli",
@@ -52,4 +55,24 @@ def root(
     ] = False,
 ) -> None:
     """Long-context generation with the KV cache in host memory and retrieval on the device."""
-    warn_of_unknown_variables(context)
+    _warn_of_unknown_variables(context)
+
+
+def _warn_of_unknown_variables(context: typer.Context) -> None:
+    """Say on stderr which variables set nothing, unless -q is given: a mistyped name would be silent otherwise."""
+    names = sorted(name for name in os.environ if name.startswith("KVCLI_"))
+    if not names or {"-q", "--quiet"} & set(sys.argv):
+        return
+    known = [parameter.envvar for parameter in _parameters(context.command) if parameter.envvar]
+    for name in (name for name in names if name not in known):
+        from kvcli.ui.console import print_note
+
+        near = get_close_matches(name, known, n=1)
+        print_note(f"the environment variable {name} sets nothing" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _parameters(command: Any) -> Iterator[Any]:
+    """The parameters of a command, or of all commands of a group."""
+    yield from command.params
+    for one in getattr(command, "commands", {}).values():
+        yield from _parameters(one)

@@ -8,73 +8,65 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import options
-from kvcli.cli.options import Panel, assignments, at_least, each, number, positive_count, whole
-from kvcli.cli.output import OutputWriter, progress
-from kvcli.cli.reads import check_files
+from kvcli.cli.command import assignments, command, each
+from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode, usage_error
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
 
-_TEXT, _METHOD = Panel("Text"), Panel("Method")
+_TEXT, _METHOD = options.Panel("Text"), options.Panel("Method")
 
 
+@options.group
+class Text:
+    """What is to be found, and on which text."""
+
+    target: str = options.argument(
+        ..., "TARGET", "What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca)."
+    )
+    files: tuple[str, ...] = options.argument((), "[FILE]...", "Text to find it on; built-in text without.")
+    length: int = _TEXT(4096, "--length", "TOKENS", "Of a prompt.", options.positive_count)
+    steps: int = _TEXT(
+        64, "--steps", "N", "Tokens that follow a prompt and are compared one by one.", options.positive_count
+    )
+    samples: int = _TEXT(16, "--samples", "N", "Passages, at most.", options.positive_count)
+    seed: int = _TEXT(0, "--seed", "N", "Same seed, same built-in text.", options.whole, env=True)
+
+
+@options.group
+class Wanted:
+    """The method, what is tried of its settings, and how close it has to stay."""
+
+    method: str | None = _METHOD(None, "--method", "NAME", "Method; by default the target's own.")
+    profile: str | None = _METHOD(None, "--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
+    settings: tuple[str, ...] = _METHOD((), "--set", "KEY=VALUE", "One of them; repeatable.")
+    values: tuple[str, ...] = _METHOD(
+        (),
+        *("--values", "KEY=A,B,..."),
+        "Values to try for a setting instead of the target's own; repeatable, all combinations.",
+    )
+    max_loss: float = _METHOD(
+        0.01,
+        *("--max-loss", "NATS", "KL divergence that a setting may add, two standard errors included."),
+        options.at_least(0, options.number),
+    )
+    per_layer: bool = _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")
+
+
+@command
 def calibrate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca).",
-            show_default=False,
+    text: Text,
+    model: options.ModelOptions,
+    wanted: Wanted,
+    output: Annotated[
+        options.Output,
+        options.Some(
+            "output json html quiet debug",
+            output={"metavar": "FILE.toml", "help": "Write the profile found.", "read": None},
         ),
     ],
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[FILE]...", help="Text to find it on; built-in text without.", show_default=False),
-    ] = None,
-    length: Annotated[int, _TEXT.option("--length", "TOKENS", "Of a prompt.", positive_count)] = 4096,
-    steps: Annotated[
-        int, _TEXT.option("--steps", "N", "Tokens that follow a prompt and are compared one by one.", positive_count)
-    ] = 64,
-    samples: Annotated[int, _TEXT.option("--samples", "N", "Passages, at most.", positive_count)] = 16,
-    seed: Annotated[int, _TEXT.option("--seed", "N", "Same seed, same built-in text.", whole, env=True)] = 0,
-    model: options.Model = None,
-    device: options.Device = "auto",
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    load_format: options.LoadFormat = "auto",
-    offline: options.Offline = False,
-    method: Annotated[str | None, _METHOD.option("--method", "NAME", "Method; by default the target's own.")] = None,
-    profile: Annotated[
-        str | None, _METHOD.option("--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
-    ] = None,
-    settings: Annotated[list[str] | None, _METHOD.option("--set", "KEY=VALUE", "One of them; repeatable.")] = None,
-    values: Annotated[
-        list[str] | None,
-        _METHOD.option(
-            "--values",
-            "KEY=A,B,...",
-            "Values to try for a setting instead of the target's own; repeatable, all combinations.",
-        ),
-    ] = None,
-    max_loss: Annotated[
-        float,
-        _METHOD.option(
-            "--max-loss",
-            "NATS",
-            "KL divergence that a setting may add, two standard errors included.",
-            at_least(0, number),
-        ),
-    ] = 0.01,
-    per_layer: Annotated[bool, _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")] = False,
-    output: Annotated[
-        Path | None, options.OUTPUT.option("--output -o", "FILE.toml", "Write the profile found.")
-    ] = None,
-    as_json: options.AsJson = False,
-    html: options.Html = None,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
 ) -> None:
     """Find the settings of a method that keep it close to full attention.
 
@@ -89,13 +81,13 @@ def calibrate(
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
     """
-    if output is not None and output.suffix != ".toml":
-        raise usage_error(f"-o {output}: --profile takes files that end in .toml", f"try {output}.toml")
-    outputs = {"-o": output, "its file beside it": output and _companion(output), "--html": html}
-    check_files(outputs, model=model, load_format=load_format, documents=files, profiles=[profile], settings=settings)
+    file, html, values = output.output, output.html, wanted.values
+    if file is not None and file.suffix != ".toml":
+        raise usage_error(f"-o {file}: --profile takes files that end in .toml", f"try {file}.toml")
+    outputs = {"-o": file, "its file beside it": file and _companion(file), "--html": html}
+    check_files(outputs, model, text.files, [wanted.profile], settings=wanted.settings)
 
     from kvcli.inputs.profiles import resolve_profile
-    from kvcli.models.loading import ModelSpec
     from kvcli.quality.calibrate.matrices import TensorTarget
     from kvcli.quality.calibrate.outcome import TensorCalibration
     from kvcli.quality.calibrate.plan import CalibrationPlan
@@ -105,31 +97,31 @@ def calibrate(
     from kvcli.quality.calibrate.targets import target_of
     from kvcli.ui import console
 
-    asked = target_of(target)
+    asked = target_of(text.target)
     tensors = isinstance(asked, TensorTarget)
-    for name, wanted in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", per_layer)):
-        if wanted and tensors:
+    for name, given in (("--html", html is not None), ("--values", bool(values)), ("--per-layer", wanted.per_layer)):
+        if given and tensors:
             raise usage_error(f"{name} has no effect on {asked.name}: no values are tried", "leave it out")
-    if output is not None and tensors:
-        _check_companion(_companion(output))
-    named = method if method is not None or profile is not None else asked.method
+    if file is not None and tensors:
+        _check_companion(_companion(file))
+    named = wanted.method if wanted.method is not None or wanted.profile is not None else asked.method
     plan = CalibrationPlan(
-        model=ModelSpec(model, device, dtype, load_format, offline, weights),
-        profile=resolve_profile(named, profile, assignments(settings or [])),
-        files=files or (),
-        length=length,
-        steps=steps,
-        samples=samples,
-        seed=seed,
-        max_loss=max_loss,
-        values={key: each(text, f"--values {key}", str) for key, text in assignments(values or [], "--values").items()},
-        per_layer=per_layer,
+        model=model.spec(),
+        profile=resolve_profile(named, wanted.profile, assignments(wanted.settings)),
+        files=text.files,
+        length=text.length,
+        steps=text.steps,
+        samples=text.samples,
+        seed=text.seed,
+        max_loss=wanted.max_loss,
+        values={key: each(tried, f"--values {key}", str) for key, tried in assignments(values, "--values").items()},
+        per_layer=wanted.per_layer,
     )
-    with progress(quiet, demo=model is None) as observer:
+    with progress(output.quiet, demo=model.model is None) as observer:
         found = run(asked, plan, observer) if isinstance(asked, Sweep) else find(asked, plan, observer)
     writer = OutputWriter()
     writer.result(
-        None, found.to_json() + "\n" if as_json else console.render_tables(found.tables(), notes=found.summary())
+        None, found.to_json() + "\n" if output.as_json else console.render_tables(found.tables(), notes=found.summary())
     )
     if html is not None and not isinstance(found, TensorCalibration):
         from kvcli.quality.calibrate.html import page
@@ -139,9 +131,9 @@ def calibrate(
         observer.notice(f"interrupted after {found.provenance['passages']} passages; no profile was written")
         ended = ExitCode.INTERRUPTED
     elif isinstance(found, TensorCalibration):
-        ended = _save(found, output, observer.notice, writer)
+        ended = _save(found, file, observer.notice, writer)
     else:
-        ended = _conclude(found, output, observer.notice, writer)
+        ended = _conclude(found, file, observer.notice, writer)
     writer.finish()
     raise typer.Exit(ended)
 

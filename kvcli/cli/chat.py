@@ -12,18 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli import asked, options
-from kvcli.cli.asked import hush_libraries, profile_of
-from kvcli.cli.entries import read_entries, template_of
-from kvcli.cli.options import METHOD, OUTPUT, SAMPLING, given, positive_count, require_text
-from kvcli.cli.output import write_result
-from kvcli.cli.reads import check_files
-from kvcli.cli.saved import SAVED
+from kvcli.cli.command import command, hush_libraries, profile_of, read_entries, template_of
+from kvcli.cli.output import check_files, write_result
 from kvcli.errors import ExitCode, KvcliError, usage_error
+from kvcli.inputs import options
 from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
-    from kvcli.chat.dialogue import Dialogue
+    from kvcli.chat import Dialogue
 
 HELP = """\
 /method NAME     answer by another method, from the same KV where it can take it
@@ -41,46 +37,39 @@ class AnswerStopped(KeyboardInterrupt):
     """Ctrl-C, which ends an answer or a line, and not the session."""
 
 
+@command
 def chat(
     context: typer.Context,
-    files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="Text documents to talk about.", show_default=False)
-    ] = None,
+    asked: Annotated[options.Input, options.Some("files", files={"help": "Text documents to talk about."})],
     kv: Annotated[
-        Path | None,
-        SAVED.option("--kv", "DIR", "Begin with a document's saved KV; without FILE, that document.", env=False),
-    ] = None,
-    system: asked.System = None,
-    raw: asked.Raw = False,
-    chat_template_kwargs: asked.ChatTemplateKwargs = None,
-    model: options.Model = None,
-    device: options.Device = "auto",
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    load_format: options.LoadFormat = "auto",
-    offline: options.Offline = False,
-    method: asked.Method = None,
-    profile: asked.Profile = None,
-    settings: asked.Settings = None,
-    budget: Annotated[
-        str | None, METHOD.option("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K or 20%.")
-    ] = None,
-    kv_dtype: asked.KVDType = None,
-    kv_disk: Annotated[str | None, METHOD.option("--kv-disk", "DIR", "", env=False, hidden=True)] = None,
-    max_tokens: Annotated[
-        int, SAMPLING.option("--max-tokens", "TOKENS", "Longest answer, as in 256 or 16K.", positive_count)
-    ] = 1024,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: asked.TopK = 0,
-    min_p: asked.MinP = 0.0,
-    seed: asked.Seed = 0,
-    stop: asked.StopTexts = None,
-    as_json: options.AsJson = False,
-    output: options.Output = None,
-    quiet: Annotated[bool, OUTPUT.flag("--quiet -q", "Only the answers: no progress or notes.", env=True)] = False,
-    verbose: Annotated[bool, OUTPUT.flag("--verbose -v", "Settings and versions in /stats as well.", env=True)] = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+        options.KVOptions,
+        options.Some("kv", kv={"help": "Begin with a document's saved KV; without FILE, that document."}),
+    ],
+    template: options.Template,
+    model: options.ModelOptions,
+    method: Annotated[
+        options.MethodOptions,
+        options.Some(
+            "method profile set budget kv_dtype",
+            budget={"help": "Tokens attended per layer and KV head, as in 2K or 20%.", "show": True},
+        ),
+    ],
+    disk: Annotated[options.DiskOptions | None, options.Some("kv_disk", kv_disk={"help": "", "hidden": True})],
+    sampling: Annotated[
+        options.Sampling,
+        options.Some(
+            "max_tokens temperature top_p top_k min_p seed stop",
+            max_tokens={"default": 1024, "help": "Longest answer, as in 256 or 16K."},
+        ),
+    ],
+    output: Annotated[
+        options.Output,
+        options.Some(
+            "json output quiet verbose debug",
+            quiet={"help": "Only the answers: no progress or notes."},
+            verbose={"help": "Settings and versions in /stats as well."},
+        ),
+    ],
 ) -> None:
     """Talk about long documents, which are read once.
 
@@ -93,44 +82,40 @@ def chat(
     Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory,
     143 ended by SIGTERM, 129 by SIGHUP; a pipe's session also by Ctrl-C, 130.
     """
-    from kvcli.inputs.sampling import Sampling
-
-    if kv_disk is not None:
+    if disk is not None:
         what = "--kv-disk is not for chat: between turns a conversation keeps all of its KV in host memory"
         raise usage_error(what, "ask all questions in one run: kvcli generate FILE --questions FILE --kv-disk DIR")
-    check_files({"-o": output}, model=model, load_format=load_format, documents=files, settings=settings)
-    require_text({"--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]})
-    if "-" in (files or ()):
+    check_files({"-o": output.output}, model, asked.files, settings=method.settings)
+    if "-" in asked.files:
         raise usage_error("- is no document here: standard input has the questions", "name a file")
-    settled = bool(files or given(context, ["system", "raw", "chat_template_kwargs"]))
-    template = template_of(system, raw, chat_template_kwargs, kv, settled)
-    document = _documents(files or [], kv)
-    hush_libraries(verbose)
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    chosen = profile_of(context, method, profile, settings or [], {"budget": budget, "kv_dtype": kv_dtype})
+    template = template_of(context, template, kv.use, settled=bool(asked.files))
+    document = _documents(asked, kv.use)
+    hush_libraries(output.verbose)
+    chosen = profile_of(context, method)
 
-    from kvcli.chat.dialogue import Dialogue
-    from kvcli.models.loading import ModelSpec, open_checkpoint
+    from kvcli.chat import Dialogue
+    from kvcli.models.loading import open_checkpoint
     from kvcli.ui.console import RunConsole
 
-    console = RunConsole(None, quiet, text_on_screen=sys.stdout.isatty())
-    if model is None:
+    silent = output.as_json or output.output is not None
+    console = RunConsole(None, output.quiet, text_on_screen=sys.stdout.isatty())
+    if model.model is None:
         console.notice("no -m: using the small demo model that comes with kvcli, trained on documents of its own kind")
     with _ctrl_c_stops_answers(), ExitStack() as at_the_end:
         at_the_end.callback(console.stage_done)
         console.stage("load")
-        checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights))
+        checkpoint = open_checkpoint(model.spec())
         dialogue = Dialogue(checkpoint.load(), checkpoint, chosen, sampling, template, document, console)
-        dialogue.read(kv)
+        dialogue.read(kv.use)
         console.stage_done()
-        session = Session(dialogue, console, verbose, silent=as_json or output is not None)
+        session = Session(dialogue, console, output.verbose, silent)
         try:
             code = session.run(_lines())
         except KeyboardInterrupt:  # what was said is not lost
             code = ExitCode.INTERRUPTED
-    if as_json or output is not None:
+    if silent:
         texts = "\n\n".join(exchange.text for exchange in dialogue.exchanges) + "\n"
-        write_result(output, dialogue.report().to_json() + "\n" if as_json else texts)
+        write_result(output.output, dialogue.report().to_json() + "\n" if output.as_json else texts)
     raise typer.Exit(code)
 
 
@@ -238,7 +223,7 @@ class Session:
         self.console.notice(f"read {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, kept the others")
 
 
-def _documents(files: list[str], kv: Path | None) -> str:
+def _documents(asked: options.Input, kv: Path | None) -> str:
     """All documents as one text, a blank line between two; without files, the one that was saved.
 
     Raises:
@@ -246,10 +231,10 @@ def _documents(files: list[str], kv: Path | None) -> str:
     """
     from kvcli.inputs.prompts import FailedPrompt
 
-    if not files and kv is None:
+    if not asked.files and kv is None:
         return ""
     texts = []
-    for entry in read_entries(files, [], None, "no", kv):
+    for entry in read_entries(asked, kv):
         if isinstance(entry, FailedPrompt):
             raise entry.error
         texts.append(entry.text.rstrip())

@@ -6,29 +6,26 @@ from typing import Annotated
 
 import typer
 
-from kvcli.cli import options
-from kvcli.cli.options import MODEL
+from kvcli.cli.command import command
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
+from kvcli.inputs.options import ModelOptions, Output, Some
 
 
+@command
 def doctor(
     model: Annotated[
-        str | None,
-        MODEL.option(
-            "--model -m",
-            "NAME",
-            "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",
-            env=False,
+        ModelOptions,
+        Some(
+            "model dtype weights offline",
+            model={
+                "metavar": "NAME",
+                "help": "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",
+                "env": False,
+            },
         ),
-    ] = None,
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    offline: options.Offline = False,
-    as_json: options.AsJson = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    ],
+    output: Annotated[Output, Some("json output quiet debug")],
 ) -> None:
     """Check this machine: versions, device, memory, bandwidths, Triton, threads, disk.
 
@@ -41,23 +38,22 @@ def doctor(
     needs is broken, or the model is none that it runs; 2 usage, 130 interrupted, 141 stdout
     was closed.
     """
-    check_outputs({"-o": output})
+    check_outputs({"-o": output.output})
 
     from kvcli.bench.doctor import examine, usable
     from kvcli.bench.model_check import examine_model
-    from kvcli.models.loading import ModelSpec
     from kvcli.ui import console
 
-    with progress(quiet) as observer:
+    with progress(output.quiet) as observer:
         observer.stage("examine")
-        spec = ModelSpec(model, dtype=dtype, load_format="dummy", offline=offline, weights=weights)
-        checks = list(examine(debug) if model is None else examine_model(spec))
+        spec = model.spec(load_format="dummy")
+        checks = list(examine(output.debug) if spec.name is None else examine_model(spec))
     ready = usable(checks)
-    if as_json:
+    if output.as_json:
         body = {"schema_version": 1, "usable": ready, "checks": [asdict(check) for check in checks]}
         text = json.dumps(body, ensure_ascii=False) + "\n"
     else:
         rows = [(check.name, check.state, check.found, check.fix) for check in checks]
-        text = console.render(console.findings(rows), to_file=output is not None)
-    write_result(output, text)
+        text = console.render(console.findings(rows), to_file=output.output is not None)
+    write_result(output.output, text)
     raise typer.Exit(ExitCode.OK if ready else ExitCode.RUNTIME)

@@ -1,151 +1,56 @@
-"""`kvcli generate`: documents and a question in, text out."""
+"""`kvcli generate`: documents and a question in, text out; with --turns a conversation, with --resume what was kept."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import asked, options
-from kvcli.cli.asked import INPUT, hush_libraries, profile_of
-from kvcli.cli.entries import read_entries, template_of
-from kvcli.cli.options import METHOD, OUTPUT, Panel, at_least, given, positive_count, require_text, whole
+from kvcli.cli.command import command, given, hush_libraries, profile_of, read_entries, template_of
+from kvcli.cli.output import check_files
 from kvcli.cli.presentation import Presentation
-from kvcli.cli.reads import check_files
-from kvcli.cli.resume import resume_run
-from kvcli.cli.saved import SAVED, HostMemory, KVCache, KVCacheSize, KVDisk, SaveKV, kv_options
-from kvcli.cli.turns import check_turns, take_turns
+from kvcli.errors import ExitCode, usage_error
+from kvcli.inputs import options
 
-_KEEPING = Panel("Going on")
+if TYPE_CHECKING:
+    from kvcli.inputs.prompts import FailedPrompt, Prompt
+    from kvcli.models.loading import ModelSpec
+    from kvcli.request import GenerationRequest
+    from kvcli.telemetry.report import Report
+
+_WITH_RESUME = {"resume", "every", "model", "output", "trace", "json", "quiet", "verbose", "timeline", "stats", "debug"}
 
 
+@options.group
+class Resume:
+    """A run that goes on."""
+
+    directory: Path | None = options.GOING_ON(
+        None, "--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."
+    )
+
+
+@command
 def generate(
     context: typer.Context,
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Text documents; - is standard input.", show_default=False),
-    ] = None,
-    prompts: Annotated[
-        list[str] | None,
-        INPUT.option("--prompt -p", "TEXT", "Question put after each document; repeatable.", env=False),
-    ] = None,
-    questions: Annotated[
-        str | None,
-        INPUT.option("--questions", "FILE", "More questions: one a line, or JSONL with question and id.", env=False),
-    ] = None,
-    question_first: Annotated[
-        Literal["no", "only", "both"],
-        INPUT.option("--question-first", None, "only puts the question before the document, both before and after it."),
-    ] = "no",
-    turns: Annotated[
-        bool, INPUT.flag("--turns", "Ask the questions one after the other, each after the answer to the one before.")
-    ] = False,
-    system: asked.System = None,
-    raw: asked.Raw = False,
-    chat_template_kwargs: asked.ChatTemplateKwargs = None,
-    kv: Annotated[
-        Path | None,
-        SAVED.option(
-            "--kv", "DIR", "Go on from what --save-kv has kept, under any method that reads exactly.", env=False
+    asked: options.Input,
+    template: options.Template,
+    kv: options.KVOptions,
+    model: options.ModelOptions,
+    method: options.MethodOptions,
+    disk: options.DiskOptions | None,
+    sampling: options.Sampling,
+    keep: options.Keep | None,
+    resume: Resume,
+    tracing: options.Tracing,
+    stepping: options.Stepping,
+    output: Annotated[
+        options.Output,
+        options.Some(
+            "stats json output quiet verbose debug", quiet={"help": "Only the text: no progress, notes or statistics."}
         ),
-    ] = None,
-    save_kv: SaveKV = None,
-    kv_cache: KVCache = None,
-    kv_cache_size: KVCacheSize = None,
-    model: options.Model = None,
-    device: options.Device = "auto",
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    load_format: options.LoadFormat = "auto",
-    offline: options.Offline = False,
-    method: asked.Method = None,
-    profile: asked.Profile = None,
-    settings: asked.Settings = None,
-    budget: Annotated[
-        str | None,
-        METHOD.option(
-            "--budget",
-            "TOKENS",
-            "Tokens attended per layer and KV head, as in 2K; 20% of the prompt.",
-            show_default="the profile's; freekv: 2K",
-        ),
-    ] = None,
-    sink: Annotated[str | None, METHOD.option("--sink", "TOKENS", "First tokens, always attended.")] = None,
-    window: Annotated[str | None, METHOD.option("--window", "TOKENS", "Most recent tokens, always attended.")] = None,
-    tau: Annotated[
-        str | None, METHOD.option("--tau", "0..1", "Query similarity below which a head is corrected.")
-    ] = None,
-    page_size: Annotated[str | None, METHOD.option("--page-size", "TOKENS", "Tokens recalled together.")] = None,
-    kv_dtype: asked.KVDType = None,
-    kv_disk: KVDisk = None,
-    host_memory: HostMemory = None,
-    max_tokens: asked.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: asked.TopK = 0,
-    min_p: asked.MinP = 0.0,
-    seed: asked.Seed = 0,
-    stop: asked.StopTexts = None,
-    ignore_eos: asked.IgnoreEos = False,
-    num_samples: options.NumSamples = 1,
-    checkpoint: Annotated[
-        Path | None,
-        _KEEPING.option("--checkpoint", "DIR", "Keep the run in a new directory, for --resume after whatever ends it."),
-    ] = None,
-    every: Annotated[
-        int, _KEEPING.option("--every", "N", "Tokens from one writing of the checkpoint to the next.", positive_count)
-    ] = 32,
-    resume: Annotated[
-        Path | None,
-        _KEEPING.option("--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."),
-    ] = None,
-    pipeline: Annotated[
-        Literal["auto", "blocking", "overlapped", "compiled"],
-        METHOD.option(
-            "--pipeline",
-            None,
-            "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
-            " layers compiled (pays for long outputs), on a GPU in that graph. auto overlaps on a GPU, where the method"
-            " can and nothing looks into its phases.",
-        ),
-    ] = "auto",
-    lossless: Annotated[
-        int | None,
-        METHOD.option(
-            "--lossless",
-            "N",
-            "Write the text of full attention: the method drafts N tokens, which full attention, its KV in host memory,"
-            " checks in one pass.",
-            at_least(1, whole),
-        ),
-    ] = None,
-    timeline: Annotated[
-        bool, OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
-    ] = False,
-    trace: options.Trace = None,
-    audit: Annotated[
-        int | None,
-        OUTPUT.option(
-            "--audit",
-            "N",
-            "Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
-            at_least(1, whole),
-            env=True,
-        ),
-    ] = None,
-    stats: Annotated[
-        bool | None, OUTPUT.flag("--stats/--no-stats", "Statistics at the end; shown unless -q.", env=True)
-    ] = None,
-    as_json: options.AsJson = False,
-    output: options.Output = None,
-    quiet: Annotated[
-        bool, OUTPUT.flag("--quiet -q", "Only the text: no progress, notes or statistics.", env=True)
-    ] = False,
-    verbose: Annotated[
-        bool, OUTPUT.flag("--verbose -v", "Settings, versions and per-layer counts as well.", env=True)
-    ] = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+    ],
 ) -> None:
     """Generate text from long documents.
 
@@ -157,63 +62,111 @@ def generate(
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP), 141 stdout was closed.
     """
-    from kvcli.inputs.kv_options import disk_options
-    from kvcli.inputs.sampling import Sampling
-
-    if resume is not None:
-        hush_libraries(verbose)
-        shown = {"quiet": quiet, "verbose": verbose, "timeline": timeline, "stats": stats}
-        raise typer.Exit(resume_run(context, resume, every, model, output, trace, as_json=as_json, **shown))
-    outputs = {"-o": output, "--trace": trace}
-    reads = [*(files or ()), *([questions] if questions is not None else ())]
-    check_files(outputs, model=model, load_format=load_format, documents=reads, profiles=[profile], settings=settings)
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()), ignore_eos, num_samples)
-    require_text(
-        {"-p": prompts, "--system": [system], "--stop": stop, "--chat-template-kwargs": [chat_template_kwargs]}
+    if resume.directory is not None:
+        hush_libraries(output.verbose)
+        raise typer.Exit(_go_on(context, resume.directory, model, tracing, output))
+    documents = [*asked.files, *([asked.questions] if asked.questions is not None else ())]
+    check_files(
+        {"-o": output.output, "--trace": tracing.trace}, model, documents, [method.profile], settings=method.settings
     )
-    entries = read_entries(files or [], prompts or [], questions, question_first, kv)
-    hush_libraries(verbose)
-    settled = bool(given(context, ["system", "raw", "chat_template_kwargs"]))
-    template = template_of(system, raw, chat_template_kwargs, kv, settled)
-    saved_kv = kv_options(kv, save_kv, kv_cache, kv_cache_size)
-    short = {"budget": budget, "sink": sink, "window": window, "tau": tau, "page_size": page_size}
-    chosen = profile_of(context, method, profile, settings or [], short | {"kv_dtype": kv_dtype})
+    entries = read_entries(asked, kv.use)
+    hush_libraries(output.verbose)
+    template = template_of(context, template, kv.use)
+    chosen = profile_of(context, method)
 
     from kvcli.generate import generate as run
-    from kvcli.models.loading import ModelSpec
     from kvcli.request import GenerationRequest
-    from kvcli.runtime.checkpoint.kept_run import Keep
     from kvcli.telemetry.timeline import Timeline, chrome_trace
 
-    show = Presentation(entries, num_samples, output, as_json, quiet, verbose, timeline, stats, trace)
-    if turns:
-        beside: dict[str, object] = {
-            "--num-samples": num_samples > 1,
-            "--audit": audit,
-            "--lossless": lossless,
-            "--trace": trace,
-            "--checkpoint": checkpoint,
-            "--kv-disk": kv_disk,
+    show = Presentation(entries, sampling.num_samples, tracing, output)
+    if asked.turns:
+        beside = {
+            "--num-samples": sampling.num_samples > 1,
+            "--audit": stepping.audit,
+            "--lossless": stepping.lossless,
+            "--trace": tracing.trace,
+            "--checkpoint": keep,
+            "--kv-disk": disk,
+            "--save-kv": kv.save,
+            "--kv-cache": given(context, ["kv_cache"]),
+            "--question-first": asked.question_first != "no",
         }
-        stored = bool(given(context, ["kv_cache"]))
-        beside |= {"--save-kv": save_kv, "--kv-cache": stored, "--question-first": question_first != "no"}
-        check_turns(show, beside)
-    if model is None:
+        if len({prompt.source for prompt in show.prompts}) > 1:
+            raise usage_error("--turns are about one document", "name one file, or ask each in a run of its own")
+        if (name := next((name for name, value in beside.items() if value), None)) is not None:
+            raise usage_error(f"--turns goes without {name}", f"leave {name} or --turns out")
+    if model.model is None:
         show.observer.notice(
             "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
         )
-    if num_samples > 1 and temperature == 0:
-        show.observer.notice(f"--num-samples {num_samples} without --temperature: all samples will be the same")
-    keep = None if checkpoint is None else Keep(checkpoint, every)
-    how = (audit, pipeline, keep, saved_kv, lossless, disk_options(kv_disk, host_memory))
-    request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, *how)
-    spec, spans = ModelSpec(model, device, dtype, load_format, offline, weights), Timeline(trace is not None)
-    try:
-        if turns:
-            report = take_turns(spec, show, chosen, sampling, template, kv)
+    if sampling.alike is not None:
+        show.observer.notice(sampling.alike)
+    request = GenerationRequest(
+        chosen, tuple(show.prompts), sampling, template, keep=keep, kv=kv, disk=disk, **vars(stepping)
+    )
+    spans = Timeline(tracing.trace is not None)
+    with show.abandoned_on_error():
+        if asked.turns:
+            report = _take_turns(model.spec(), request, show)
         else:
-            report = run(spec, request, show.observer, spans)
-    except BaseException:
-        show.abandon()
-        raise
+            report = run(model.spec(), request, show.observer, spans)
     raise typer.Exit(show.conclude(report, lambda: chrome_trace({"kvcli": spans.spans})))
+
+
+def _take_turns(spec: ModelSpec, request: GenerationRequest, show: Presentation) -> Report:
+    """Ask one question after the other, each after the answer to the one before; Ctrl-C ends with what was said.
+
+    Raises:
+        KvcliError: the model cannot be loaded, the conversation will not fit, an answer failed.
+    """
+    from kvcli.chat import Dialogue
+    from kvcli.models.loading import open_checkpoint
+
+    show.observer.stage("load")
+    checkpoint = open_checkpoint(spec)
+    settings = (request.profile, request.sampling, request.template, show.prompts[0].text, show.observer)
+    dialogue = Dialogue(checkpoint.load(), checkpoint, *settings)
+    try:
+        dialogue.read(request.kv.use)
+        for turn, prompt in enumerate(show.prompts):
+            for piece in dialogue.ask(prompt.question):
+                show.observer.stage_done()
+                show.observer.text(turn, piece)
+            show.observer.finished(turn)
+    except KeyboardInterrupt:
+        if not dialogue.exchanges:
+            raise
+    return dialogue.report()
+
+
+def _go_on(
+    context: typer.Context,
+    directory: Path,
+    model: options.ModelOptions,
+    tracing: options.Tracing,
+    output: options.Output,
+) -> ExitCode:
+    """Go on with the run in `directory`; the text comes from its beginning.
+
+    Raises:
+        KvcliError: an option says what the run has settled already (usage); as `kvcli.generate.resume` does.
+    """
+    if other := given(context, sorted(context.params.keys() - _WITH_RESUME)):
+        names = {parameter.name: parameter for parameter in context.command.params}
+        name = names[other[0]].opts[0] if names[other[0]].opts else other[0]
+        shown = name if name.startswith("-") else "FILE"
+        raise usage_error(f"{shown} does not go with --resume, which takes it from {directory}", "leave it out")
+    moved = model.model if given(context, ["model"]) else None
+    check_files({"-o": output.output, "--trace": tracing.trace}, options.ModelOptions(moved, load_format="dummy"))
+
+    from kvcli.generate import resume
+    from kvcli.runtime.checkpoint.kept_run import KeptRun
+    from kvcli.telemetry.timeline import Timeline, chrome_trace
+
+    kept = KeptRun.open(options.Keep(directory, context.params["every"]))
+    entries: list[Prompt | FailedPrompt] = [each.prompt for each in kept.prompts if each.prompt is not None]
+    show = Presentation(entries, kept.sampling.num_samples, tracing, output)
+    spans = Timeline(tracing.trace is not None)
+    with show.abandoned_on_error():
+        report = resume(kept, show.observer, spans, model=moved)
+    return show.conclude(report, lambda: chrome_trace({"kvcli": spans.spans}))

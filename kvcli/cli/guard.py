@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,9 +12,7 @@ from typing import Any
 
 import typer
 
-from kvcli.cli.environment import with_variable
-from kvcli.cli.signals import caught_signals
-from kvcli.cli.streams import give_up_stdout, open_missing_streams
+from kvcli.cli.process import caught_signals, give_up_stdout, open_missing_streams
 from kvcli.errors import ExitCode, KvcliError, is_out_of_memory, usage_error
 from kvcli.ui.escape import visible
 
@@ -58,7 +57,7 @@ def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequ
             return _show(as_kvcli_error(KeyboardInterrupt()))
         if debug and not _is_usage_error(error):
             sys.stderr.write(visible(traceback.format_exc()))
-        return _show(with_variable(as_kvcli_error(error), arguments))
+        return _show(_with_variable(as_kvcli_error(error), arguments))
     if code == ExitCode.INTERRUPTED and not isinstance(code, ExitCode):
         # Ctrl-C that typer made an exit of: no command has said what became of it.
         return _show(as_kvcli_error(KeyboardInterrupt()))
@@ -125,3 +124,18 @@ def _nearest(error: Any) -> str | None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
+
+
+def _with_variable(error: KvcliError, arguments: Sequence[str]) -> KvcliError:
+    """Name the variable that a refused value came from, where the command line does not give that option itself."""
+    if error.exit_code != ExitCode.USAGE:
+        return error
+    for name, value in os.environ.items():
+        option = "--" + name.removeprefix("KVCLI_").lower().replace("_", "-")
+        setting = re.escape(option[2:].replace("-", "_"))
+        if not name.startswith("KVCLI_") or any(given.partition("=")[0] == option for given in arguments):
+            continue
+        if re.search(rf"(?<![\w-])({re.escape(option)}|{setting} =)(?![\w-])", error.what) or repr(value) in error.what:
+            hint = f"{name}={value} is set in the environment; {error.hint}"
+            return KvcliError(error.what, hint, error.exit_code)
+    return error

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli import options
+from kvcli.cli.command import command
 from kvcli.cli.output import write_stdout
-from kvcli.cli.saved import SAVED, KVCacheSize
 from kvcli.errors import KvcliError, usage_error
+from kvcli.inputs.options import KVOptions, Output, Some, argument, group
 from kvcli.sizes import format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -20,20 +20,25 @@ if TYPE_CHECKING:
 
 kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
 
-Store = Annotated[Path | None, SAVED.option("--kv-cache", "DIR", "The store.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="NAME", help="Entries, as list shows them, or directories.", show_default=False),
-]
+Store = Annotated[KVOptions, Some("kv_cache", kv_cache={"help": "The store."})]
+Debug = Annotated[Output, Some("debug")]
 _SHOWN = 12  # digits of a name
 
 
+@group
+class Entries:
+    """Entries of a store."""
+
+    names: tuple[str, ...] = argument((), "NAME", "Entries, as list shows them, or directories.")
+
+
 @kv.command("list")
-def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: options.Debug = False) -> None:  # noqa: ARG001
+@command
+def list_entries(store: Store, output: Annotated[Output, Some("json debug")]) -> None:
     """List what a store holds, least recently used first."""
-    store = _store(cache)
-    rows = [_row(entry) for entry in store.entries()]
-    if as_json:
+    found = _store(store)
+    rows = [_row(entry) for entry in found.entries()]
+    if output.as_json:
         write_stdout(json.dumps(rows) + "\n")
         return
     from kvcli.ui.console.results import render_tables
@@ -52,16 +57,17 @@ def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: op
         for row in rows
     ]
     held = format_bytes(sum(row["bytes"] for row in rows))
-    heading = f"{store.folder}: {len(rows):,} {'entry' if len(rows) == 1 else 'entries'}, {held}"
+    heading = f"{found.folder}: {len(rows):,} {'entry' if len(rows) == 1 else 'entries'}, {held}"
     write_stdout(render_tables([(heading, Table(columns, cells))]))
 
 
 @kv.command()
-def show(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+@command
+def show(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
     """Show what entries are of, as JSON."""
     from kvcli.runtime.saved.manifest import read_manifest
 
-    for folder in _folders(cache, names):
+    for folder in _folders(store, entries):
         manifest = read_manifest(folder)
         body = manifest.model_dump(exclude={"tokens", "pages", "layers", "checksum"})
         body["asked"]["text"] = f"{len(manifest.asked.text):,} characters"
@@ -70,7 +76,8 @@ def show(names: Names = None, cache: Store = None, debug: options.Debug = False)
 
 
 @kv.command()
-def check(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+@command
+def check(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
     """Read entries whole and hold them against their checksums; without names, all of a store.
 
     Exit codes: 0 all are as they were written, 1 some are damaged.
@@ -78,7 +85,7 @@ def check(names: Names = None, cache: Store = None, debug: options.Debug = False
     from kvcli.runtime.saved.reader import verify
     from kvcli.ui.console import print_error
 
-    folders = _folders(cache, names) if names else [entry.folder for entry in _store(cache).entries()]
+    folders = _folders(store, entries) if entries.names else [entry.folder for entry in _store(store).entries()]
     broken = 0
     for folder in folders:
         try:
@@ -92,12 +99,13 @@ def check(names: Names = None, cache: Store = None, debug: options.Debug = False
 
 
 @kv.command()
-def rm(names: Names = None, cache: Store = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+@command
+def rm(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
     """Remove entries; what another process is reading stays."""
     from kvcli.runtime.saved.files import remove
     from kvcli.runtime.saved.manifest import MANIFEST
 
-    for folder in _folders(cache, names):
+    for folder in _folders(store, entries):
         if not (folder / MANIFEST).exists():
             raise usage_error(f"{folder}: holds no saved KV", "name a directory that --save-kv has written")
         if not remove(folder):
@@ -106,18 +114,25 @@ def rm(names: Names = None, cache: Store = None, debug: options.Debug = False) -
 
 
 @kv.command()
-def prune(cache: Store = None, cache_size: KVCacheSize = None, debug: options.Debug = False) -> None:  # noqa: ARG001
+@command
+def prune(
+    store: Annotated[
+        KVOptions, Some("kv_cache kv_cache_size", kv_cache={"help": "The store."}, kv_cache_size={"beside": None})
+    ],
+    debug: Debug,  # noqa: ARG001
+) -> None:
     """Remove what was not used for longest, until a store has the size that --kv-cache-size names."""
-    if cache_size is None:
+    if store.cache_bytes is None:
         raise usage_error("nothing says how much to leave", "for example --kv-cache-size 100GiB")
-    removed = _store(cache).prune(cache_size)
+    removed = _store(store).prune(store.cache_bytes)
     size = format_bytes(sum(entry.size for entry in removed))
     write_stdout(f"{len(removed)} removed, {size} freed\n")
 
 
-def _store(cache: Path | None) -> KVStore:
+def _store(options: KVOptions) -> KVStore:
     from kvcli.runtime.saved.library import KVStore
 
+    cache = options.cache
     if cache is None:
         raise usage_error("nothing says which store", "name it with --kv-cache, or set KVCLI_KV_CACHE")
     if not cache.is_dir():
@@ -125,11 +140,11 @@ def _store(cache: Path | None) -> KVStore:
     return KVStore(cache)
 
 
-def _folders(cache: Path | None, names: list[str] | None) -> list[Path]:
+def _folders(options: KVOptions, entries: Entries) -> list[Path]:
     """Directories of the entries that are named."""
-    if not names:
+    if not entries.names:
         raise usage_error("no entry is named", "kvcli kv list shows their names")
-    return [Path(name) if Path(name).is_dir() else _store(cache).find_named(name).folder for name in names]
+    return [Path(name) if Path(name).is_dir() else _store(options).find_named(name).folder for name in entries.names]
 
 
 def _row(entry: Stored) -> dict[str, Any]:

@@ -7,43 +7,49 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from kvcli.cli import options
+from kvcli.cli.command import command
 from kvcli.cli.output import check_outputs, write_result
 from kvcli.errors import usage_error
+from kvcli.inputs.options import METHODS, OUTPUT, Output, Some, argument, group
 
 if TYPE_CHECKING:
     from kvcli.methods.card import Card
 
 
+@group
+class Listed:
+    """What is to be listed."""
+
+    name: str | None = argument(None, "NAME", "Show the settings and profiles of this method.")
+    paper: str | None = METHODS(None, "--paper", "NAME", "What a paper ran, with settings, tables and figures: freekv.")
+
+
+@group
+class Listing(Output):
+    """How the list is written, and where to."""
+
+    markdown: bool = OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")
+
+
+@command
 def methods(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="Show the settings and profiles of this method.", show_default=False),
-    ] = None,
-    paper: Annotated[
-        str | None,
-        options.METHODS.option("--paper", "NAME", "What a paper ran, with settings, tables and figures: freekv."),
-    ] = None,
-    as_json: options.AsJson = False,
-    markdown: Annotated[bool, options.OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")] = False,
-    output: options.Output = None,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+    asked: Listed,
+    output: Annotated[Listing, Some("json markdown output debug")],
 ) -> None:
     """List the KV-cache methods and what each can do.
 
     kvcli methods freekv
     """
+    name, paper, markdown, as_json = asked.name, asked.paper, output.markdown, output.as_json
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
         raise usage_error(f"--markdown is the list as a table, not {other}", "leave one of them out")
     if paper is not None and (name is not None or markdown):
         raise usage_error("--paper lists what a paper ran, not a method's page or a Markdown table", "leave one out")
-    check_outputs({"-o": output})
-    to_file = output is not None
+    check_outputs({"-o": output.output})
+    to_file = output.output is not None
     text = _text(name, as_json, markdown, to_file) if paper is None else _paper_text(paper, as_json, to_file)
-    write_result(output, text)
+    write_result(output.output, text)
 
 
 def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str:
@@ -65,8 +71,7 @@ def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str
 
 def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
     """What a paper ran: every method with what differs from its own settings, and where it is reported."""
-    from kvcli.inputs.papers import PREFIX, read_paper
-    from kvcli.inputs.variants import variants
+    from kvcli.inputs.variants import PREFIX, read_paper, variants
     from kvcli.ui import console, summary
 
     paper, chosen = read_paper(name), variants([], [PREFIX + name.removeprefix(PREFIX)], [], {})

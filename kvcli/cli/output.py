@@ -1,22 +1,25 @@
-"""Where results go: checked before the work, and each written whole or reported as failed."""
+"""Where results go: checked before the work, also against the files that are read, and written whole or reported."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from kvcli.cli.streams import give_up_stdout, stdout_is_closed
+from kvcli.cli.process import give_up_stdout, stdout_is_closed
 from kvcli.errors import KvcliError, usage_error
 from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
+    from kvcli.inputs.options import ModelOptions
     from kvcli.ui.console import RunConsole
 
 
@@ -53,6 +56,26 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
         raise KvcliError("standard output is closed", "redirect it to a file, or name a file with -o")
 
 
+def check_files(
+    outputs: Mapping[str, Path | None],
+    model: ModelOptions | None,
+    documents: Iterable[str] = (),
+    profiles: Iterable[str | None] = (),
+    settings: Iterable[str] = (),
+) -> None:
+    """Refuse outputs as `check_outputs` does, and a model that cannot be there, before anything is imported for it.
+
+    Raises:
+        KvcliError: an output is refused, or there is no such directory, file or shape (usage).
+    """
+    name = None if model is None else model.model
+    check_outputs(outputs, files_read(documents=documents, profiles=profiles, settings=settings, model=name))
+    if model is not None and name is not None:
+        from kvcli.models.place import find
+
+        find(name, model.load_format == "dummy")
+
+
 def _identity(name: Path | str) -> tuple[int, int] | None:
     """Device and inode of a file, the same for all its links; None where there is no such file."""
     with suppress(OSError, ValueError):
@@ -78,6 +101,51 @@ def _check_writable(path: Path, option: str) -> None:
         raise usage_error(f"{option} {path}: no directory {path.parent}", hint)
     if not os.access(target if exists else target.parent, os.W_OK):
         raise usage_error(f"{option} {path}: permission denied", hint)
+
+
+def files_read(
+    *,
+    documents: Iterable[str] = (),
+    profiles: Iterable[str | None] = (),
+    settings: Iterable[str] = (),
+    model: str | None = None,
+) -> Iterator[str | Path]:
+    """Name what a run may read: `documents` as they are, and the files of profiles, of KEY=VALUE settings, of a model.
+
+    Files that do not exist are among them; "-" is standard input.
+    """
+    yield from documents
+    for name in profiles:
+        if name is not None:
+            yield from _profile_files(name)
+    for setting in settings:
+        yield setting.partition("=")[2]
+    yield from _model_files(model)
+
+
+def _profile_files(name: str) -> Iterator[str]:
+    """The profile, and files that its settings name: what `kvcli calibrate` found."""
+    path = name if name.endswith(".toml") or "/" in name else str(files("kvcli.profiles") / f"{name}.toml")
+    yield path
+    with suppress(OSError, ValueError, RecursionError):  # what is wrong with a profile is said where it is used
+        settings = tomllib.loads(Path(path).read_text()).get("settings")
+        if isinstance(settings, dict):
+            yield from (value for value in settings.values() if isinstance(value, str))
+
+
+def _model_files(name: str | None) -> Iterator[Path]:
+    """Every file in a checkpoint's directory that a checkpoint may consist of; a config or shape file itself."""
+    if name is None:
+        directory = Path(str(files("kvcli.models"))) / "demo"
+    elif "/" in name and not Path(name).expanduser().exists():
+        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+        directory = Path(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{name.replace('/', '--')}"
+    else:
+        directory = Path(name).expanduser()
+        yield directory
+    patterns = ("*.json", "*.safetensors", "*.bin", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+    with suppress(OSError, ValueError):
+        yield from (path for pattern in patterns for path in directory.rglob(pattern))
 
 
 @contextmanager

@@ -3,91 +3,84 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvcli.cli import options
-from kvcli.cli.options import MODEL, Panel, at_least, compared, distinct, names, positive, positive_count
-from kvcli.cli.output import progress, write_result
-from kvcli.cli.reads import check_files
-from kvcli.cli.saved import KVDisk
+from kvcli.cli.command import command, compared, distinct, names
+from kvcli.cli.output import check_files, progress, write_result
 from kvcli.errors import usage_error
-from kvcli.sizes import parse_bytes
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     import torch
 
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
-    from kvcli.models.weights import Weights
 
-_SIZE = at_least(1, parse_bytes)
-_RUN, _MACHINE = Panel("Run"), Panel("Machine", env=True)
+_RUN, _MACHINE = options.Panel("Run"), options.Panel("Machine", env=True)
+_SIZE = options.positive_size
 
 
+@options.group
+class Run:
+    """The run that is planned."""
+
+    context: str = _RUN("32K", "--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")
+    batch_size: str = _RUN("1", "--batch-size", "N,...", "Prompts continued together.")
+    max_tokens: int = _RUN(256, "--max-tokens", "TOKENS", "Longest output.", options.positive_count, env=True)
+    advise: bool = _RUN.flag(
+        "--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it."
+    )
+
+
+@options.group
+class MachineOptions:
+    """What is known of another machine."""
+
+    gpu: str | None = _MACHINE(
+        None, "--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
+    )
+    device_memory: int | None = _MACHINE(
+        None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE
+    )
+    host_memory: int | None = _MACHINE(
+        None, "--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk.", _SIZE
+    )
+    bandwidth: int | None = _MACHINE(
+        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", _SIZE
+    )
+    bus: int | None = _MACHINE(
+        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", _SIZE
+    )
+    compute: float | None = _MACHINE(
+        None, "--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", options.positive
+    )
+    disk: int | None = _MACHINE(
+        None, "--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", _SIZE
+    )
+    disk_rate: int | None = _MACHINE(
+        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", _SIZE
+    )
+
+
+@command
 def plan(
     model: Annotated[
-        str | None,
-        MODEL.option(
-            "--model -m",
-            "NAME",
-            "Checkpoint, config.json, hub id or shape; weights are not needed. Without it, the small demo model.",
+        options.ModelOptions,
+        options.Some(
+            "model dtype weights offline",
+            model={
+                "metavar": "NAME",
+                "help": "Checkpoint, config.json, hub id or shape; weights are not needed."
+                " Without it, the small demo model.",
+            },
         ),
-    ] = None,
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    offline: options.Offline = False,
-    method: options.Methods = None,
-    profile: options.Profiles = None,
-    budget: options.Budgets = None,
-    settings: options.Settings = None,
-    kv_dtype: options.KVDType = None,
-    kv_disk: KVDisk = None,
-    context: Annotated[str, _RUN.option("--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")] = "32K",
-    batch_size: Annotated[str, _RUN.option("--batch-size", "N,...", "Prompts continued together.")] = "1",
-    max_tokens: Annotated[
-        int, _RUN.option("--max-tokens", "TOKENS", "Longest output.", positive_count, env=True)
-    ] = 256,
-    device: Annotated[str, options.device(_MACHINE)] = "auto",
-    gpu: Annotated[
-        str | None,
-        _MACHINE.option("--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."),
-    ] = None,
-    device_memory: Annotated[
-        int | None,
-        _MACHINE.option("--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE),
-    ] = None,
-    host_memory: Annotated[
-        int | None,
-        _MACHINE.option(
-            "--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk.", _SIZE
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        int | None,
-        _MACHINE.option("--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", _SIZE),
-    ] = None,
-    bus: Annotated[
-        int | None,
-        _MACHINE.option("--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", _SIZE),
-    ] = None,
-    compute: Annotated[
-        float | None,
-        _MACHINE.option("--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", positive),
-    ] = None,
-    disk: Annotated[
-        int | None,
-        _MACHINE.option("--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", _SIZE),
-    ] = None,
-    disk_rate: Annotated[
-        int | None,
-        _MACHINE.option("--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", _SIZE),
-    ] = None,
-    advise: Annotated[
-        bool, _RUN.flag("--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it.")
-    ] = False,
-    as_json: options.AsJson = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+    ],
+    chosen: Annotated[options.Compared, options.Some("method profile budget set kv_dtype")],
+    kv_disk: Annotated[options.DiskOptions | None, options.Some("kv_disk")],
+    run: Run,
+    place: Annotated[options.ModelOptions, options.Some("device", device={"panel": "Machine"})],
+    asked: MachineOptions,
+    output: Annotated[options.Output, options.Some("json output quiet debug")],
 ) -> None:
     """Plan the memory and the time of a run, and tell whether it fits.
 
@@ -102,92 +95,94 @@ def plan(
 
     Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
     """
-    check_files({"-o": output}, model=model, profiles=names(profile, "--profile"), settings=settings)
-    if advise and method is None and profile is None:
+    file, advise, gpu = output.output, run.advise, asked.gpu
+    shape = replace(model, device=place.device, load_format="dummy")
+    check_files({"-o": file}, shape, profiles=names(chosen.profile, "--profile"), settings=chosen.settings)
+    if advise and chosen.method is None and chosen.profile is None:
         from kvcli.capacity.planning.advice import METHODS as TRIED
 
-        method = ",".join(TRIED)
-    from kvcli.inputs.kv_options import disk_options
-
-    chosen = compared(method, profile, settings, budget, kv_dtype)
-    contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
-    rates = {"--bandwidth": bandwidth, "--bus": bus, "--compute": compute and 1e12 * compute}
-    for_kv = None
-    if kv_disk is not None and not any((gpu, device_memory, *rates.values())):  # this machine's memory is measured
-        for_kv, host_memory = host_memory, None
-    tier = disk_options(kv_disk, for_kv)
-    sizes: dict[str, float | None] = {"--device-memory": device_memory, "--host-memory": host_memory, **rates}
+        chosen = replace(chosen, method=",".join(TRIED))
+    variants = compared(chosen)
+    contexts, batches = distinct(run.context, "--context"), distinct(run.batch_size, "--batch-size")
+    compute = asked.compute and 1e12 * asked.compute
+    rates = {"--bandwidth": asked.bandwidth, "--bus": asked.bus, "--compute": compute}
+    host_memory, tier = asked.host_memory, kv_disk
+    if tier is not None and not any((gpu, asked.device_memory, *rates.values())):  # this machine's memory is measured
+        tier, host_memory = replace(tier, host_memory=host_memory), None
+    sizes: dict[str, float | None] = {"--device-memory": asked.device_memory, "--host-memory": host_memory, **rates}
     if gpu is not None:
         from kvcli.capacity.planning.advice import published
 
         known = published(gpu)
-        sizes["--device-memory"] = device_memory or known.memory
-        sizes |= {"--bandwidth": bandwidth or known.bandwidth, "--bus": bus or known.bus}
+        sizes["--device-memory"] = asked.device_memory or known.memory
+        sizes |= {"--bandwidth": asked.bandwidth or known.bandwidth, "--bus": asked.bus or known.bus}
         sizes["--compute"] = rates["--compute"] or known.compute
     told: dict[str, float] = {name: size for name, size in sizes.items() if size is not None}
 
-    from kvcli.capacity.planning import advice, tables
+    from kvcli.capacity.planning import tables
+    from kvcli.capacity.planning.advice import advise as search
+    from kvcli.capacity.planning.advice import command as command_of
     from kvcli.capacity.planning.plan import plan as plan_all
     from kvcli.ui import console
 
-    with progress(quiet) as observer:
-        if model is None:
+    with progress(output.quiet) as observer:
+        if model.model is None:
             observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
-        subject, machine = _subject_and_machine(model, dtype, weights, device, offline, told)
+        subject, machine = _subject_and_machine(shape, told)
         subjects = [subject]
         if advise and machine.placement is not None:
-            raise usage_error(f"--advise is for one device, --device names {device}", "leave one of them out")
+            raise usage_error(f"--advise is for one device, --device names {shape.device}", "leave one of them out")
         if advise and subject.geometry.form is None:
             subjects += [subject.with_weights(each) for each in ("int8", "int4")]
         observer.stage_done()
-        beyond = subject.geometry.beyond_positions(max(contexts) + max_tokens, model or "the demo model")
+        beyond = subject.geometry.beyond_positions(max(contexts) + run.max_tokens, model.model or "the demo model")
         if beyond is not None:
             observer.notice(beyond)
-        labelled = [(variant.label, variant.profile) for variant in chosen]
+        labelled = [(variant.label, variant.profile) for variant in variants]
         plans = []
         if advise:
             observer.stage("plan")
-            plans = advice.advise(subjects, machine, labelled, contexts, batches, max_tokens, disk, disk_rate)
+            plans = search(subjects, machine, labelled, contexts, batches, run.max_tokens, asked.disk, asked.disk_rate)
         else:
             observer.stage("plan", len(labelled) * len(contexts) * len(batches))
-            for each_plan in plan_all(subject, machine, labelled, contexts, batches, max_tokens, disk_rate, tier):
+            sizes_of = (contexts, batches, run.max_tokens, asked.disk_rate, tier)
+            for each_plan in plan_all(subject, machine, labelled, *sizes_of):
                 plans.append(each_plan)
                 observer.advance()
-    commands = [{"command": advice.command(model, entry)} if advise else {} for entry in plans]
-    if as_json:
+    commands = [{"command": command_of(model.model, entry)} if advise else {} for entry in plans]
+    if output.as_json:
         found = [entry.as_dict() | line for entry, line in zip(plans, commands, strict=True)]
-        text = json.dumps(_as_dict(model, subject, machine, found)) + "\n"
+        text = json.dumps(_as_dict(model.model, subject, machine, found)) + "\n"
     else:
-        title = f"{model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}, {max_tokens:,} tokens of output"
+        of_what = f"{model.model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}"
+        title = f"{of_what}, {run.max_tokens:,} tokens of output"
         notes = tables.notes(plans, machine.rates, machine.here)
         notes += [(entry.label, line["command"]) for entry, line in zip(plans, commands, strict=True) if line]
         if advise and not any(entry.fits for entry in plans):
             notes.append(("advice", "nothing that was tried fits: these lack least"))
         if gpu is not None:
             notes.append(("GPU", f"{gpu}: {published(gpu).source}"))
-        text = console.render_tables(tables.tables(title, plans), output is not None, notes)
-    write_result(output, text)
+        text = console.render_tables(tables.tables(title, plans), file is not None, notes)
+    write_result(file, text)
 
 
-def _subject_and_machine(
-    model: str | None, dtype: str, weights: Weights, device: str, offline: bool, told: dict[str, float]
-) -> tuple[PlannedRun, Machine]:
+def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) -> tuple[PlannedRun, Machine]:
     """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
     from kvcli.capacity.memory import available
     from kvcli.capacity.need import devices_of
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
     from kvcli.models.devices import another_machine, placed, resolve_devices
-    from kvcli.models.loading import ModelSpec, locate, read_config, resolve_dtype
+    from kvcli.models.loading import locate, read_config, resolve_dtype
     from kvcli.models.weights import form_of
 
-    spec = ModelSpec(model, load_format="dummy", offline=offline, weights=weights)
+    spec, device = model.spec(), model.device
     config = read_config(spec)
 
     def subject_on(place: torch.device, here: bool) -> PlannedRun:
-        form = form_of(config, weights, place, here)
-        return PlannedRun.of(config, resolve_dtype(dtype, config, place), form, locate(spec))
+        form = form_of(config, model.weights, place, here)
+        return PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, locate(spec))
 
     others = another_machine(device)
     if told and not others:

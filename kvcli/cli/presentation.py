@@ -1,23 +1,27 @@
-"""How one `kvcli generate` is shown, while it runs and when it is over."""
+"""How one `kvcli generate` is shown: its texts while they grow, and the rest when it is over."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import shorten
+from typing import TYPE_CHECKING, TextIO
 
 from kvcli.cli.output import OutputWriter, stdout_failure
-from kvcli.cli.texts import SequenceWriter, StdoutLost, texts, title, titles_of
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.options import Output, Tracing
 from kvcli.inputs.prompts import FailedPrompt, Prompt
 from kvcli.telemetry.report import Report
 from kvcli.telemetry.report import Sequence as ReportedSequence
+from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
     from kvcli.ui.console import RunConsole
+
+
+_LONGEST = 60  # characters of a question in a title
 
 
 @dataclass
@@ -29,13 +33,8 @@ class Presentation:
 
     entries: Sequence[Prompt | FailedPrompt]
     num_samples: int
-    output: Path | None = None
-    as_json: bool = False
-    quiet: bool = False
-    verbose: bool = False
-    timeline: bool = False
-    stats: bool | None = None
-    trace: Path | None = None
+    tracing: Tracing
+    output: Output
 
     def __post_init__(self) -> None:
         from kvcli.ui.console import RunConsole, print_error
@@ -47,16 +46,11 @@ class Presentation:
             print_error(error)
         if not self.prompts:
             raise failed[-1]
-        several = len({(each.question, each.id) for each in self.prompts}) > 1
-        titles = [
-            title(each.source, sample, self.num_samples, (each.id or each.question) if several else None)
-            for each in self.prompts
-            for sample in range(self.num_samples)
-        ]
-        streamed = not self.as_json and self.output is None
+        titles = _titles([(each, sample) for each in self.prompts for sample in range(self.num_samples)])
+        streamed = not self.output.as_json and self.output.output is None
         self._writer = SequenceWriter(sys.stdout, titles, self._headed) if streamed else None
         on_screen = self._writer is not None and sys.stdout.isatty()
-        self.observer: RunConsole = RunConsole(self._writer, self.quiet, on_screen, prompts=len(self.prompts))
+        self.observer: RunConsole = RunConsole(self._writer, self.output.quiet, on_screen, prompts=len(self.prompts))
 
     def conclude(self, report: Report, trace: Callable[[], str] | None = None) -> ExitCode:
         """Write what is left to write, show statistics, and choose the exit code; `trace` gives what --trace takes.
@@ -68,20 +62,28 @@ class Presentation:
         whole = self._with_failed(report)
         writer = OutputWriter()
         self._write_text(whole, writer)
-        if self.trace is not None and trace is not None:
-            writer.file(self.trace, trace())
+        if self.tracing.trace is not None and trace is not None:
+            writer.file(self.tracing.trace, trace())
         if not any(isinstance(failure, BrokenPipeError) for failure in writer.failures):
             self._show(whole, [sequence for sequence in report.sequences if sequence.finish_reason == "error"])
         writer.finish()
         return self._exit_code(whole)
 
-    def abandon(self) -> None:
-        """Leave the screen in order when the run ended with an error: no bar, and all the text that there is.
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Within, an error of the run leaves the screen in order: no bar, and all the text that there is.
 
         Raises:
             KvcliError: that error was stdout, which takes no more.
             BrokenPipeError: the reader of stdout has gone.
         """
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
         self.observer.stage_done()
         with suppress(StdoutLost):
             self.observer.release()
@@ -95,8 +97,8 @@ class Presentation:
     def _write_text(self, report: Report, writer: OutputWriter) -> None:
         """Put the result where it belongs; what was streamed is there already."""
         if self._writer is None:
-            whole = report.to_json() + "\n" if self.as_json else texts(report, self._headed, self.num_samples)
-            writer.result(self.output, whole)
+            whole = report.to_json() + "\n" if self.output.as_json else texts(report, self._headed)
+            writer.result(self.output.output, whole)
             return
         with suppress(StdoutLost):
             self.observer.release()
@@ -112,12 +114,13 @@ class Presentation:
         """Show timeline and statistics, and the failed prompts that have not been shown yet."""
         from kvcli.ui.console import print_error, print_statistics, print_timeline
 
-        titles = titles_of(report, self.num_samples)
+        titles = _titles([(each, each.sample) for each in report.sequences])
         any_text = any(sequence.output_tokens for sequence in report.sequences)
-        if self.timeline and any_text:
+        if self.tracing.timeline and any_text:
             print_timeline(report, titles)
-        if (not self.quiet if self.stats is None else self.stats) and any_text:
-            print_statistics(report, titles, self.verbose)
+        wanted = not self.output.quiet if self.output.stats is None else self.output.stats
+        if wanted and any_text:
+            print_statistics(report, titles, self.output.verbose)
         for sequence in failed:
             print_error(KvcliError(f"{sequence.source}: {sequence.error}"))
         for entry in report.saved:
@@ -147,3 +150,109 @@ class Presentation:
             else:
                 at += self.num_samples
         return replace(report, sequences=sequences)
+
+
+class StdoutLost(KeyboardInterrupt):
+    """Standard output takes no more text: the run ends as after Ctrl-C, with all that there is in its report."""
+
+
+class SequenceWriter:
+    """Writes the texts of several sequences one after another while they grow side by side.
+
+    The first sequence that is not finished streams; what comes for later ones waits for its turn. `titles` has one
+    entry a sequence; they head the texts where there is more than one. On a terminal control characters are shown
+    escaped.
+    """
+
+    def __init__(self, stream: TextIO, titles: Sequence[str], headed: bool):
+        self.failure: OSError | None = None
+        """Why the stream takes no more, once it has failed; what comes after that is dropped."""
+        self._stream = stream
+        self._escaped = stream.isatty()
+        self._titles = titles
+        self._headed = headed
+        self._waiting: dict[int, list[str]] = {}
+        self._finished: set[int] = set()
+        self._turn = 0
+        self._last = ""  # the end of what was written for the sequence whose turn it is
+        self._begun = False
+        self._gap = ""  # what parts the next text from the one before it
+
+    def text(self, sequence: int, piece: str) -> None:
+        """Write `piece`, or keep it until the turn of `sequence` has come.
+
+        Raises:
+            StdoutLost: the stream has just failed.
+        """
+        if sequence == self._turn:
+            self._write(piece)
+        else:
+            self._waiting.setdefault(sequence, []).append(piece)
+
+    def finished(self, sequence: int) -> None:
+        """Let the next unfinished sequence stream if it was the turn of `sequence`."""
+        self._finished.add(sequence)
+        while self._turn in self._finished:
+            self._end()
+
+    def close(self) -> None:
+        """Write what still waits, in order."""
+        while self._turn < len(self._titles):
+            self._end()
+
+    def _end(self) -> None:
+        if self._begun and not self._last.endswith("\n"):
+            self._put("\n")
+        self._turn += 1
+        self._begun, self._last = False, ""
+        for piece in self._waiting.pop(self._turn, []):
+            self._write(piece)
+
+    def _write(self, piece: str) -> None:
+        if not piece:
+            return
+        if not self._begun and self._headed:
+            self._put(self._gap + header(self._titles[self._turn]))
+            self._gap = "\n"
+        self._begun, self._last = True, piece
+        self._put(piece)
+
+    def _put(self, text: str) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self._stream.write(visible(text) if self._escaped else text)
+            self._stream.flush()
+        except OSError as error:
+            self.failure = error
+            raise StdoutLost from error
+
+
+def header(title: str) -> str:
+    """The line above one text of several."""
+    return f"==> {title} <==\n"
+
+
+def _titles(texts: Sequence[tuple[Prompt | ReportedSequence, int]]) -> list[str]:
+    """Name texts by their documents, and by their questions and samples where there are several."""
+    questions = len({(each.question, each.id) for each, _ in texts}) > 1
+    samples = any(sample > 0 for _, sample in texts)
+    found = []
+    for each, sample in texts:
+        asked = (each.id or each.question) if questions else None
+        named = each.source if asked is None else f"{each.source}: {shorten(asked, _LONGEST, placeholder='...')}"
+        found.append(f"{named} (sample {sample + 1})" if samples else named)
+    return found
+
+
+def texts(report: Report, headed: bool) -> str:
+    """All texts of a report as one string, as `SequenceWriter` writes them."""
+    parts = []
+    for sequence, named in zip(
+        report.sequences, _titles([(each, each.sample) for each in report.sequences]), strict=True
+    ):
+        if not sequence.text:
+            continue
+        head = header(named) if headed else ""
+        parts.append(head + sequence.text + ("" if sequence.text.endswith("\n") else "\n"))
+    return "\n".join(parts)

@@ -6,58 +6,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import options
-from kvcli.cli.options import METHODS, Panel, at_least, compared, distinct, names, positive_count, whole
-from kvcli.cli.output import OutputWriter, progress
-from kvcli.cli.reads import check_files
-from kvcli.cli.saved import HostMemory, KVDisk
+from kvcli.cli.command import command, compared, distinct, names
+from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode
+from kvcli.inputs import options
 
 if TYPE_CHECKING:
     from kvcli.bench.report import ProfileReport
 
-_LOAD, _RUNS = Panel("Load"), Panel("Runs")
+_LOAD, _RUNS = options.Panel("Load"), options.Panel("Runs")
 
 
+@options.group
+class Start:
+    """What there is before the first step."""
+
+    file: str | None = options.argument(None, "FILE", "Text to prefill instead of random KV; - is standard input.")
+    context: str | None = _LOAD(None, "--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
+    batch_size: str = _LOAD("1", "--batch-size", "N,...", "Sequences decoded together.")
+    output_len: int = _LOAD(32, "--output-len", "N", "Timed steps of a run.", options.positive_count)
+    read: bool = _LOAD.flag("--read", "Prefill random tokens with the model instead of random KV.")
+
+
+@options.group
+class Runs:
+    """Whose steps are timed, and how often."""
+
+    peers: bool = options.METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")
+    repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method, in turn.", options.positive_count)
+    warmup: int = _RUNS(
+        2, "--warmup", "N", "Steps of each run that are not counted.", options.at_least(0, options.whole)
+    )
+    seed: int = _RUNS(0, "--seed", "N", "Seed of random KV and tokens.", options.whole, env=True)
+
+
+@options.group
+class Measured(options.Output, options.Tracing):
+    """Where results and spans go."""
+
+    nvtx: bool = options.OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")
+
+
+@command
 def profile(
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE", help="Text to prefill instead of random KV; - is standard input.", show_default=False
-        ),
-    ] = None,
-    context: Annotated[
-        str | None, _LOAD.option("--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
-    ] = None,
-    batch_size: Annotated[str, _LOAD.option("--batch-size", "N,...", "Sequences decoded together.")] = "1",
-    output_len: Annotated[int, _LOAD.option("--output-len", "N", "Timed steps of a run.", positive_count)] = 32,
-    read: Annotated[bool, _LOAD.flag("--read", "Prefill random tokens with the model instead of random KV.")] = False,
-    model: options.Model = None,
-    device: options.Device = "auto",
-    dtype: options.DType = "auto",
-    weights: options.Weights = "auto",
-    load_format: options.LoadFormat = "auto",
-    offline: options.Offline = False,
-    method: options.Methods = None,
-    profile: options.Profiles = None,
-    settings: options.Settings = None,
-    kv_dtype: options.KVDType = None,
-    kv_disk: KVDisk = None,
-    host_memory: HostMemory = None,
-    ablate: options.Ablate = False,
-    peers: Annotated[bool, METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")] = False,
-    repeat: Annotated[int, _RUNS.option("--repeat", "N", "Runs of each method, in turn.", positive_count)] = 5,
-    warmup: Annotated[
-        int, _RUNS.option("--warmup", "N", "Steps of each run that are not counted.", at_least(0, whole))
-    ] = 2,
-    seed: Annotated[int, _RUNS.option("--seed", "N", "Seed of random KV and tokens.", whole, env=True)] = 0,
-    html: options.Html = None,
-    trace: options.Trace = None,
-    nvtx: Annotated[bool, options.OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")] = False,
-    as_json: options.AsJson = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001 - read by the guard around every command
+    load: Start,
+    model: options.ModelOptions,
+    chosen: Annotated[options.Compared, options.Some("method profile set kv_dtype ablate")],
+    disk: options.DiskOptions | None,
+    runs: Runs,
+    output: Annotated[Measured, options.Some("html trace nvtx json output quiet debug")],
 ) -> None:
     """Measure the time of a decode step, its phases, and its distance from the roofline.
 
@@ -72,50 +69,52 @@ def profile(
     """
     from kvcli.inputs.prompts import read_document
 
+    html, trace = output.html, output.trace
     check_files(
-        {"-o": output, "--trace": trace, "--html": html},
-        model=model,
-        load_format=load_format,
-        documents=[file] if file else (),
-        profiles=names(profile, "--profile"),
-        settings=settings,
+        {"-o": output.output, "--trace": trace, "--html": html},
+        model,
+        documents=[load.file] if load.file else (),
+        profiles=names(chosen.profile, "--profile"),
+        settings=chosen.settings,
     )
-    variants = compared(method, profile, settings, kv_dtype=kv_dtype)
-    contexts, batches = distinct(context, "--context"), distinct(batch_size, "--batch-size")
-    document = None if file is None else read_document(file)
+    variants = compared(chosen)
+    contexts, batches = distinct(load.context, "--context"), distinct(load.batch_size, "--batch-size")
+    document = None if load.file is None else read_document(load.file)
 
     from kvcli.bench.profiler import ProfileRequest
     from kvcli.bench.profiler import profile as run
     from kvcli.bench.runs import entries
     from kvcli.bench.tables import notes, tables
-    from kvcli.inputs.kv_options import disk_options
-    from kvcli.models.loading import ModelSpec
     from kvcli.telemetry.timeline import chrome_trace
     from kvcli.ui import console
 
     request = ProfileRequest(
-        model=ModelSpec(model, device, dtype, load_format, offline, weights),
-        entries=entries(variants, ablate),
+        model=model.spec(),
+        entries=entries(variants, chosen.ablate),
         contexts=tuple(contexts),
         batches=tuple(batches),
-        steps=output_len,
-        repeat=repeat,
-        warmup=warmup,
-        seed=seed,
+        steps=load.output_len,
+        repeat=runs.repeat,
+        warmup=runs.warmup,
+        seed=runs.seed,
         document=document,
-        read=read,
-        peers=peers,
-        ablate=ablate,
-        nvtx=nvtx,
-        disk=disk_options(kv_disk, host_memory),
+        read=load.read,
+        peers=runs.peers,
+        ablate=chosen.ablate,
+        nvtx=output.nvtx,
+        disk=disk,
     )
-    with progress(quiet, demo=model is None) as observer:
+    with progress(output.quiet, demo=model.model is None) as observer:
         outcome = run(request, observer)
     report = outcome.report
-    explained = [] if quiet else notes(report)
-    text = report.to_json() + "\n" if as_json else console.render_tables(tables(report), output is not None, explained)
+    explained = [] if output.quiet else notes(report)
+    text = (
+        report.to_json() + "\n"
+        if output.as_json
+        else console.render_tables(tables(report), output.output is not None, explained)
+    )
     writer = OutputWriter()
-    writer.result(output, text)
+    writer.result(output.output, text)
     if trace is not None:
         writer.file(trace, chrome_trace(outcome.spans))
     if html is not None and report.cases:

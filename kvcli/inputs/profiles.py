@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import usage_error
-from kvcli.inputs.profile_file import ProfileFile, nearest, parse_profile, parse_toml, shown
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from kvcli.errors import KvcliError, usage_error
 from kvcli.sizes import Share, parse_count
 
 if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
+    from kvcli.models.loading import Checkpoint
 
 DEFAULT_METHOD = "freekv"
+_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,30 @@ def verifying_profile(device: str) -> Profile:
     return resolve_profile(method="offload" if device == "cuda" else "full")
 
 
+def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:
+    """Say in a sentence that `profile` was calibrated on another model than `checkpoint`; None where it was not."""
+    from kvcli.models.loading import fingerprint
+
+    made_for = profile.provenance.get("model_hash")
+    if made_for is None or made_for == fingerprint(checkpoint):
+        return None
+    return (
+        f"profile {profile.name} was calibrated for {profile.provenance.get('model', 'another model')} ({made_for}), "
+        f"not for {checkpoint.name}, where its loss is unknown"
+    )
+
+
+def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
+    """Raise KvcliError (usage) where `profile` was calibrated on another model.
+
+    For what measures quality: a figure would count against a profile that never promised it. Text may be wanted all
+    the same, so a generation says what `profile_mismatch` says and goes on.
+    """
+    if (elsewhere := profile_mismatch(profile, checkpoint)) is not None:
+        hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"
+        raise usage_error(elsewhere, hint)
+
+
 def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, list[str]]:
     """Find the name of a profile, what it holds, and the names of all settings of its method."""
     from kvcli.methods.card import setting_names
@@ -188,8 +217,6 @@ def _counts_tokens(config: type[MethodConfig], key: str) -> bool:
 def _validate(
     config: type[MethodConfig], method: str, settings: dict[str, Any], source: str | None = None
 ) -> MethodConfig:
-    from pydantic import ValidationError
-
     try:
         return config(**settings)
     except ValidationError as error:
@@ -198,3 +225,101 @@ def _validate(
         if first["loc"]:
             message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
         raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None
+
+
+class ProfileFile(BaseModel):
+    """What a profile's file may hold; the settings are validated by their method."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    method: str
+    description: str | None = None
+    paper: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+def parse_profile(name: str, data: bytes) -> ProfileFile:
+    """Read a profile's file; a byte order mark is dropped.
+
+    Raises:
+        KvcliError: no UTF-8 text, bad TOML (with line and column), an unknown key or a value of another kind (usage).
+    """
+    try:
+        found = parse_toml(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise usage_error(f"profile {name}: not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    except ValueError as error:
+        raise usage_error(f"profile {name}: bad TOML: {error}", "values: 2048, 0.9, true, or text in quotes") from None
+    try:
+        return ProfileFile(**found)
+    except ValidationError as error:
+        raise _refused(name, error, found) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Read TOML whose numbers are finite and fit into 64 bits, with line ends as they come.
+
+    Raises:
+        ValueError: what is wrong, in one line.
+    """
+    try:
+        found = tomllib.loads(text.replace("\r\n", "\n"))
+        _check_numbers("", found)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:
+        # Python refuses to convert numbers of thousands of digits, with advice that is not for us.
+        raise ValueError("a number is beyond 64 bits" if "digits" in str(error) else str(error)) from None
+    return found
+
+
+def shown(value: object) -> str:
+    """Write a value into a message: in quotes where it is text, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def nearest(name: str, known: Iterable[str], kind: str) -> str:
+    """Make a hint of the known name nearest to one that is unknown; of all names of that kind where none is near."""
+    known = list(known)
+    if close := get_close_matches(name, known, n=1):
+        return f"did you mean {close[0]!r}?"
+    return f"{kind}: {', '.join(known)}" if known else f"it takes no {kind}"
+
+
+def _name(key: str) -> str:
+    return key if key.isidentifier() else shown(key)
+
+
+def _check_numbers(key: str, value: object) -> None:
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            _check_numbers(name, entry)
+    elif isinstance(value, list):
+        for entry in value:
+            _check_numbers(key, entry)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{_name(key)} is beyond 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{_name(key)} = {value} is not a finite number")
+
+
+def _refused(name: str, error: ValidationError, found: dict[str, Any]) -> KvcliError:
+    problem = error.errors(include_url=False)[0]
+    key = str(problem["loc"][0])
+    keys = list(ProfileFile.model_fields)
+    if problem["type"] == "extra_forbidden":
+        hint = nearest(key, keys, "keys") if get_close_matches(key, keys) else "settings go below [settings]"
+        return usage_error(f"profile {name}: unknown key {shown(key)}", hint)
+    if problem["type"] == "missing":
+        return usage_error(f"profile {name}: no method", 'add a line such as method = "freekv"')
+    if len(problem["loc"]) > 1:
+        place = ".".join(map(str, problem["loc"][:2]))
+        return usage_error(
+            f"profile {name}: {place} = {shown(problem['input'])} is no value of JSON", "put it in quotes"
+        )
+    expected = "a table" if key in ("settings", "provenance") else "text in quotes"
+    return usage_error(f"profile {name}: {key} = {shown(found[key])} is not {expected}", "see kvcli methods NAME")

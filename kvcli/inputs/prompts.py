@@ -1,14 +1,17 @@
-"""Prompts from files, standard input and -p."""
+"""Documents from files and standard input, which may be converted first, and questions on them from -p and files."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, Literal
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path, PurePath
+from typing import BinaryIO
 
-from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.documents import kind_of, text_of
+from kvcli.errors import KvcliError, first_problem, usage_error
+from kvcli.inputs.options import QuestionFirst
 
 STDIN = "-"
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
@@ -31,10 +34,12 @@ _KINDS = (
     (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
 )
-
-
-QuestionFirst = Literal["no", "only", "both"]
-"""Where the question stands: after the document, before it, or before and after it."""
+# Documents that MarkItDown makes text of (the extra kvcli[documents]), and how it is done by hand.
+_PDF, _ZIP = b"%PDF-", b"PK\x03\x04"
+_NAMES = {".pdf": "a PDF file", ".docx": "a Word document", ".html": "an HTML page"}
+_CONVERTERS = {".pdf": "PdfConverter", ".docx": "DocxConverter", ".html": "HtmlConverter"}
+_PANDOC = "pandoc -t plain {} -o out.txt"
+_BY_HAND = {".pdf": "pdftotext {} out.txt", ".docx": _PANDOC, ".html": _PANDOC}
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
 def read_document(name: str) -> str:
     """Read one text file, or standard input for "-": UTF-8, a byte order mark dropped, line ends made plain.
 
-    PDF files, Word documents and HTML pages become text, see `kvcli.inputs.documents`.
+    PDF files, Word documents and HTML pages become text by MarkItDown.
 
     Raises:
         KvcliError: the file is missing, unreadable, no text, blank or of more than a GiB (usage); what is wrong with
@@ -136,7 +141,7 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
     data = bytearray()
     form = None
     while piece := file.read(_PIECE):
-        form = kind_of(source, piece) if not data else form
+        form = _kind_of(source, piece) if not data else form
         data += piece
         if form is not None and len(data) <= _LONGEST:
             continue
@@ -150,8 +155,101 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
             raise usage_error(
                 f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part"
             )
-    return bytes(data) if form is None else text_of(source, form, bytes(data)).encode()
+    return bytes(data) if form is None else _text_of(source, form, bytes(data)).encode()
 
 
 def _source(name: str) -> str:
     return "stdin" if name == STDIN else name
+
+
+def _kind_of(name: str, start: bytes) -> str | None:
+    """Tell by a file's name and first bytes which kind of document it is; None where it is none that is converted.
+
+    An HTML page is told by its name alone: it is text, too.
+    """
+    suffix = PurePath(name).suffix.lower()
+    if start.startswith(_PDF):
+        return ".pdf"
+    if start.startswith(_ZIP) and suffix == ".docx":
+        return ".docx"
+    return ".html" if suffix in (".html", ".htm", ".xhtml") else None
+
+
+def _text_of(source: str, kind: str, data: bytes) -> str:
+    """Convert a document, headings and tables marked as in Markdown.
+
+    Raises:
+        KvcliError: the converter is not installed, or cannot read the document (usage).
+    """
+    by_hand = f"convert it: {_BY_HAND[kind].format(source)}"
+    try:
+        from markitdown import StreamInfo, converters
+    except ImportError:
+        hint = f"pip install 'kvcli[documents]' reads it; or {by_hand}"
+        raise usage_error(f"{source}: {_NAMES[kind]}, not plain text", hint) from None
+    try:
+        # Not by the class that chooses among them: it takes what one of them cannot read for plain text.
+        converter = getattr(converters, _CONVERTERS[kind])()
+        found = converter.convert(BytesIO(data), StreamInfo(extension=kind))
+    except Exception as error:  # whatever its parsers raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise usage_error(f"{source}: {_NAMES[kind]} that cannot be converted: {reason[:200]}", by_hand) from error
+    if not found.markdown.strip():
+        raise usage_error(f"{source}: {_NAMES[kind]} without text", "pictures of text have to be read by OCR first")
+    return str(found.markdown)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and what it is called in the report, where it was given a name."""
+
+    text: str
+    id: str | None = None
+
+
+def read_questions(prompts: Sequence[str], file: str | None = None) -> list[Question]:
+    """Put the questions of -p before those of a file ("-" is standard input), a line each; blank lines are skipped.
+
+    A file whose first line begins with "{" is JSONL: objects with `question` and, if they like, `id`.
+
+    Raises:
+        KvcliError: an empty question, a file without one, or a line that is none, with its number (usage).
+    """
+    for prompt in prompts:
+        if not prompt.strip():
+            raise usage_error(f"the prompt {prompt!r} is empty", "give -p some text, or leave it out")
+    found = [Question(prompt) for prompt in prompts]
+    if file is not None:
+        lines = read_document(file).split("\n")
+        as_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        found += [_parse(file, number, line) if as_json else Question(line.strip()) for number, line in numbered]
+    return found
+
+
+def ask(
+    entries: Sequence[Prompt | FailedPrompt], questions: Sequence[Question], first: QuestionFirst = "no"
+) -> list[Prompt | FailedPrompt]:
+    """Ask every question on every document, one document after another; without questions the texts stand alone."""
+    asked: list[Prompt | FailedPrompt] = []
+    for entry in entries:
+        if isinstance(entry, FailedPrompt) or not questions:
+            asked.append(entry)
+        else:
+            asked += [replace(entry, question=each.text, id=each.id, question_first=first) for each in questions]
+    return asked
+
+
+def _parse(file: str, number: int, line: str) -> Question:
+    hint = 'every line is an object such as {"id": "q1", "question": "Who signed?"}'
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    fields = {"question": (str, ...), "id": (str | int | None, None)}
+    form = create_model("Line", __config__=ConfigDict(extra="ignore", strict=True), **fields)  # type: ignore[call-overload]
+    try:
+        found = form.model_validate_json(line)
+    except ValidationError as error:
+        raise usage_error(f"{file}, line {number}: {first_problem(error)}", hint) from None
+    if not found.question.strip():
+        raise usage_error(f"{file}, line {number}: the question is empty", hint)
+    return Question(found.question, None if found.id is None else str(found.id))

@@ -1,14 +1,24 @@
-"""What is compared: methods and profiles, each with every budget that is asked for."""
+"""What is compared: methods and profiles with every budget that is asked for, and what papers compared.
 
+A paper is a set of profiles: every method with the settings with which the paper ran it. Its main tables are suites,
+each a set of profiles with budgets and sampling, which one command repeats.
+"""
+
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
+from importlib import resources
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.papers import PREFIX, read_paper
-from kvcli.inputs.profiles import Profile, known_settings, resolve_profile
+from kvcli.inputs.profiles import Profile, known_settings, nearest, resolve_profile
+
+PREFIX = "paper-"
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ def variants(
     """Combine what a command line names, methods first, budgets in the order given.
 
     `settings` go to every method that has them. A method without a budget is there once; without `budgets` the others
-    keep their own. A profile `paper-NAME` stands for all that a paper ran (`kvcli.inputs.papers`).
+    keep their own. A profile `paper-NAME` stands for all that a paper ran (`read_paper`).
 
     Raises:
         KvcliError: usage: an unknown name, a value that a method refuses, a setting that no method has, a name twice.
@@ -100,3 +110,75 @@ def _of_paper(name: str) -> list[_Named]:
         _Named(run.name or run.method, run.method, None, run.settings, f"{paper.paper}, {run.where}")
         for run in paper.runs
     ]
+
+
+class PaperRun(BaseModel):
+    """One method as the paper ran it: its settings beside the method's own, and the tables and figures."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    method: str
+    where: str
+    name: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper and what it ran."""
+
+    title: str
+    paper: str
+    runs: tuple[PaperRun, ...]
+
+
+def paper_names() -> list[str]:
+    """Names of the papers, sorted; a set of profiles is called `paper-NAME`."""
+    files = (entry.name for entry in (resources.files("kvcli.profiles") / "papers").iterdir())
+    return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
+
+
+def read_paper(name: str) -> Paper:
+    """Find a paper by its name, with or without `paper-` before it.
+
+    Raises:
+        KvcliError: there is none (usage); the hint names the nearest.
+    """
+    name = name.removeprefix(PREFIX)
+    if name not in paper_names():
+        raise usage_error(f"unknown paper {name!r}", nearest(name, paper_names(), "papers"))
+    found = tomllib.loads((resources.files("kvcli.profiles") / "papers" / f"{name}.toml").read_text())
+    return Paper(found["title"], found["paper"], tuple(PaperRun(**run) for run in found["run"]))
+
+
+class TableSuite(BaseModel):
+    """What a paper's table compares and how; `budgets` as --budget takes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile: str
+    table: str
+    files: str
+    budgets: list[str] = Field(default_factory=list)
+    max_length: int | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@cache
+def suites() -> dict[str, TableSuite]:
+    """Return every suite by name."""
+    text = resources.files("kvcli.inputs").joinpath("suites.toml").read_text("utf-8")
+    return {name: TableSuite.model_validate(entry) for name, entry in tomllib.loads(text).items()}
+
+
+def table_suite(name: str) -> TableSuite:
+    """Return the suite of that name.
+
+    Raises:
+        KvcliError: there is none (usage); the hint names the nearest.
+    """
+    if name not in suites():
+        raise usage_error(f"unknown suite {name!r}", nearest(name, list(suites()), "suites"))
+    return suites()[name]

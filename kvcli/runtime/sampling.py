@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvcli.inputs.sampling import Sampling as Sampling
+from kvcli.inputs.options import Sampling as Sampling
 
 NOT_FINITE = -1
 """Stands for a token that a device could not choose, because of NaN or infinity in its logits."""

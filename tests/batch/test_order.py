@@ -6,7 +6,7 @@ from kvcli.batch.jobs import Job, common_tokens, prefixes
 from kvcli.batch.order import TOGETHER, Shard, grouped, work
 from kvcli.batch.source import Line
 from kvcli.errors import KvcliError
-from kvcli.inputs.sampling import Sampling
+from kvcli.inputs.options import Sampling
 
 
 def job(number, ids, max_tokens=8, document=None, size=None):

@@ -10,7 +10,7 @@ import zstandard
 from kvcli.batch.rows import RowProblem, parse_row
 from kvcli.batch.source import RowSource
 from kvcli.errors import KvcliError
-from kvcli.inputs.sampling import Sampling
+from kvcli.inputs.options import Sampling
 
 
 def parsed(row, folder="/", question=None, **default):

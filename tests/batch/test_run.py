@@ -17,9 +17,8 @@ from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.errors import KvcliError
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.options import KVOptions, Sampling
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.sampling import Sampling
 from kvcli.models.loading import ModelSpec
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.engine import Engine

@@ -19,7 +19,7 @@ from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
 from kvcli.conformance.crossed import some
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.variants import variants
 from kvcli.methods import get_method, method_names

@@ -37,7 +37,7 @@ def python(code, **options):
 def test_an_interrupt_while_the_commands_are_imported_is_one_line():
     for number in (signal.SIGINT, signal.SIGTERM):
         result = python(
-            "import os, sys, time; import kvcli.cli; from kvcli.cli.signals import end_at_once\n"
+            "import os, sys, time; import kvcli.cli; from kvcli.cli.process import end_at_once\n"
             "assert 'typer' not in sys.modules, 'more is imported before a signal is caught than there need be'\n"
             f"with end_at_once(): os.kill(os.getpid(), {int(number)}); time.sleep(9)"
         )
@@ -57,7 +57,7 @@ def test_functions_for_the_exit_run():
 
 def test_a_signal_sent_twice_at_once_counts_once():
     result = python(
-        "import os, signal; from kvcli.cli.signals import caught_signals\n"
+        "import os, signal; from kvcli.cli.process import caught_signals\n"
         "with caught_signals() as received:\n"
         "    try: os.kill(os.getpid(), signal.SIGTERM)\n"
         "    except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGTERM)\n"

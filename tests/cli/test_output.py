@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.cli.output import OutputWriter, check_outputs, write_file
-from kvcli.cli.reads import files_read
+from kvcli.cli.output import OutputWriter, check_outputs, files_read, write_file
 from kvcli.errors import ExitCode, KvcliError
 
 

@@ -9,7 +9,8 @@ from families import tiny_checkpoint
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.encoding import Template, encode
+from kvcli.inputs.encoding import encode
+from kvcli.inputs.options import Template
 from kvcli.inputs.profiles import reference_profile, resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint

@@ -15,7 +15,7 @@ from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.memory import RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier

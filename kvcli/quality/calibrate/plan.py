@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template, encode, encode_question
+from kvcli.inputs.encoding import encode, encode_question
+from kvcli.inputs.options import Template
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt, read_document
 from kvcli.models.loading import Checkpoint, ModelSpec, fingerprint

@@ -10,8 +10,8 @@ from kvcli.capacity import memory
 from kvcli.capacity.disk import disk_for
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import encode
+from kvcli.inputs.profiles import refuse_mismatch
 from kvcli.inputs.prompts import Prompt
-from kvcli.inputs.provenance import refuse_mismatch
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint
 from kvcli.quality.eval import suite

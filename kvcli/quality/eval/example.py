@@ -7,7 +7,8 @@ from itertools import takewhile
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template, bare_tokens, encode
+from kvcli.inputs.encoding import bare_tokens, encode
+from kvcli.inputs.options import Template
 from kvcli.inputs.prompts import Prompt
 from kvcli.quality.tasks import SEPARATOR
 

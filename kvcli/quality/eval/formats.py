@@ -26,8 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from typing_extensions import override
 
-from kvcli.errors import usage_error
-from kvcli.inputs.validation import first_problem
+from kvcli.errors import first_problem, usage_error
 from kvcli.quality.eval.example import Example, conversation
 from kvcli.quality.eval.reasoning import AimeRow, GpqaRow, MathRow
 from kvcli.quality.eval.row import (

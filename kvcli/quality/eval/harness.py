@@ -15,8 +15,7 @@ from lm_eval.api.registry import register_model
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import EncodedPrompt
-from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.provenance import refuse_mismatch
+from kvcli.inputs.profiles import refuse_mismatch, resolve_profile
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.engine import engine
 from kvcli.runtime.prefill_runner import PrefillRunner

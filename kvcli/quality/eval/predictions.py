@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, first_problem
 from kvcli.inputs.line_file import LineFile, not_ours
-from kvcli.inputs.validation import first_problem
 
 Key = tuple[str, int | None, float | None, int, str, int]
 """Task, length, depth, index, variant, sample: what a prediction is of."""

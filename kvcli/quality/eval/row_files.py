@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvcli.errors import usage_error
-from kvcli.inputs.validation import bad_json
+from kvcli.errors import bad_json, usage_error
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 

@@ -19,8 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions, Template
 from kvcli.inputs.prompts import read_document
 from kvcli.inputs.variants import Variant
 from kvcli.models.loading import ModelSpec

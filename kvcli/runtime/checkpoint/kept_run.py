@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.encoding import EncodedPrompt
+from kvcli.inputs.options import Keep
 from kvcli.inputs.profiles import Profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.state import capture
@@ -34,18 +35,7 @@ from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.report import Report, environment
 from kvcli.telemetry.timeline import Timeline
 
-EVERY = 32
-"""Steps from one writing of the state to the next, by default."""
-
 _ASKED, _PROMPTS, _REPORT = "run.json", "prompts.safetensors", "report.json"
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Where to keep a running generation, and after how many steps each time."""
-
-    directory: Path
-    every: int = EVERY
 
 
 class KeptPrompt(BaseModel):

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt, Template
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.encoding import EncodedPrompt
+from kvcli.inputs.options import KVOptions, Template
 from kvcli.kv.cache import Tiers
 from kvcli.models.loading import Checkpoint, fingerprint, tokenizer_fingerprint
 from kvcli.runtime.saved.files import TEMPORARY, remove

@@ -17,8 +17,7 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.validation import first_problem
+from kvcli.errors import KvcliError, first_problem, usage_error
 from kvcli.models.geometry import ModelGeometry
 
 FORMAT = 2

@@ -9,7 +9,7 @@ from kvcli.capacity.planning.estimate import Machine, PlannedRun
 from kvcli.capacity.planning.plan import plan
 from kvcli.capacity.roofline import MachineRates, Rate
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 
 SUBJECT = PlannedRun.of(tiny_config("llama"), torch.float32)

@@ -9,8 +9,7 @@ from families import tiny_checkpoint
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.profiles import resolve_profile
-from kvcli.inputs.provenance import profile_mismatch, refuse_mismatch
+from kvcli.inputs.profiles import profile_mismatch, refuse_mismatch, resolve_profile
 from kvcli.models.loading import ModelSpec, fingerprint, load_model, open_checkpoint
 from kvcli.quality.calibrate.collectors import Spectrum
 from kvcli.quality.calibrate.plan import CalibrationPlan, built_in, from_files

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template
+from kvcli.inputs.options import Template
 from kvcli.inputs.variants import variants
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.quality.eval import suite

@@ -7,7 +7,7 @@ import torch
 from families import CHAT_TEMPLATE, tiny_tokenizer
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.encoding import Template
+from kvcli.inputs.options import Template
 from kvcli.quality.eval.example import Example, encode_example
 from kvcli.runtime.sampling import TeacherForcing
 

@@ -5,9 +5,10 @@ import json
 import pytest
 from families import tiny_checkpoint
 
-from kvcli.cli.options import compared
+from kvcli.cli.command import compared
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.suites import suites, table_suite
+from kvcli.inputs.options import Compared
+from kvcli.inputs.variants import suites, table_suite
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.suite import EvaluationPlan
@@ -65,9 +66,8 @@ def test_a_suite_runs_on_files_in_the_forms_of_its_table(folder, tmp_path, name)
     for task, form in FILES[name].items():
         files.append(tmp_path / f"{task}.jsonl")
         files[-1].write_text(json.dumps(ROWS[form]) + "\n")
-    variants = compared(
-        None, suite.profile, FITTING.get(suite.profile), SHARE.get(name) or ",".join(suite.budgets) or None
-    )
+    budget = SHARE.get(name) or ",".join(suite.budgets) or None
+    variants = compared(Compared(profile=suite.profile, budget=budget, settings=FITTING.get(suite.profile, ())))
     plan = EvaluationPlan(
         ModelSpec(str(folder)),
         variants,

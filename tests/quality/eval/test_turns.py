@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcli.capacity.disk import disk_for
 from kvcli.errors import KvcliError
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import DiskOptions
+from kvcli.inputs.options import DiskOptions, Template
 from kvcli.inputs.variants import variants
 from kvcli.methods.contract import Method
 from kvcli.models.loading import ModelSpec

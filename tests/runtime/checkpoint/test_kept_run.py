@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
 from kvcli.generate import resume as go_on
+from kvcli.inputs.options import Keep
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime.checkpoint.journal import Journal
-from kvcli.runtime.checkpoint.kept_run import Keep, KeptRun
+from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVOptions
 from kvcli.telemetry.observer import Observer

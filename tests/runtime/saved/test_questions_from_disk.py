@@ -11,8 +11,7 @@ from saving import QUESTIONS, TEXT, run, tokens
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.encoding import Template
-from kvcli.inputs.kv_options import KVOptions
+from kvcli.inputs.options import KVOptions, Template
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods import method_names

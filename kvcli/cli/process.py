@@ -1,10 +1,12 @@
-"""Ctrl-C and the signals by which schedulers and terminals end a process, all treated alike."""
+"""The process: signals that end it, all treated alike, and standard streams that are closed or take no more."""
 
+import fcntl
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -61,3 +63,29 @@ def handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def open_missing_streams() -> None:
+    """Give every standard stream that the caller closed (`>&-`) a descriptor again, on which its use fails.
+
+    Without one Python has None in its place, and the next file opened would get its number.
+    """
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY), "r")
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+def stdout_is_closed() -> bool:
+    """Whether nothing can be written to standard output."""
+    with suppress(OSError, ValueError, AttributeError):
+        return fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    return False
+
+
+def give_up_stdout() -> None:
+    """Drop what standard output could not take; the interpreter would try again on its way out and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvcli.chat.dialogue import Dialogue
+from kvcli.chat import Dialogue
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.encoding import Template
+from kvcli.inputs.options import Template
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, open_checkpoint
@@ -142,7 +142,7 @@ def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
     talk = dialogue()
     with pytest.raises(KvcliError, match="nothing was asked yet"):
         next(talk.retry())
-    monkeypatch.setattr("kvcli.chat.dialogue.memory.available", lambda device: {"host": 1})
+    monkeypatch.setattr("kvcli.chat.memory.available", lambda device: {"host": 1})
     with pytest.raises(KvcliError, match=r"a conversation of .* tokens needs") as raised:
         say(talk, QUESTION)
     assert raised.value.exit_code is ExitCode.WILL_NOT_FIT

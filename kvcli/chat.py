@@ -9,11 +9,10 @@ from pathlib import Path
 
 from kvcli.capacity import memory, pipelines
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt, Template, encode, encode_question
-from kvcli.inputs.kv_options import KVOptions
-from kvcli.inputs.profiles import Profile
+from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question
+from kvcli.inputs.options import KVOptions, Template
+from kvcli.inputs.profiles import Profile, profile_mismatch
 from kvcli.inputs.prompts import Prompt
-from kvcli.inputs.provenance import profile_mismatch
 from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.runtime.conversation import Conversation, NewTurn, in_common

@@ -1,1 +1,0 @@
-"""Talking about documents: what is said, and how it becomes tokens."""

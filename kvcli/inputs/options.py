@@ -1,0 +1,598 @@
+"""Options, each declared once: the command line, the Python interface and the documentation are made of these fields.
+
+A group is a dataclass whose fields are options; a command takes groups, or some options of one (`Some`). To add an
+option to whatever takes a group is to add a line to the group. The command line's form of a group is made by
+`kvcli.cli.command.command`, the keyword arguments' by `keywords` and `take`, their table in docs/python.md by
+docs/from_code.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+
+from kvcli.errors import usage_error
+from kvcli.sizes import parse_bytes, parse_count, parse_count_or_share
+
+if TYPE_CHECKING:
+    from kvcli.models.loading import ModelSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its names on the command line, what stands for its value, what it means, and how it is read.
+
+    An argument of a command has no names. A `default` of `...` says that there has to be a value. `field` and `type`
+    are known once the option is part of a group.
+    """
+
+    panel: str | None
+    default: Any
+    names: str
+    metavar: str | None
+    help: str
+    read: Callable[[object], object] | None = None
+    """Reads what is given as text; raises ValueError."""
+    env: bool = False
+    """Whether KVCLI_NAME sets it."""
+    within: tuple[Callable[[Any], bool], str] | None = None
+    """Tells which values are in range, and how that is said."""
+    make: Callable[[str], Any] | None = None
+    """Makes the field's value of text that was given; raises KvcliError."""
+    utf8: str | None = None
+    """Names the option where bytes that are no text have to be refused."""
+    show: str | bool = True
+    """Says in the help what the default is."""
+    complete: Callable[[str], list[str]] | None = None
+    hidden: bool = False
+    beside: tuple[str, str, str] | None = None
+    """Names a field without which it has no meaning, what is wrong then, and the way out."""
+    field: str = ""
+    type: Any = None
+
+    @property
+    def long(self) -> str:
+        """The first long name."""
+        return next(name.partition("/")[0] for name in self.names.split() if name.startswith("--"))
+
+    @property
+    def name(self) -> str:
+        """What it is called where names have no dashes."""
+        return self.long[2:].replace("-", "_") if self.names else self.field
+
+
+class Panel:
+    """A part of a command's help, and how options are declared in it: by a call, in the body of a group."""
+
+    def __init__(self, title: str | None, env: bool = False):
+        self._title, self._env = title, env
+
+    def __call__(self, default: Any, names: str, metavar: str | None, help: str, read: Any = None, **more: Any) -> Any:
+        """Declare an option, with `more` of its parts."""
+        option = Option(self._title, default, names, metavar, help, read, **{"env": self._env, **more})
+        given = {} if default is ... else {"default": default}
+        return field(**({"default_factory": dict} if default == {} else given), metadata={"option": option})
+
+    def flag(self, names: str, help: str, **more: Any) -> Any:
+        """Declare an option that takes no value; it is off by default."""
+        return self(False, names, "", help, **more)
+
+
+def argument(default: Any, metavar: str, help: str) -> Any:
+    """Declare an argument, which has no name on the command line."""
+    return Panel(None)(default, "", metavar, help, show=False)
+
+
+group = dataclass(frozen=True, kw_only=True)
+"""Makes a class of options a group that is made by the names of its fields alone."""
+
+
+class Some:
+    """Stands beside a group in a command's signature for those of its options that are named, in this order.
+
+    An option can be another one there: `Some("quiet", quiet={"help": "No notes."})`.
+    """
+
+    def __init__(self, names: str = "", **changes: Mapping[str, Any]):
+        self.names, self.changes = names.split(), changes
+
+    def of(self, group: type) -> list[Option]:
+        """Pick and change the options of a group."""
+        hints = get_type_hints(group)
+        found = [(each, each.metadata.get("option")) for each in fields(group)]
+        known = [
+            replace(option, field=each.name, type=hints[each.name]) for each, option in found if option is not None
+        ]
+        by_name = {option.name: option for option in known}
+        return [replace(by_name[name], **self.changes.get(name, {})) for name in self.names or by_name]
+
+
+def made(group: type[T], listed: Iterable[Option], given: Mapping[str, Any]) -> T | None:
+    """Make a group of what was given for the `listed` options; None where it lacks one that it cannot do without.
+
+    None is what was not given: the group's own default counts.
+
+    Raises:
+        KvcliError: an option has no meaning without another one, or text is not what it should be (usage).
+    """
+    options = {each.field: each for each in listed if given.get(each.name) is not None}
+    for each in options.values():
+        if each.beside is not None and each.beside[0] not in options:
+            raise usage_error(*each.beside[1:])
+    if any(each.default is ... and each.field not in options for each in Some().of(group)):
+        return None
+    return group(**{name: _value(each, given[each.name]) for name, each in options.items()})
+
+
+def _value(option: Option, given: Any) -> Any:
+    """Make the field's value of what Typer gives."""
+    if option.make is not None and isinstance(given, str):
+        return option.make(given)
+    return tuple(given) if isinstance(given, list) else given
+
+
+def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
+    """Make a group of the keyword arguments among `given` that are its options, which are taken out of there.
+
+    Raises:
+        KvcliError: a value is none for its option (usage).
+    """
+    listed = Some(names).of(group)
+    values = [(each, given.pop(each.name)) for each in listed if each.name in given]
+    return made(group, listed, {each.name: _read(each, value) for each, value in values if value is not None})
+
+
+def _read(option: Option, value: Any) -> Any:
+    """Read a keyword argument: what may be text on the command line may be text here."""
+    if option.read is not None and (isinstance(value, str) or option.within is None):
+        try:
+            value = option.read(value)
+        except ValueError as error:
+            raise usage_error(f"{option.name} is {value}", str(error)) from None
+    if option.type in (Path, Path | None):
+        return Path(value)
+    return [value] if option.type == tuple[str, ...] and isinstance(value, str) else value
+
+
+def keywords(function: Callable[[Any], T]) -> Callable[..., T]:
+    """Let a function of one group take the group's options as keyword arguments; the first may come without a name."""
+    (group,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+
+    @wraps(function)
+    def called(*first: Any, **given: Any) -> T:
+        return function(take(group, dict(signature.bind(*first, **given).arguments)))
+
+    kinds = chain([inspect.Parameter.POSITIONAL_OR_KEYWORD], repeat(inspect.Parameter.KEYWORD_ONLY))
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(each.name, kind, default=each.default, annotation=each.type)
+            for each, kind in zip(Some().of(group), kinds, strict=False)
+        ]
+    )
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
+
+
+def check_ranges(group: Any) -> None:
+    """Refuse values that are out of the range of their options.
+
+    Raises:
+        KvcliError: names the option and its range (usage).
+    """
+    for each in fields(group):
+        option, value = each.metadata["option"], getattr(group, each.name)
+        if option.within is not None and not option.within[0](value):
+            shown = "" if each.name == "stop" else value
+            raise usage_error(f"{option.long} {shown!r} is out of range", f"give {option.within[1]}")
+
+
+def at_least(least: int, read: Callable[[str], float]) -> Callable[[object], Any]:
+    """Make what reads a value by `read` and refuses one below `least`."""
+
+    def reads(text: object) -> float:
+        if (value := read(str(text))) < least:
+            raise ValueError(f"{text} is not at least {least}")
+        return value
+
+    return reads
+
+
+def whole(text: object) -> int:
+    """Read a whole number."""
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+def number(text: object) -> float:
+    """Read a finite number."""
+    try:
+        value = float(str(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return value
+
+
+def positive(text: object) -> float:
+    """Read a finite number above zero."""
+    if (value := number(text)) <= 0:
+        raise ValueError(f"{text} is not above 0")
+    return value
+
+
+def size(text: object) -> int:
+    """Read a number of bytes."""
+    return parse_bytes(str(text))
+
+
+positive_count = at_least(1, parse_count)
+"""Reads a count of at least one: 512, 32K, 1M."""
+positive_size = at_least(1, parse_bytes)
+"""Reads a number of bytes of at least one: 24GiB."""
+token_budget = at_least(1, parse_count_or_share)
+"""Reads a count as `positive_count` does, or a share of the prompt: 20%."""
+
+
+def device_name(text: object) -> str:
+    """Read where to run; whether there are such devices is found out later."""
+    if re.fullmatch(r"auto|(cpu|cuda(:[0-9]{1,4})?)(,(cpu|cuda:[0-9]{1,4}))*", str(text)) is None:
+        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N, nor several as in cuda:0,cuda:1")
+    return str(text)
+
+
+def output_file(text: object) -> Path | None:
+    """Read what -o names: - is stdout, as if the option were not given."""
+    return None if str(text) == "-" else Path(str(text))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read what --chat-template-kwargs was given.
+
+    Raises:
+        KvcliError: it is no object in JSON (usage).
+    """
+    hint = """for example --chat-template-kwargs '{"enable_thinking": false}'"""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise usage_error(f"--chat-template-kwargs {text[:60]!r}: bad JSON: {error}", hint) from None
+    if not isinstance(value, dict):
+        raise usage_error(f"--chat-template-kwargs {text!r} is not a JSON object", hint)
+    return value
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """Names of methods for a shell's completion."""
+    from kvcli.methods import method_names
+
+    return [name for name in method_names() if name.startswith(incomplete)]
+
+
+def complete_profiles(incomplete: str) -> list[str]:
+    """Names of profiles for a shell's completion."""
+    from kvcli.inputs.profiles import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+INPUT, MODEL, METHOD, SAMPLING = (Panel(name, env=True) for name in ("Input", "Model", "Method", "Sampling"))
+SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods"), Panel("Output"), Panel("Going on")
+
+QuestionFirst = Literal["no", "only", "both"]
+"""Where the question stands: after the document, before it, or before and after it."""
+_KV_DTYPE = ("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4.")
+
+
+@dataclass(frozen=True)
+class Input:
+    """Documents, and the questions on them."""
+
+    files: tuple[str, ...] = argument((), "FILE", "Text documents; - is standard input.")
+    prompts: tuple[str, ...] = INPUT(
+        (), "--prompt -p", "TEXT", "Question put after each document; repeatable.", env=False, utf8="-p"
+    )
+    questions: str | None = INPUT(
+        None, "--questions", "FILE", "More questions: one a line, or JSONL with question and id.", env=False
+    )
+    question_first: QuestionFirst = INPUT(
+        "no", "--question-first", None, "only puts the question before the document, both before and after it."
+    )
+    turns: bool = INPUT.flag(
+        "--turns", "Ask the questions one after the other, each after the answer to the one before."
+    )
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a prompt becomes a conversation: system message, chat template or not, extra template variables."""
+
+    system: str | None = INPUT(None, "--system -s", "TEXT", "System message of the conversation.", utf8="--system")
+    raw: bool = INPUT.flag("--raw", "Leave the chat template out: the model continues the plain text.")
+    kwargs: dict[str, Any] = INPUT(
+        {},
+        *("--chat-template-kwargs", "JSON", "Variables for the chat template."),
+        make=json_object,
+        utf8="--chat-template-kwargs",
+    )
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """`use` is the directory of a document's KV, `save` where it is to be kept, `cache` a store of `cache_bytes`.
+
+    Of several documents each is saved in a directory of its name in `save`.
+    """
+
+    use: Path | None = SAVED(
+        None, "--kv", "DIR", "Go on from what --save-kv has kept, under any method that reads exactly.", env=False
+    )
+    save: Path | None = SAVED(
+        None, "--save-kv", "DIR", "Keep the KV of what is read in a new directory, for --kv.", env=False
+    )
+    cache: Path | None = SAVED(
+        None, "--kv-cache", "DIR", "Use what this store has of a prompt's beginning, and keep the rest there."
+    )
+    cache_bytes: int | None = SAVED(
+        None,
+        *("--kv-cache-size", "SIZE", "Keep the store to a size as in 200GiB: what was not used for longest goes."),
+        size,
+        show="any size",
+        beside=("cache", "--kv-cache-size has no store", "name one with --kv-cache"),
+    )
+
+    @property
+    def any(self) -> bool:
+        """Tell whether KV is to be taken from somewhere or kept."""
+        return not (self.use is None and self.save is None and self.cache is None)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to load, how, and where to."""
+
+    model: str | None = MODEL(
+        None,
+        *("--model -m", "DIR|ID"),
+        "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
+    )
+    device: str = MODEL(
+        "auto", "--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.", device_name
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL(
+        "auto", "--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."
+    )
+    weights: Literal["auto", "int8", "int4", "fp8"] = MODEL(
+        "auto", "--weights", "NAME", "Weights: auto as the files hold them; int8, int4 and fp8 quantise on loading."
+    )
+    load_format: Literal["auto", "dummy"] = MODEL(
+        "auto", "--load-format", None, "dummy makes random weights up, of a shape or a config.json."
+    )
+    offline: bool = MODEL.flag("--offline", "Use local files only, never the hub.")
+
+    def spec(self, **changed: Any) -> ModelSpec:
+        """Give what the loader takes, `changed` in parts."""
+        from kvcli.models.loading import ModelSpec
+
+        options = {**vars(self), **changed}
+        return ModelSpec(options.pop("model"), **options)
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """A method and its settings: by name or by a profile, changed by KEY=VALUE or by options of their own."""
+
+    method: str | None = METHOD(
+        None, "--method", "NAME", "KV-cache method, see kvcli methods.", show="freekv", complete=complete_methods
+    )
+    profile: str | None = METHOD(
+        None,
+        *("--profile", "NAME|FILE.toml"),
+        "Settings of a method by name or file; a notice if calibrated on another model.",
+        show="named like the method",
+        complete=complete_profiles,
+    )
+    settings: tuple[str, ...] = METHOD((), "--set", "KEY=VALUE", "Change one setting of the profile; repeatable.")
+    budget: str | None = METHOD(
+        None,
+        *("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K; 20% of the prompt."),
+        show="the profile's; freekv: 2K",
+    )
+    sink: str | None = METHOD(None, "--sink", "TOKENS", "First tokens, always attended.")
+    window: str | None = METHOD(None, "--window", "TOKENS", "Most recent tokens, always attended.")
+    tau: str | None = METHOD(None, "--tau", "0..1", "Query similarity below which a head is corrected.")
+    page_size: str | None = METHOD(None, "--page-size", "TOKENS", "Tokens recalled together.")
+    kv_dtype: Literal["auto", "int8", "int4"] | None = METHOD(None, *_KV_DTYPE)
+
+    def short(self) -> dict[str, str | None]:
+        """Give the settings that have options of their own."""
+        return {name: value for name, value in vars(self).items() if name not in ("method", "profile", "settings")}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Several methods side by side, each with every budget."""
+
+    method: str | None = METHODS(None, "--method", "A,B", "Methods, comma-separated; full,freekv by default.")
+    profile: str | None = METHODS(
+        None, "--profile", "A,B", "Profiles beside them: names, files, or a set (paper-freekv)."
+    )
+    budget: str | None = METHODS(
+        None, "--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt."
+    )
+    settings: tuple[str, ...] = METHODS((), "--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
+    kv_dtype: Literal["auto", "int8", "int4"] | None = METHODS(None, *_KV_DTYPE)
+    ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """A directory for the KV of a run that host memory is not to hold, and the bytes of host memory that cache it.
+
+    None stands for half of the host memory that is free.
+    """
+
+    folder: Path = METHOD(
+        ...,
+        *("--kv-disk", "DIR", "KV that host memory is not to hold lies in files there, which end with the run."),
+        env=False,
+    )
+    host_memory: int | None = METHOD(
+        None,
+        *("--host-memory", "SIZE", "Host memory for KV beside --kv-disk, as in 32GiB: all sequences together."),
+        positive_size,
+        env=False,
+        show="half of what is free",
+        beside=("folder", "--host-memory is for KV beside a disk", "name a directory with --kv-disk"),
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens and when to stop. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    Raises:
+        KvcliError: a value is outside its range.
+    """
+
+    max_tokens: int = SAMPLING(
+        256,
+        *("--max-tokens", "TOKENS", "Longest output, as in 256 or 16K."),
+        positive_count,
+        within=(lambda n: n >= 1, "at least 1"),
+    )
+    temperature: float = SAMPLING(
+        0.0,
+        *("--temperature", "T", "0 takes the likeliest token, more is more random."),
+        number,
+        within=(lambda t: 0 <= t < float("inf"), "0 (greedy) or more, and finite"),
+    )
+    top_p: float = SAMPLING(
+        1.0,
+        *("--top-p", "P", "Draw from the likeliest tokens that hold this probability, 0 to 1."),
+        number,
+        within=(lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    )
+    top_k: int = SAMPLING(
+        0,
+        *("--top-k", "K", "Draw from the K likeliest tokens; 0 for all."),
+        whole,
+        within=(lambda k: k >= 0, "0 (off) or more"),
+    )
+    min_p: float = SAMPLING(
+        0.0,
+        *("--min-p", "P", "Drop tokens below this share of the likeliest one's, 0 to 1."),
+        number,
+        within=(lambda p: 0 <= p <= 1, "between 0 and 1"),
+    )
+    seed: int = SAMPLING(
+        0, "--seed", "N", "Same seed, same text.", whole, within=(lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1")
+    )
+    stop: tuple[str, ...] = SAMPLING(
+        (),
+        *("--stop", "TEXT", "End before this text; repeatable."),
+        env=False,
+        utf8="--stop",
+        within=(all, "no empty string"),
+    )
+    ignore_eos: bool = SAMPLING.flag("--ignore-eos", "Go on to --max-tokens past the end-of-text token.")
+    num_samples: int = SAMPLING(
+        1, "--num-samples", "N", "Texts to draw for each prompt.", whole, within=(lambda n: n >= 1, "at least 1")
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    @property
+    def alike(self) -> str | None:
+        """Say that all samples will be the same, where they will."""
+        if self.num_samples == 1 or self.temperature > 0:
+            return None
+        return f"--num-samples {self.num_samples} without --temperature: all samples will be the same"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where to keep a running generation, and after how many steps each time."""
+
+    directory: Path = GOING_ON(
+        ..., "--checkpoint", "DIR", "Keep the run in a new directory, for --resume after whatever ends it."
+    )
+    every: int = GOING_ON(32, "--every", "N", "Tokens from one writing of the checkpoint to the next.", positive_count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepping:
+    """How the steps of a generation run, and what they are held against."""
+
+    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = METHOD(
+        "auto",
+        *("--pipeline", None),
+        "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
+        " layers compiled (pays for long outputs), on a GPU in that graph. auto overlaps on a GPU, where the method"
+        " can and nothing looks into its phases.",
+    )
+    """How a step runs, see `kvcli.runtime.pipeline.Pipeline`."""
+    lossless: int | None = METHOD(
+        None,
+        *("--lossless", "N"),
+        "Write the text of full attention: the method drafts N tokens, which full attention, its KV in host memory,"
+        " checks in one pass.",
+        at_least(1, whole),
+    )
+    """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
+    audit: int | None = OUTPUT(
+        None,
+        *("--audit", "N"),
+        "Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
+        at_least(1, whole),
+        env=True,
+    )
+    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """What is shown of the time of steps."""
+
+    timeline: bool = OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
+    trace: Path | None = OUTPUT(None, "--trace", "FILE", "Write spans as Chrome trace JSON.")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go, in which form, and what is said beside them."""
+
+    stats: bool | None = OUTPUT(None, "--stats/--no-stats", "", "Statistics at the end; shown unless -q.", env=True)
+    as_json: bool = OUTPUT.flag("--json", "One JSON object instead of text.")
+    output: Path | None = OUTPUT(None, "--output -o", "FILE", "Write to FILE instead of stdout.", output_file)
+    html: Path | None = OUTPUT(None, "--html", "FILE", "Also write a page with charts, one offline file.")
+    quiet: bool = OUTPUT.flag("--quiet -q", "Only the result: no progress or notes.", env=True)
+    verbose: bool = OUTPUT.flag("--verbose -v", "Settings, versions and per-layer counts as well.", env=True)
+    debug: bool = OUTPUT.flag("--debug", "Show the traceback of an error.", env=True)
+    """Read by the guard around every command."""
+
+
+GENERATION: dict[type, str] = {
+    MethodOptions: "method profile",
+    Input: "question_first",
+    Template: "",
+    Sampling: "",
+    Stepping: "",
+    KVOptions: "",
+    DiskOptions: "",
+    Keep: "",
+}
+"""The keyword arguments of a generation from Python; all others are settings of the method."""
