@@ -76,9 +76,9 @@ class FlatArrays:
         vector.align = size
         return vector
 
-    def store(self, argument: int, vector: Any) -> None:
-        """Store a vector from the place on."""
-        begin, size = self._begin(argument, vector.type.count)
+    def store(self, argument: int, vector: Any, offset: int = 0) -> None:
+        """Store a vector, of which the first number is `offset` behind the place."""
+        begin, size = self._begin(argument, vector.type.count, offset)
         self.builder.store(vector, begin).align = size
 
     def _begin(self, argument: int, count: int, offset: int = 0) -> tuple[Any, int]:
