@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels._llvm import FlatArrays, all_of, exp, lanes
+from kvcli.kernels._llvm import LINE, FlatArrays, all_of, exp, lanes
 from kvcli.kernels._numba import compiled, inlined, intrinsic, prange, run, serves
 
 
@@ -63,6 +63,7 @@ MOST_ROWS = 8
 TILE = 1 << 20  # numbers that are unpacked at once
 LANES = 16  # numbers of a register of AVX-512
 _LOT = 32  # numbers that loops take at once of formats without blocks
+_AHEAD = 4096  # bytes
 _ROWS = 32  # of a weight, that a thread takes at once
 
 
@@ -269,6 +270,19 @@ class _Block:
     def unsigned(self, at: int) -> Any:
         """Load sixteen bytes."""
         return self.builder.zext(self.held.load(0, LANES, at), self.words)
+
+    def ask_for(self, ahead: int, count: int) -> None:
+        """Have the bytes come that lie so far ahead; a processor alone foresees less than memory would give."""
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        anything, word = cgutils.voidptr_t, self.word
+        hint = ir.FunctionType(ir.VoidType(), [anything, word, word, word])
+        declare: Any = cgutils.get_or_insert_function
+        function = declare(self.builder.module, hint, "llvm.prefetch.p0")
+        for at in range(0, count, LINE):
+            place = self.held.place(0, ahead + at)
+            self.builder.call(function, [self.builder.bitcast(place, anything), word(0), word(3), word(1)])
 
     def signed(self, at: int) -> Any:
         """Load sixteen bytes with signs."""
@@ -517,6 +531,7 @@ def _multiply_row(
             of_x = [FlatArrays(context, builder, signature, [*given[:3], begin, *given[4:]]) for begin in begins]
             held = [[builder.load(each) for each in chain] for chain in sums]
             block = _Block(builder, FlatArrays(context, builder, signature, here))
+            block.ask_for(_AHEAD, nbytes)
             for lane, weights in enumerate(values(block)):
                 for row in range(count):
                     product = builder.fmul(weights, of_x[row].load(2, LANES, LANES * lane), flags=("contract",))
