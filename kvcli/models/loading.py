@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,8 +23,9 @@ from kvcli.models.checkpoint import check_config, check_files, explain, is_panic
 from kvcli.models.devices import Place, Placement, device_map, placed, resolve_devices, take_hooks_out
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
-from kvcli.models.place import bundled_model, find
-from kvcli.models.weights import WIDER, WeightForm, Weights, form_of, have_dtype, have_plain_latents, settle
+from kvcli.models.gguf import config_of, from_hub, load_gguf, tokenizer_of
+from kvcli.models.place import bundled_model, find, gguf_parts
+from kvcli.models.weights import WIDER, PackedForm, WeightForm, Weights, form_of, have_dtype, have_plain_latents, settle
 
 # Telling models apart by their files, without reading gigabytes.
 
@@ -42,9 +43,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(_config(checkpoint.config.to_dict()).encode())
     if checkpoint.spec.weights != "auto":
         digest.update(checkpoint.spec.weights.encode())
-    folder = None if checkpoint.spec.dummy else _folder(checkpoint)
-    files = [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
-    for path in files:
+    for path in [] if checkpoint.spec.dummy else _weight_files(checkpoint):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -61,11 +60,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps([rules, tokenizer.chat_template]).encode()).hexdigest()[:12]
 
 
-def _folder(checkpoint: Checkpoint) -> Path | None:
-    if checkpoint.path is not None:
-        return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    config = cached_file(str(checkpoint.spec.name), "config.json", local_files_only=True)
-    return None if config is None else Path(config).parent
+def _weight_files(checkpoint: Checkpoint) -> list[Path]:
+    path = checkpoint.path
+    if _is_gguf(path):
+        return gguf_parts(path)
+    if path is None:
+        config = cached_file(str(checkpoint.spec.name), "config.json", local_files_only=True)
+        folder = None if config is None else Path(config).parent
+    else:
+        folder = path if path.is_dir() else path.parent
+    return [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+
+
+def _is_gguf(path: Path | None) -> TypeGuard[Path]:
+    return path is not None and path.suffix == ".gguf" and not path.is_dir()
 
 
 def _config(config: dict[str, Any]) -> str:
@@ -79,9 +87,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class ModelSpec:
     """What the user asked for.
 
-    `name` is a directory, a hub id or, with load_format "dummy", a config.json or a shape; None is the bundled demo
-    model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is auto, float32,
-    bfloat16 or float16. `weights` are quantised on loading, unless that is auto.
+    `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
+    bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is auto, float32,
+    bfloat16 or float16. `weights` are quantised or made wide on loading, unless that is auto. `tokenizer` is the directory
+    or hub id of another tokenizer than the checkpoint's.
     """
 
     name: str | None = None
@@ -90,6 +99,7 @@ class ModelSpec:
     load_format: Literal["auto", "dummy"] = "auto"
     offline: bool = False
     weights: Weights = "auto"
+    tokenizer: str | None = None
 
     @property
     def dummy(self) -> bool:
@@ -106,7 +116,7 @@ class ModelSpec:
 class Model:
     """A model ready to run: eval mode, no gradients, on `device` in `dtype`.
 
-    `source` says where its weights came from: bundled, directory, hub or dummy. Where its layers lie on several
+    `source` says where its weights came from: bundled, directory, file, hub or dummy. Where its layers lie on several
     devices, `placement` says on which, and `device` is the first.
     """
 
@@ -145,6 +155,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     Raises KvcliError: usage where nothing supported is called so, runtime where the file is broken or out of reach.
     """
     path = locate(spec)
+    if _is_gguf(path):
+        return config_of(path)
     if path is not None:
         check_config(path)
     try:
@@ -184,15 +196,20 @@ class Checkpoint:
 
     @property
     def source(self) -> str:
-        """Where the weights come from: dummy, bundled, hub or directory."""
+        """Where the weights come from: dummy, bundled, hub, file (GGUF) or directory."""
         if self.spec.dummy:
             return "dummy"
-        return "bundled" if self.spec.name is None else "hub" if self.path is None else "directory"
+        if self.spec.name is None:
+            return "bundled"
+        if self.path is None or _on_hub(self.spec.name):
+            return "hub"
+        return "file" if _is_gguf(self.path) else "directory"
 
     def notices(self) -> list[str]:
         """What a user should know of it although it can be used."""
-        said, form, counts = notices(self.path), self.geometry.form, self.geometry.parts.counts
-        if form is not None and form.widened:
+        said = [] if _is_gguf(self.path) else notices(self.path)
+        form, counts = self.geometry.form, self.geometry.parts.counts
+        if form is not None and form.widened and not isinstance(form, PackedForm):
             said.append(f"{form.name} weights are made wide here: {WIDER}")
         elif form is not None and not form.experts and counts.experts > counts.projections + counts.mlp:
             said.append(
@@ -228,11 +245,11 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
     path = locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
-    if spec.dummy:  # made up in the dtype, whatever the files hold
+    if spec.dummy and not _is_gguf(path):  # made up in the dtype, whatever the files hold
         vars(config).pop("quantization_config", None)
     form = form_of(config, spec.weights, device)
     geometry = describe(config, dtype, form, None if spec.dummy else path)
-    if path is not None and not spec.dummy:
+    if path is not None and not spec.dummy and not _is_gguf(path):
         check_files(path)
     if form is not None:
         form.require()
@@ -269,8 +286,25 @@ def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> 
 
 
 def locate(spec: ModelSpec) -> Path | None:
-    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage)."""
-    return bundled_model() if spec.name is None else find(spec.name, spec.dummy)
+    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage).
+
+    A GGUF file on the hub is fetched.
+    """
+    if spec.name is None:
+        return bundled_model()
+    found = find(spec.name, spec.dummy)
+    if found is not None or not _on_hub(spec.name):
+        return found
+    try:
+        with quiet():
+            return from_hub(spec.name, spec.offline)
+    except Exception as error:
+        raise explain(error, spec.name, spec.offline) from error
+
+
+def _on_hub(name: str) -> bool:
+    """Tell whether a name is one of a GGUF file on the hub."""
+    return ":" in name and not Path(name).expanduser().exists()
 
 
 def _target(spec: ModelSpec, path: Path | None) -> str:
@@ -284,6 +318,9 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
 def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
     spec, path, form, config = checkpoint.spec, checkpoint.path, checkpoint.geometry.form, checkpoint.config
+    if _is_gguf(path):
+        assert isinstance(form, PackedForm)
+        return load_gguf(path, config, form, checkpoint.dtype, checkpoint.device)
     if form is not None and form.widened:
         config = copy.deepcopy(config)
         config.quantization_config["dequantize"] = True
@@ -324,10 +361,16 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
 def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; a dummy model that has none gets one that fits its vocabulary."""
     failure: BaseException | None = None
+    if spec.tokenizer is not None:
+        path = find(spec.tokenizer, False)
+    if _is_gguf(path):
+        return tokenizer_of(path)
     if path is None or path.is_dir():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                _target(spec, path), local_files_only=_local(spec, path), trust_remote_code=False
+                str(path or spec.tokenizer or spec.name),
+                local_files_only=_local(spec, path),
+                trust_remote_code=False,
             )
             # Without its files a tokenizer is made all the same, of its special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
@@ -339,6 +382,6 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
     if spec.dummy:
         return fallback_tokenizer(geometry.vocab_size)
     raise KvcliError(
-        f"{spec.label} has no usable tokenizer" + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
+        f"{spec.tokenizer or spec.label} has no usable tokenizer" + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
         "put tokenizer.json and tokenizer_config.json beside config.json",
     ) from failure

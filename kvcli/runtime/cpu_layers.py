@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from typing_extensions import override
 
 from kvcli.kernels.gemv import gated_products, row_products
 from kvcli.kernels.norm_rope import norm_rows, rotate_rows
+from kvcli.kernels.packed_linear import packed_gated, packed_products
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.models.weights import is_plain
 from kvcli.runtime.fused import Kernels, fused_by
-from kvcli.runtime.linear import by_memory, cpu_linears, few, rows_of, suits_rows
+from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, rows_of, suits_rows
 
 MOST = 1 << 16
 """Numbers for which a loop of one thread is the faster way for a norm or a rotation."""
@@ -29,7 +31,8 @@ MOST = 1 << 16
 @contextmanager
 def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run a few rows by loops, and the linear layers for more of them at the memory's speed, where that is possible."""
-    loops = any(suits_rows(module) for module in model.modules() if is_plain(module))  # type: ignore[arg-type]
+    linears: Any = (module for module in model.modules() if is_plain(module) or is_packed(module))
+    loops = any(map(suits_rows, linears))
     with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model):
         yield
 
@@ -42,20 +45,26 @@ class CpuKernels(Kernels):
         return x.numel() <= MOST and few(x)
 
     @override
+    def knows(self, linear: object) -> bool:
+        return is_plain(linear) or is_packed(linear)
+
+    @override
     def alone(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         return by_memory(linear)
 
     @override
     def together(self, linears: Sequence[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
         each, sizes = [by_memory(linear) for linear in linears], [linear.out_features for linear in linears]
-        if not all(map(suits_rows, linears)):
+        packed = [is_packed(linear) for linear in linears]
+        if not all(map(suits_rows, linears)) or any(packed) != all(packed):
             return lambda x: [product(x) for product in each]
-        arrays = tuple(linear.weight.detach().numpy() for linear in linears)
+        held: Any = tuple(linear.weight if all(packed) else linear.weight.detach().numpy() for linear in linears)
+        multiply: Any = packed_products if all(packed) else row_products
 
         def products(x: Tensor) -> Sequence[Tensor]:
             if (rows := rows_of(x)) is None:
                 return [product(x) for product in each]
-            parts = torch.split(row_products(rows, arrays).view(*x.shape[:-1], -1), sizes, -1)
+            parts = torch.split(multiply(rows, held).view(*x.shape[:-1], -1), sizes, -1)
             for part, linear in zip(parts, linears, strict=True):
                 if linear.bias is not None:
                     part.add_(linear.bias)
@@ -66,14 +75,17 @@ class CpuKernels(Kernels):
     @override
     def gated(self, gate: nn.Linear, up: nn.Linear) -> Callable[[Tensor], Tensor]:
         by_gate, by_up = by_memory(gate), by_memory(up)
-        if gate.bias is not None or not (suits_rows(gate) and suits_rows(up)):
+        packed = is_packed(gate)
+        alike = packed == is_packed(up) and (not packed or gate.weight.packing == up.weight.packing)  # type: ignore[attr-defined]
+        if gate.bias is not None or not alike or not (suits_rows(gate) and suits_rows(up)):
             return lambda x: functional.silu(by_gate(x)) * by_up(x)
-        arrays = gate.weight.detach().numpy(), up.weight.detach().numpy()
+        held: Any = [linear.weight if packed else linear.weight.detach().numpy() for linear in (gate, up)]
+        multiply: Any = packed_gated if packed else gated_products
 
         def product(x: Tensor) -> Tensor:
             if (rows := rows_of(x)) is None:
                 return functional.silu(by_gate(x)) * by_up(x)
-            return gated_products(rows, *arrays).view(*x.shape[:-1], -1)
+            return multiply(rows, *held).view(*x.shape[:-1], -1)
 
         return product
 
