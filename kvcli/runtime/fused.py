@@ -67,13 +67,13 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
     norm = norm_of(module)
     if norm is not None:
         left.enter_context(replaced(module, "forward", _normalised(kernels, norm, module.forward)))
-    if projections := projections_of(module, kernels):
+    if projections := projections_of(module, kernels.knows):
         first, *others = projections
         product = OneProduct(projections, kernels)
         left.enter_context(replaced(first, "forward", product))
         for index, other in enumerate(others, 1):
             left.enter_context(replaced(other, "forward", product.part(index, other)))
-    parts = gated_of(module, kernels)
+    parts = gated_of(module, kernels.knows)
     if parts is not None:
         gate, up, down = parts
         gated, before = kernels.gated(gate, up), module.forward
@@ -85,10 +85,10 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
         left.enter_context(replaced(module, "forward", forward))
 
 
-def projections_of(module: nn.Module, kernels: Kernels) -> list[nn.Linear]:
+def projections_of(module: nn.Module, knows: Callable[[object], bool] = is_plain) -> list[nn.Linear]:
     """Linear layers for queries, keys and values of a module that are made one product; none where they cannot be."""
     together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    return together if _alike(together, kernels) else []
+    return together if _alike(together, knows) else []
 
 
 class OneProduct:
@@ -187,10 +187,10 @@ def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> 
     return forward
 
 
-def gated_of(module: nn.Module, kernels: Kernels) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+def gated_of(module: nn.Module, knows: Callable[[object], bool] = is_plain) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
     """Give gate, up and down of an MLP that is down(silu(gate) * up)."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    both = _alike([gate, up], kernels)
+    both = _alike([gate, up], knows)
     if both and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
         return gate, up, down  # type: ignore[return-value]
     return None
@@ -209,9 +209,9 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
     return isinstance(wanted, Tensor) and torch.equal(-(functional.silu(3 * x - 1) * (2 - x)), wanted)
 
 
-def _alike(linears: Sequence[Any], kernels: Kernels) -> bool:
+def _alike(linears: Sequence[Any], knows: Callable[[object], bool]) -> bool:
     """Tell whether these are linear layers that can be one."""
-    if any(not kernels.knows(linear) or "forward" in vars(linear) for linear in linears):
+    if any(not knows(linear) or "forward" in vars(linear) for linear in linears):
         return False
     first = linears[0]
     return all(
