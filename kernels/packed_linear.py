@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from kvcli.kernels._llvm import LINE, FlatArrays, all_of, exp, lanes
 from kvcli.kernels._numba import compiled, inlined, intrinsic, prange, run, serves
+from kvcli.kernels._triton import interpreted, jit, launch, power_of_two, takes, tl
 
 
 class Packing(NamedTuple):
@@ -132,7 +133,9 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiply x [.., in] by a packed weight [out, in]: [.., out], in the dtype of x."""
     rows = x.reshape(-1, x.shape[-1])
-    if _loops_take(len(rows), weight):
+    if len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
+        out = _multiply_on_device(rows, weight)
+    elif _loops_take(len(rows), weight):
         out = packed_products(rows.float(), [weight])
     else:
         out = _by_tiles(rows, weight)
@@ -169,11 +172,23 @@ def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> 
     rows, columns = len(packed), packed.shape[1] // packing.nbytes * packing.size
     if out is None:
         out = torch.empty(rows, columns, device=packed.device)
-    if columns % _LOT == 0 and packed.is_contiguous() and serves(packed, dtype=torch.uint8):
+    if rows and takes(packed) and _whole(packed, columns):
+        grid = -(-rows // _UNPACKED[0]), -(-columns // _UNPACKED[1])
+        block = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "ROWS": _UNPACKED[0]}
+        lanes_of = _group(packing)
+        groups = {"LANES": lanes_of, "GROUPS": _UNPACKED[1] // lanes_of}
+        launch(_unpack_kernel, grid, packed, out, rows, columns, packed.shape[1], **block, **groups)
+        return out
+    if _whole(packed, columns) and serves(packed, dtype=torch.uint8):
         lots = columns // max(packing.size, _LOT)
         run(_unpacking(list(PACKINGS).index(packing.name)), out.numel(), packed.view(-1), rows, lots, out.view(-1))
         return out
     return out.copy_(unpack_ref(packed, packing))
+
+
+def _whole(packed: Tensor, columns: int) -> bool:
+    """Tell whether rows are what loops and kernels take: without gaps, and of whole lots."""
+    return columns % _LOT == 0 and packed.is_contiguous()
 
 
 def unpack_ref(packed: Tensor, packing: Packing) -> Tensor:
@@ -251,6 +266,222 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "F16": lambda blocks: blocks.view(torch.float16).float(),
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
 }
+
+
+# The kernels for a GPU. Groups of numbers have a scale and what is added in common, which are loaded once for each.
+
+_UNPACKED = (8, 256)  # rows and columns that a program unpacks
+_SKINNY = (16, 256)  # rows of a weight that a program multiplies, columns at a time
+_WIDE = (64, 64, 64)  # rows of x and of a weight, columns at a time
+
+
+def _group(packing: Packing) -> int:
+    """Numbers with a scale in common."""
+    return 16 if packing.name == "Q6_K" else 32
+
+
+@jit
+def _half_at(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load a number of half precision, which may lie at an odd place."""
+    low = tl.load(place, mask=mask, other=0).to(tl.uint16)
+    high = tl.load(place + 1, mask=mask, other=0).to(tl.uint16)
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _scale_of_k(block: tl.tensor, part: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Load the scale and the least value of a part of a block of Q4_K or Q5_K, six bits each."""
+    early = part < 4
+    a = tl.load(block + 4 + part % 4, mask=mask, other=0).to(tl.int32)
+    b = tl.load(block + 8 + part % 4, mask=mask, other=0).to(tl.int32)
+    c = tl.load(block + 12 + part % 4, mask=mask, other=0).to(tl.int32)
+    scale = tl.where(early, a & 63, (c & 15) | ((a >> 2) & 48))
+    least = tl.where(early, b & 63, (c >> 4) | ((b >> 2) & 48))
+    return _half_at(block, mask) * scale.to(tl.float32), -(_half_at(block + 2, mask) * least.to(tl.float32))
+
+
+@jit
+def _unpacked(
+    row: tl.tensor,
+    group: tl.tensor,
+    mask: tl.tensor,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Unpack groups of numbers: rows begin at `row` [n, 1, 1], groups are counted by `group` [1, g, 1] -> [n, g, lanes]."""
+    lane = tl.arange(0, LANES)[None, None, :]
+    if FORM == "F16":
+        return _half_at(row + (group * LANES + lane) * 2, mask & (lane >= 0))
+    elif FORM == "BF16":
+        place, inside = row + (group * LANES + lane) * 2, mask & (lane >= 0)
+        low = tl.load(place, mask=inside, other=0).to(tl.uint32)
+        high = tl.load(place + 1, mask=inside, other=0).to(tl.uint32)
+        return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
+    else:
+        block = row + (group * LANES // SIZE) * BYTES
+        part = group * LANES % SIZE // LANES
+        inside = mask & (lane >= 0)
+        half = lane % 16
+        upper = (lane // 16) * 4
+        if FORM == "Q8_0":
+            level = tl.load(block + 2 + lane, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+            return _half_at(block, mask) * level
+        elif FORM == "Q4_0":
+            level = (tl.load(block + 2 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+            return _half_at(block, mask) * (level - 8).to(tl.float32)
+        elif FORM == "Q4_1":
+            level = (tl.load(block + 4 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+            return _half_at(block, mask) * level.to(tl.float32) + _half_at(block + 2, mask)
+        elif FORM == "Q5_0":
+            level = (tl.load(block + 6 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+            fifth = tl.load(block + 2 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
+            return _half_at(block, mask) * ((level | ((fifth & 1) << 4)) - 16).to(tl.float32)
+        elif FORM == "Q5_1":
+            level = (tl.load(block + 8 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+            fifth = tl.load(block + 4 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
+            scaled = _half_at(block, mask) * (level | ((fifth & 1) << 4)).to(tl.float32)
+            return scaled + _half_at(block + 2, mask)
+        elif FORM == "Q4_K":
+            scale, least = _scale_of_k(block, part, mask)
+            level = tl.load(block + 16 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
+            return scale * ((level >> (part % 2 * 4)) & 15).to(tl.float32) + least
+        elif FORM == "Q5_K":
+            scale, least = _scale_of_k(block, part, mask)
+            level = tl.load(block + 48 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
+            fifth = tl.load(block + 16 + lane, mask=inside, other=0).to(tl.int32) >> part
+            return scale * (((level >> (part % 2 * 4)) & 15) | ((fifth & 1) << 4)).to(tl.float32) + least
+        elif FORM == "Q6_K":  # groups of sixteen; eight of them share a half of the block
+            of_half = part % 8 * 16 + lane  # numbered within the half
+            low = tl.load(block + part // 8 * 64 + of_half % 64, mask=inside, other=0).to(tl.int32)
+            high = tl.load(block + 128 + part // 8 * 32 + of_half % 32, mask=inside, other=0).to(tl.int32)
+            level = ((low >> (of_half // 64 * 4)) & 15) | (((high >> (of_half // 32 * 2)) & 3) << 4)
+            scale = tl.load(block + 192 + part, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+            return (_half_at(block + 208, mask) * scale) * (level - 32).to(tl.float32)
+        else:  # MXFP4
+            exponent = tl.load(block, mask=mask, other=0).to(tl.int32)
+            bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
+            code = (tl.load(block + 1 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+            power = (code >> 1) & 3
+            level = tl.where(power == 0, code & 1, ((code & 1) | 2) << ((power - 1) & 3))
+            return bits.to(tl.float32, bitcast=True) * tl.where(code > 7, -level, level).to(tl.float32)
+
+
+@jit
+def _unpack_kernel(
+    packed: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_bytes: tl.tensor,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None].to(tl.int64)
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
+    mask = (row < rows) & (group * LANES < columns)
+    values = _unpacked(packed + row * row_bytes, group, mask, FORM, SIZE, BYTES, LANES)
+    lane = tl.arange(0, LANES)[None, None, :]
+    tl.store(out + row * columns + group * LANES + lane, values, mask=mask & (lane >= 0))
+
+
+@jit
+def _skinny_kernel(
+    x: tl.tensor,
+    packed: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    columns: tl.tensor,
+    row_bytes: tl.tensor,
+    M: tl.constexpr,
+    M_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.arange(0, M_BLOCK)
+    begin = packed + row[:, None, None].to(tl.int64) * row_bytes
+    total = tl.zeros((M_BLOCK, ROWS), tl.float32)
+    column = tl.arange(0, GROUPS * LANES)
+    first = 0
+    while first < columns:
+        group = (first // LANES + tl.arange(0, GROUPS))[None, :, None]
+        mask = (row[:, None, None] < n) & (group * LANES < columns)
+        weights = tl.reshape(_unpacked(begin, group, mask, FORM, SIZE, BYTES, LANES), (ROWS, GROUPS * LANES))
+        inside = (m[:, None] < M) & (first + column[None, :] < columns)
+        part = tl.load(x + m[:, None] * columns + first + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(part[:, None, :] * weights[None, :, :], axis=2)
+        first += GROUPS * LANES
+    place = out + m[:, None].to(tl.int64) * n + row[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(m[:, None] < M) & (row[None, :] < n))
+
+
+@jit
+def _wide_kernel(
+    x: tl.tensor,
+    packed: tl.tensor,
+    out: tl.tensor,
+    m_rows: tl.tensor,
+    n: tl.tensor,
+    columns: tl.tensor,
+    row_bytes: tl.tensor,
+    EXACT: tl.constexpr,
+    M_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(1) * M_BLOCK + tl.arange(0, M_BLOCK)
+    begin = packed + row[:, None, None].to(tl.int64) * row_bytes
+    total = tl.zeros((M_BLOCK, ROWS), tl.float32)
+    column = tl.arange(0, GROUPS * LANES)
+    first = 0
+    while first < columns:
+        group = (first // LANES + tl.arange(0, GROUPS))[None, :, None]
+        mask = (row[:, None, None] < n) & (group * LANES < columns)
+        weights = tl.reshape(_unpacked(begin, group, mask, FORM, SIZE, BYTES, LANES), (ROWS, GROUPS * LANES))
+        inside = (m[:, None] < m_rows) & (first + column[None, :] < columns)
+        part = tl.load(x + m[:, None].to(tl.int64) * columns + first + column[None, :], mask=inside, other=0.0)
+        if EXACT:
+            total += tl.dot(part.to(tl.float32), tl.trans(weights), input_precision="ieee")
+        else:
+            total += tl.dot(part, tl.trans(weights.to(part.dtype)))
+        first += GROUPS * LANES
+    place = out + m[:, None].to(tl.int64) * n + row[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(m[:, None] < m_rows) & (row[None, :] < n))
+
+
+def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Multiply x [m, in] by a packed weight: [m, out]."""
+    m, n, packing = len(x), len(weight), weight.packing
+    out, x = x.new_empty(m, n), x.contiguous()
+    lanes_of = _group(packing)
+    form = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "LANES": lanes_of}
+    if m <= MOST_ROWS:
+        rows, at_once = _SKINNY
+        block = {"M": m, "M_BLOCK": power_of_two(m), "ROWS": rows, "GROUPS": at_once // lanes_of}
+        sizes = n, x.shape[1], weight.packed.shape[1]
+        launch(_skinny_kernel, (-(-n // rows),), x, weight.packed, out, *sizes, **block, **form)
+        return out
+    tall, rows, at_once = _WIDE
+    exact = x.dtype == torch.float32 or interpreted()
+    block = {"EXACT": exact, "M_BLOCK": tall, "ROWS": rows, "GROUPS": at_once // lanes_of}
+    sizes = m, n, x.shape[1], weight.packed.shape[1]
+    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, *sizes, **block, **form)
+    return out
 
 
 # The loops for a CPU. What a block holds is written of vectors of sixteen lanes, which stay in registers.
@@ -626,7 +857,7 @@ def _loops_take(rows: int, *weights: PackedWeight) -> bool:
 
 def suits_loops(weight: PackedWeight) -> bool:
     """Tell whether there is a loop for a weight."""
-    return weight.shape[1] % _LOT == 0 and weight.packed.is_contiguous() and serves(weight.packed, dtype=torch.uint8)
+    return _whole(weight.packed, weight.shape[1]) and serves(weight.packed, dtype=torch.uint8)
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -248,15 +248,18 @@ def load(
     load_format: Literal["auto", "dummy"] = "auto",
     offline: bool = False,
     weights: Weights = "auto",
+    tokenizer: str | None = None,
 ) -> LanguageModel:
-    """Open a checkpoint: a directory, a hub id, with load_format "dummy" a shape; None is the bundled demo model.
+    """Open a checkpoint: a directory, a GGUF file, a hub id, with load_format "dummy" a shape; None is the bundled
+    demo model.
 
-    `weights` are quantised on loading, int8, int4 or fp8 (the extra kvcli[weights]), unless that is auto.
+    `weights` are quantised on loading, int8, int4 or fp8 (the extra kvcli[weights]), unless that is auto; those of a
+    GGUF file can be unpacked (wide). `tokenizer` is the directory or hub id of another one than the checkpoint's.
 
     Raises:
         KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).
     """
-    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights)))
+    return LanguageModel(open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer)))
 
 
 def resume(directory: str | Path, *, model: str | None = None, observer: Observer | None = None) -> list[Answer]:

@@ -105,6 +105,7 @@ def run(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     method: asked.Method = None,
     profile: asked.Profile = None,
     settings: asked.Settings = None,
@@ -214,7 +215,7 @@ def run(
     from kvcli.ui.console import print_error
 
     cluster = Cluster(address, workers, gpus_per_worker) if engine == "ray" else None
-    spec = ModelSpec(model, device, dtype, load_format, offline, weights)
+    spec = ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer)
     end = Stop(grace)
     with handled_by(lambda number, _: end.ask(number)):
         try:

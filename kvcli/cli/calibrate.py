@@ -45,6 +45,7 @@ def calibrate(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     method: Annotated[str | None, _METHOD.option("--method", "NAME", "Method; by default the target's own.")] = None,
     profile: Annotated[
         str | None, _METHOD.option("--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
@@ -114,7 +115,7 @@ def calibrate(
         _check_companion(_companion(output))
     named = method if method is not None or profile is not None else asked.method
     plan = CalibrationPlan(
-        model=ModelSpec(model, device, dtype, load_format, offline, weights),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer),
         profile=resolve_profile(named, profile, assignments(settings or [])),
         files=files or (),
         length=length,

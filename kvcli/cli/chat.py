@@ -59,6 +59,7 @@ def chat(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     method: asked.Method = None,
     profile: asked.Profile = None,
     settings: asked.Settings = None,
@@ -119,7 +120,7 @@ def chat(
     with _ctrl_c_stops_answers(), ExitStack() as at_the_end:
         at_the_end.callback(console.stage_done)
         console.stage("load")
-        checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights))
+        checkpoint = open_checkpoint(ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer))
         dialogue = Dialogue(checkpoint.load(), checkpoint, chosen, sampling, template, document, console)
         dialogue.read(kv)
         console.stage_done()

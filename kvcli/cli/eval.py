@@ -63,6 +63,7 @@ def evaluate(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     max_tokens: Annotated[
         int | None,
         SAMPLING.option(
@@ -149,7 +150,7 @@ def evaluate(
     from kvcli.runtime.sampling import Sampling
 
     plan = EvaluationPlan(
-        model=ModelSpec(model, device, dtype, load_format, offline, weights),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer),
         variants=variants,
         tasks=names(tasks, "--tasks"),
         lengths=each(length, "--length", positive_count),

@@ -59,6 +59,7 @@ def generate(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     method: asked.Method = None,
     profile: asked.Profile = None,
     settings: asked.Settings = None,
@@ -207,7 +208,7 @@ def generate(
     keep = None if checkpoint is None else Keep(checkpoint, every)
     how = (audit, pipeline, keep, saved_kv, lossless, disk_options(kv_disk, host_memory))
     request = GenerationRequest(chosen, tuple(show.prompts), sampling, template, *how)
-    spec, spans = ModelSpec(model, device, dtype, load_format, offline, weights), Timeline(trace is not None)
+    spec, spans = ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer), Timeline(trace is not None)
     try:
         if turns:
             report = take_turns(spec, show, chosen, sampling, template, kv)

@@ -161,8 +161,8 @@ Model = Annotated[
     str | None,
     MODEL.option(
         "--model -m",
-        "DIR|ID",
-        "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
+        "DIR|FILE|ID",
+        "Checkpoint directory, GGUF file or hub id; without it, the small demo model that comes with kvcli.",
     ),
 ]
 Device = Annotated[str, device(MODEL)]
@@ -171,14 +171,17 @@ DType = Annotated[
     MODEL.option("--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."),
 ]
 Weights = Annotated[
-    Literal["auto", "int8", "int4", "fp8"],
-    MODEL.option("--weights", "NAME", "Weights: auto as the files hold them; int8, int4 and fp8 quantise on loading."),
+    Literal["auto", "wide", "int8", "int4", "fp8"],
+    MODEL.option("--weights", "NAME", "auto as the files hold them, wide unpacked; int8, int4, fp8 quantise on loading."),
 ]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],
     MODEL.option("--load-format", None, "dummy makes random weights up, of a shape or a config.json."),
 ]
 Offline = Annotated[bool, MODEL.flag("--offline", "Use local files only, never the hub.")]
+Tokenizer = Annotated[
+    str | None, MODEL.option("--tokenizer", "DIR|ID", "Take the tokenizer from here, not from the checkpoint.")
+]
 
 # Several methods side by side.
 Methods = Annotated[str | None, METHODS.option("--method", "A,B", "Methods, comma-separated; full,freekv by default.")]

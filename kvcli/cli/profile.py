@@ -38,6 +38,7 @@ def profile(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     method: options.Methods = None,
     profile: options.Profiles = None,
     settings: options.Settings = None,
@@ -94,7 +95,7 @@ def profile(
     from kvcli.ui import console
 
     request = ProfileRequest(
-        model=ModelSpec(model, device, dtype, load_format, offline, weights),
+        model=ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer),
         entries=entries(variants, ablate),
         contexts=tuple(contexts),
         batches=tuple(batches),

@@ -96,6 +96,7 @@ def prefill(
     weights: options.Weights = "auto",
     load_format: options.LoadFormat = "auto",
     offline: options.Offline = False,
+    tokenizer: options.Tokenizer = None,
     as_json: options.AsJson = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -140,7 +141,7 @@ def prefill(
         kv=kv,
     )
     report = generate(
-        ModelSpec(model, device, dtype, load_format, offline, weights), request, RunConsole(None, quiet, False)
+        ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer), request, RunConsole(None, quiet, False)
     )
     if as_json:
         body = {"saved": [vars(entry) for entry in report.saved], "sequences": [vars(s.kv) for s in report.sequences]}

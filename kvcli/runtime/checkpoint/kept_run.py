@@ -81,6 +81,7 @@ class Asked(BaseModel):
     device: str
     dtype: str
     weights: Weights = "auto"
+    tokenizer_from: str | None = None
     offline: bool
     fingerprint: str
     tokenizer: str
@@ -108,6 +109,7 @@ class Asked(BaseModel):
             device=str(checkpoint.device),
             dtype=str(checkpoint.dtype).removeprefix("torch."),
             weights=spec.weights,
+            tokenizer_from=spec.tokenizer,
             offline=spec.offline,
             fingerprint=fingerprint(checkpoint),
             tokenizer=tokenizer_fingerprint(checkpoint.tokenizer),
@@ -167,7 +169,8 @@ class KeptRun:
     def spec(self) -> ModelSpec:
         """The model that was asked for."""
         asked = self.asked
-        return ModelSpec(asked.model, asked.device, asked.dtype, asked.load_format, asked.offline, asked.weights)
+        how = (asked.load_format, asked.offline, asked.weights, asked.tokenizer_from)
+        return ModelSpec(asked.model, asked.device, asked.dtype, *how)
 
     @property
     def sampling(self) -> Sampling:
