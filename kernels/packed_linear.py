@@ -146,7 +146,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
 def packed_linear_ref(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Say in the plainest way what `packed_linear` is."""
-    return functional.linear(x.float(), unpack_ref(weight.packed, weight.packing), bias).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = x.to(wide) @ unpack_ref(weight.packed, weight.packing).to(wide).T
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -219,13 +221,13 @@ def _scales_and_least(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (_half(blocks, 0) * scales)[..., None], (_half(blocks, 2) * least)[..., None]
 
 
-def _q4_k_ref(blocks: Tensor) -> Tensor:
+def _plain_q4_k(blocks: Tensor) -> Tensor:
     scales, least = _scales_and_least(blocks)
     levels = _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
     return scales * levels - least
 
 
-def _q5_k_ref(blocks: Tensor) -> Tensor:
+def _plain_q5_k(blocks: Tensor) -> Tensor:
     scales, least = _scales_and_least(blocks)
     places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[:, None, 16:48] >> places) & 1) << 4
@@ -233,7 +235,7 @@ def _q5_k_ref(blocks: Tensor) -> Tensor:
     return scales * levels - least
 
 
-def _q6_k_ref(blocks: Tensor) -> Tensor:
+def _plain_q6_k(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> places) & 3) << 4
@@ -242,7 +244,7 @@ def _q6_k_ref(blocks: Tensor) -> Tensor:
     return scales[..., None] * levels
 
 
-def _mxfp4_ref(blocks: Tensor) -> Tensor:
+def _plain_mxfp4(blocks: Tensor) -> Tensor:
     levels = blocks.new_tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp(min=0) << 23)
@@ -259,10 +261,10 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
         _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)) + _half(blocks, 2)
     ),
     "Q8_0": lambda blocks: _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8),
-    "Q4_K": _q4_k_ref,
-    "Q5_K": _q5_k_ref,
-    "Q6_K": _q6_k_ref,
-    "MXFP4": _mxfp4_ref,
+    "Q4_K": _plain_q4_k,
+    "Q5_K": _plain_q5_k,
+    "Q6_K": _plain_q6_k,
+    "MXFP4": _plain_mxfp4,
     "F16": lambda blocks: blocks.view(torch.float16).float(),
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
 }
