@@ -91,6 +91,15 @@ class PackedWeight(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PackedWeight({list(self.shape)}, {self.packing.name}, {self.dtype}, {self.device})"
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Packing, torch.dtype]]:
+        """Say what it is made of, for what moves modules."""
+        return ["packed"], (self.packing, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], how: tuple[Packing, torch.dtype], *_: Any) -> PackedWeight:
+        """Make one of what it is made of."""
+        return PackedWeight(parts["packed"], *how)
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes that it takes."""
@@ -114,8 +123,9 @@ class PackedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.aten.detach.default:
-            return PackedWeight(args[0].packed, args[0].packing, args[0].dtype)
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            packed = args[0].packed if function is torch.ops.aten.detach.default else args[0].packed.clone()
+            return PackedWeight(packed, args[0].packing, args[0].dtype)
         if function is torch.ops.aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device
             return PackedWeight(args[0].packed.to(device), args[0].packing, dtype)

@@ -57,7 +57,7 @@ def permuted(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, without=(), **tokenizer):
+def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, without=(), **spelling):
     """Write a model's file; its weights become what the file holds. `kinds` has other formats by parts of names."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -84,7 +84,7 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
         writer.add_sliding_window(config.sliding_window)
     for key, value in (metadata or {}).items():
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
-    write_tokenizer(writer, **tokenizer)
+    write_tokenizer(writer, **spelling)
     for name, values in (scaling or {}).items():
         writer.add_tensor(name, np.asarray(values, np.float32))
     tied = config.tie_word_embeddings
@@ -119,10 +119,10 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
     return path
 
 
-def write_tokenizer(writer, template=TEMPLATE, pre="smollm", kind="gpt2"):
+def write_tokenizer(writer, template=TEMPLATE, pre="smollm", tokenizer="gpt2"):
     """Describe a byte-level tokenizer of a few merges."""
     tokens = [*TOKENS, *CONTROL, *MERGED]
-    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in CONTROL else 1 for token in tokens])

@@ -29,6 +29,7 @@ from kvcli.compat import gguf_config_names
 from kvcli.errors import KvcliError, usage_error
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_rows
 from kvcli.models.auto import model_class
+from kvcli.models.geometry import build_on_meta
 from kvcli.models.place import gguf_parts
 from kvcli.models.weights import PackedForm
 
@@ -98,7 +99,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
         if own.get("split.no", number) != number or own.get("split.count", len(files)) != len(files):
             raise KvcliError(f"{path} is no part {number + 1} of {len(files)} of a checkpoint", _AGAIN)
         if twice := tensors.keys() & found.keys():
-            raise KvcliError(f"{path} holds {min(twice)} once more", _AGAIN)
+            raise KvcliError(f"{path} holds {_shown(min(twice))} once more", _AGAIN)
         tensors |= found
     if not isinstance(metadata.get("general.architecture"), str):
         raise KvcliError(f"{files[0][0]} does not say its architecture", _AGAIN)
@@ -129,7 +130,7 @@ class _Reader:
         for _ in range(self.within(self.count, 24)):
             name, dimensions = self.string(), self.number("I")
             if not 0 < dimensions <= _DIMENSIONS:
-                raise self.damaged(f"{name} has {dimensions} dimensions")
+                raise self.damaged(f"{_shown(name)} has {dimensions} dimensions")
             shape = tuple(reversed([self.number("Q") for _ in range(dimensions)]))
             found.append((name, shape, self.number("I"), self.number("Q")))
         alignment = metadata.get("general.alignment", 32)
@@ -144,13 +145,15 @@ class _Reader:
             type_name = _type_name(kind)
             if type_name not in PACKINGS and type_name != "F32":
                 known = ", ".join(("F32", *PACKINGS))
-                raise usage_error(f"{self.path}: {name} is quantised as {type_name}", f"there are products for {known}")
+                what = f"{self.path}: {_shown(name)} is quantised as {type_name}"
+                raise usage_error(what, f"there are products for {known}")
             size, nbytes = (1, 4) if type_name == "F32" else PACKINGS[type_name][1:]
             if 0 in shape or shape[-1] % size or offset % alignment:
-                raise self.damaged(f"{name} is {list(shape)} of {type_name} at {offset}")
+                raise self.damaged(f"{_shown(name)} is {list(shape)} of {type_name} at {offset}")
             total = prod(shape) // size * nbytes
             if offset + total > held:
-                what = f"{self.path} is cut off: {name} ends at byte {start + offset + total:,} of {start + held:,}"
+                ends = f"ends at byte {start + offset + total:,} of {start + held:,}"
+                what = f"{self.path} is cut off: {_shown(name)} {ends}"
                 raise KvcliError(what, _AGAIN)
             yield name, PackedTensor(self.path, shape, type_name, start + offset, total)
 
@@ -196,6 +199,11 @@ class _Reader:
             raise self.damaged(f"a list of type {kind}")
         size = struct.calcsize(f"<{_NUMBERS[kind]}")
         return list(struct.unpack(f"<{self.within(count, size)}{_NUMBERS[kind]}", self.take(count * size)))
+
+
+def _shown(name: str) -> str:
+    """Write a name from a file so that it is one word of a line."""
+    return name if re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII) else repr(name[:40])
 
 
 def _type_name(kind: int) -> str:
@@ -245,10 +253,10 @@ def config_of(path: Path) -> PreTrainedConfig:
     """
     header = read_header(path)
     if header.architecture not in _MODEL_TYPES:
-        what = f"{path} holds a model of architecture {header.architecture!r}, of which no GGUF files are read"
+        what = f"{path} holds a model of architecture {header.architecture[:40]!r}, of which no GGUF files are read"
         raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; others run from safetensors files")
     if header.of_model("expert_count"):
-        what = f"{path} holds a model with {header.of_model('expert_count')} experts, of which no GGUF files are read"
+        what = f"{path} holds a model with {_shown(str(header.of_model('expert_count')))} experts, of which none are read"
         raise usage_error(what, "take its safetensors files")
     try:
         values = _config_values(header)
@@ -275,7 +283,9 @@ def _config_values(header: Header) -> dict[str, Any]:
     architecture, metadata = header.architecture, header.metadata
     names = gguf_config_names(architecture)
     values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
-    embedding = header.tensors["token_embd.weight"]
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise KvcliError(f"{header.files[0]} lacks token_embd.weight", _AGAIN)
     values |= {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -286,6 +296,8 @@ def _config_values(header: Header) -> dict[str, Any]:
     lacking = [key for key in ("block_count", "embedding_length", "attention.head_count") if not header.of_model(key)]
     if lacking:
         raise KvcliError(f"{header.files[0]} does not say {architecture}.{lacking[0]}", _AGAIN)
+    if header.of_model("block_count") > len(header.tensors):  # before anything is made of so many
+        raise KvcliError(f"{header.files[0]} says {architecture}.block_count {header.of_model('block_count')}", _AGAIN)
     layers, heads = header.of_model("block_count"), header.of_model("attention.head_count")
     head = header.of_model("attention.key_length", header.of_model("embedding_length") // heads)
     if architecture in ("llama", "qwen3", "gemma2", "gemma3"):
@@ -343,7 +355,7 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise usage_error(f"{header.files[0]}: rotary scaling {kind!r} is not read of GGUF files", "take safetensors files")
+    raise usage_error(f"{header.files[0]}: rotary scaling {str(kind)[:40]!r} is not read of GGUF files", "take safetensors files")
 
 
 def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
@@ -416,12 +428,12 @@ def tokenizer_of(path: Path) -> PreTrainedTokenizerBase:
     if kind == "gpt2":
         split = header.of_tokenizer("pre", "gpt-2")
         if split not in _SPLITS:
-            raise usage_error(f"{path} splits text as {split!r}, which is not known", hint)
+            raise usage_error(f"{path} splits text as {str(split)[:40]!r}, which is not known", hint)
         made, begins = _byte_level(header, tokens, split), split in _WHOLE_FIRST
     elif kind == "llama":
         made, begins = _sentencepiece(header, tokens, kinds), True
     else:
-        raise usage_error(f"{path} holds a tokenizer of kind {kind!r}, which is not known", hint)
+        raise usage_error(f"{path} holds a tokenizer of kind {str(kind)[:40]!r}, which is not known", hint)
     for special in (True, False):
         wanted = _CONTROL if special else _USER_DEFINED
         each = [_spelled(token) if kind == "llama" else token for token, of in zip(tokens, kinds, strict=True) if of == wanted]
@@ -563,22 +575,22 @@ def load_gguf(
         KvcliError: what `read_header` raises; a tensor is missing, is none of the model, or has another shape.
     """
     header = read_header(path)
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype)
-    model.tie_weights()
     named = _named(header)
-    for name, parameter in list(model.named_parameters()):
-        if name not in named:
-            raise KvcliError(f"{path} lacks {name}", "the file is incomplete: get it again")
-        tensor = named.pop(name)
-        if tensor.shape != parameter.shape:
-            what = f"{path}: {name} is {list(tensor.shape)}, not {list(parameter.shape)} as the header says"
+    wanted = {name: tuple(weight.shape) for name, weight in build_on_meta(config, dtype).named_parameters()}
+    if absent := wanted.keys() - named.keys():
+        raise KvcliError(f"{path} lacks {min(absent)}", _AGAIN)
+    if strange := named.keys() - wanted.keys():
+        raise KvcliError(f"{path} holds {_shown(min(strange))}, which is no part of such a model", _AGAIN)
+    for name, shape in wanted.items():
+        if named[name].shape != shape:
+            what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"
             raise KvcliError(what, _AGAIN)
+    with no_init_weights(), init_empty_weights(include_buffers=False):  # buffers are computed
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype)
+    for name in wanted:
         owner, _, own = name.rpartition(".")
-        weight = _weight(header, name, tensor, form.packing(name, dtype), dtype).to(device)
+        weight = _weight(header, name, named[name], form.packing(name, dtype), dtype).to(device)
         setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
-    if named:
-        raise KvcliError(f"{path} holds {min(named)}, which is no part of such a model", _AGAIN)
     if config.tie_word_embeddings:
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         head.weight = model.get_input_embeddings().weight

@@ -363,10 +363,10 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
     failure: BaseException | None = None
     if spec.tokenizer is not None:
         path = find(spec.tokenizer, False)
-    if _is_gguf(path):
-        return tokenizer_of(path)
-    if path is None or path.is_dir():
+    if path is None or path.is_dir() or _is_gguf(path):
         try:
+            if _is_gguf(path):
+                return tokenizer_of(path)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(path or spec.tokenizer or spec.name),
                 local_files_only=_local(spec, path),
@@ -375,6 +375,8 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
             # Without its files a tokenizer is made all the same, of its special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
                 return tokenizer
+        except KvcliError:
+            raise
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise

@@ -3,7 +3,6 @@ import os
 import random
 import shutil
 import struct
-import sys
 import unicodedata
 import urllib.request
 from importlib.machinery import ModuleSpec
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import CONTROL, TEMPLATE, VOCAB, tiny, write
+from gguf_files import TEMPLATE, VOCAB, tiny, write
 from transformers import AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
@@ -157,7 +156,7 @@ def test_another_tokenizer_can_be_named(whole, tmp_path):
 
 @pytest.mark.parametrize(("pre", "kind"), [("unheard", "gpt2"), ("smollm", "rwkv")])
 def test_an_unknown_tokenizer_is_refused(pre, kind, tmp_path):
-    path = write(tmp_path / "model.gguf", tiny("llama"), pre=pre, kind=kind)
+    path = write(tmp_path / "model.gguf", tiny("llama"), pre=pre, tokenizer=kind)
     with pytest.raises(KvcliError, match="is not known") as caught:
         open_checkpoint(ModelSpec(str(path), **CPU))
     assert "--tokenizer" in caught.value.hint
@@ -387,7 +386,7 @@ def test_a_tensor_that_is_missing_strange_or_of_another_shape_is_refused(tmp_pat
         text(b"llama.feed_forward_length") + struct.pack("<II", 4, 256),
     )
     path.write_bytes(data)
-    with pytest.raises(KvcliError, match=r"is \[256, 512\], not \[256, 256\]|is \[512, 256\], not \[256, 256\]"):
+    with pytest.raises(KvcliError, match=r"is \[(256, 512|512, 256)\], not \[256, 256\] as the header says"):
         load_model(ModelSpec(str(path), **CPU))
 
 
@@ -436,15 +435,16 @@ def test_generate_gives_what_the_model_gives_from_safetensors(method, warm, whol
     assert ids(warm("generate", "-m", path, "--weights", "wide", *given)) == found[0]
 
 
-def test_a_text_ends_where_the_file_says(warm, whole, document, tmp_path):
+def test_a_text_ends_where_the_file_says(warm, document, tmp_path):
+    """One of two tokens is the likeliest, whatever the prompt: both end a turn, and the file names one of them."""
     model = tiny("llama", tie_word_embeddings=False)
     model.lm_head.weight.data[:] = 0
+    model.lm_head.weight.data[256], model.lm_head.weight.data[258] = 1.0, -1.0
     path = write(tmp_path / "model.gguf", model, "F32")
-    data = path.read_bytes()
     result = warm("generate", "-m", path, document, "--max-tokens", 5, "--json", "-q", "--device", "cpu")
     report = json.loads(result.stdout)["sequences"][0]
-    assert report["finish_reason"] == "length"  # of equal logits the first wins, which ends nothing
-    assert data == path.read_bytes()
+    assert (report["finish_reason"], len(report["token_ids"])) == ("eos", 1)
+    assert report["token_ids"][0] in (256, 258)
 
 
 def test_plan_and_doctor_know_it(warm, whole):
@@ -459,7 +459,7 @@ def test_plan_and_doctor_know_it(warm, whole):
 
 
 def test_profile_and_batch_run_it(warm, whole, document, tmp_path):
-    result = warm("profile", "-m", whole[0], "--context", 512, "--device", "cpu", "--steps", 4, "--json", "-q")
+    result = warm("profile", "-m", whole[0], "--context", 512, "--device", "cpu", "--output-len", 4, "--json", "-q")
     assert result.returncode == 0, result.stderr
     rows = tmp_path / "rows.jsonl"
     body = {"messages": [{"role": "user", "content": document.read_text()}], "max_tokens": 4}
@@ -525,8 +525,3 @@ def test_tokens_are_those_of_llama_cpp(variable):
         )
         with urllib.request.urlopen(request) as answer:
             assert tokenizer(each)["input_ids"] == json.load(answer)["tokens"], each
-
-
-def test_the_package_of_these_files_is_there():
-    assert "gguf" in sys.modules
-    assert len(CONTROL) == 3
