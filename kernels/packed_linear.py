@@ -1,11 +1,11 @@
-"""Products with weights that stay packed as GGUF files hold them: y_mi = sum_c x_mc W_ic, W unpacked within the product.
+"""Products with weights that stay packed as GGUF files hold them: y_mi = sum_c x_mc W_ic, W unpacked on the way.
 
 A row of a weight is a sequence of blocks, each of some numbers in a few bits and what scales them. A step reads every
 weight once and is bound by memory, so a packed weight takes as much less time as it has fewer bytes: the loops and
 kernels here never write a number out. Many rows (a prompt) are multiplied by tiles of some rows of W, unpacked.
 
-Shapes: x [.., in], W [out, in] as bytes [out, nbytes of a row]. Sums are made in fp32, of numbers that are exactly those
-of the reference.
+Shapes: x [.., in], W [out, in] as bytes [out, nbytes of a row]. Sums are made in fp32, of the very numbers of the
+reference.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class PackedWeight(Tensor):
             return packed_linear(*args, **kwargs)
         if function is functional.embedding and isinstance(args[1], PackedWeight):
             return packed_embedding(args[0], args[1])
-        return super().__torch_function__(function, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # else results would be made of this class
+            return function(*args, **kwargs)
 
     @override
     @classmethod
@@ -264,12 +265,8 @@ def _plain_mxfp4(blocks: Tensor) -> Tensor:
 _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": lambda blocks: _half(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8),
     "Q4_1": lambda blocks: _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2),
-    "Q5_0": lambda blocks: (
-        _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).to(torch.int8) - 16)
-    ),
-    "Q5_1": lambda blocks: (
-        _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)) + _half(blocks, 2)
-    ),
+    "Q5_0": lambda blocks: _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).to(torch.int8) - 16),
+    "Q5_1": lambda blocks: _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)) + _half(blocks, 2),
     "Q8_0": lambda blocks: _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8),
     "Q4_K": _plain_q4_k,
     "Q5_K": _plain_q5_k,
@@ -322,62 +319,61 @@ def _unpacked(
     BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Unpack groups of numbers: rows begin at `row` [n, 1, 1], groups are counted by `group` [1, g, 1] -> [n, g, lanes]."""
+    """Unpack groups of numbers, counted by `group` [1, g, 1], of rows that begin at `row` [n, 1, 1]: [n, g, lanes]."""
     lane = tl.arange(0, LANES)[None, None, :]
     if FORM == "F16":
         return _half_at(row + (group * LANES + lane) * 2, mask & (lane >= 0))
-    elif FORM == "BF16":
+    if FORM == "BF16":
         place, inside = row + (group * LANES + lane) * 2, mask & (lane >= 0)
         low = tl.load(place, mask=inside, other=0).to(tl.uint32)
         high = tl.load(place + 1, mask=inside, other=0).to(tl.uint32)
         return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
-    else:
-        block = row + (group * LANES // SIZE) * BYTES
-        part = group * LANES % SIZE // LANES
-        inside = mask & (lane >= 0)
-        half = lane % 16
-        upper = (lane // 16) * 4
-        if FORM == "Q8_0":
-            level = tl.load(block + 2 + lane, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-            return _half_at(block, mask) * level
-        elif FORM == "Q4_0":
-            level = (tl.load(block + 2 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-            return _half_at(block, mask) * (level - 8).to(tl.float32)
-        elif FORM == "Q4_1":
-            level = (tl.load(block + 4 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-            return _half_at(block, mask) * level.to(tl.float32) + _half_at(block + 2, mask)
-        elif FORM == "Q5_0":
-            level = (tl.load(block + 6 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-            fifth = tl.load(block + 2 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
-            return _half_at(block, mask) * ((level | ((fifth & 1) << 4)) - 16).to(tl.float32)
-        elif FORM == "Q5_1":
-            level = (tl.load(block + 8 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-            fifth = tl.load(block + 4 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
-            scaled = _half_at(block, mask) * (level | ((fifth & 1) << 4)).to(tl.float32)
-            return scaled + _half_at(block + 2, mask)
-        elif FORM == "Q4_K":
-            scale, least = _scale_of_k(block, part, mask)
-            level = tl.load(block + 16 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
-            return scale * ((level >> (part % 2 * 4)) & 15).to(tl.float32) + least
-        elif FORM == "Q5_K":
-            scale, least = _scale_of_k(block, part, mask)
-            level = tl.load(block + 48 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
-            fifth = tl.load(block + 16 + lane, mask=inside, other=0).to(tl.int32) >> part
-            return scale * (((level >> (part % 2 * 4)) & 15) | ((fifth & 1) << 4)).to(tl.float32) + least
-        elif FORM == "Q6_K":  # groups of sixteen; eight of them share a half of the block
-            of_half = part % 8 * 16 + lane  # numbered within the half
-            low = tl.load(block + part // 8 * 64 + of_half % 64, mask=inside, other=0).to(tl.int32)
-            high = tl.load(block + 128 + part // 8 * 32 + of_half % 32, mask=inside, other=0).to(tl.int32)
-            level = ((low >> (of_half // 64 * 4)) & 15) | (((high >> (of_half // 32 * 2)) & 3) << 4)
-            scale = tl.load(block + 192 + part, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-            return (_half_at(block + 208, mask) * scale) * (level - 32).to(tl.float32)
-        else:  # MXFP4
-            exponent = tl.load(block, mask=mask, other=0).to(tl.int32)
-            bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
-            code = (tl.load(block + 1 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-            power = (code >> 1) & 3
-            level = tl.where(power == 0, code & 1, ((code & 1) | 2) << ((power - 1) & 3))
-            return bits.to(tl.float32, bitcast=True) * tl.where(code > 7, -level, level).to(tl.float32)
+    block = row + (group * LANES // SIZE) * BYTES
+    part = group * LANES % SIZE // LANES
+    inside = mask & (lane >= 0)
+    half = lane % 16
+    upper = (lane // 16) * 4
+    if FORM == "Q8_0":
+        level = tl.load(block + 2 + lane, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        return _half_at(block, mask) * level
+    if FORM == "Q4_0":
+        level = (tl.load(block + 2 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+        return _half_at(block, mask) * (level - 8).to(tl.float32)
+    if FORM == "Q4_1":
+        level = (tl.load(block + 4 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+        return _half_at(block, mask) * level.to(tl.float32) + _half_at(block + 2, mask)
+    if FORM == "Q5_0":
+        level = (tl.load(block + 6 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+        fifth = tl.load(block + 2 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
+        return _half_at(block, mask) * ((level | ((fifth & 1) << 4)) - 16).to(tl.float32)
+    if FORM == "Q5_1":
+        level = (tl.load(block + 8 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+        fifth = tl.load(block + 4 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
+        scaled = _half_at(block, mask) * (level | ((fifth & 1) << 4)).to(tl.float32)
+        return scaled + _half_at(block + 2, mask)
+    if FORM == "Q4_K":
+        scale, least = _scale_of_k(block, part, mask)
+        level = tl.load(block + 16 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
+        return scale * ((level >> (part % 2 * 4)) & 15).to(tl.float32) + least
+    if FORM == "Q5_K":
+        scale, least = _scale_of_k(block, part, mask)
+        level = tl.load(block + 48 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
+        fifth = tl.load(block + 16 + lane, mask=inside, other=0).to(tl.int32) >> part
+        return scale * (((level >> (part % 2 * 4)) & 15) | ((fifth & 1) << 4)).to(tl.float32) + least
+    if FORM == "Q6_K":  # groups of sixteen; eight of them share a half of the block
+        of_half = part % 8 * 16 + lane  # numbered within the half
+        low = tl.load(block + part // 8 * 64 + of_half % 64, mask=inside, other=0).to(tl.int32)
+        high = tl.load(block + 128 + part // 8 * 32 + of_half % 32, mask=inside, other=0).to(tl.int32)
+        level = ((low >> (of_half // 64 * 4)) & 15) | (((high >> (of_half // 32 * 2)) & 3) << 4)
+        scale = tl.load(block + 192 + part, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        return (_half_at(block + 208, mask) * scale) * (level - 32).to(tl.float32)
+    # MXFP4
+    exponent = tl.load(block, mask=mask, other=0).to(tl.int32)
+    bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
+    code = (tl.load(block + 1 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
+    power = (code >> 1) & 3
+    level = tl.where(power == 0, code & 1, ((code & 1) | 2) << ((power - 1) & 3))
+    return bits.to(tl.float32, bitcast=True) * tl.where(code > 7, -level, level).to(tl.float32)
 
 
 @jit
@@ -793,7 +789,8 @@ def _multiply_row(
             number = builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=("reassoc",))
             here = list(given)
             here[5] = builder.add(given[5], builder.mul(stride, stride.type(row)))
-            FlatArrays(context, builder, signature, here).store(4, builder.bitcast(number, ir.VectorType(number.type, 1)))
+            one = builder.bitcast(number, ir.VectorType(number.type, 1))
+            FlatArrays(context, builder, signature, here).store(4, one)
         return context.get_dummy_value()
 
     if not isinstance(packing, types.Literal) or not isinstance(rows, types.Literal):

@@ -815,7 +815,10 @@ def _(draw: Draw, s: Sizes, variant: str | float) -> Call:
     return Call(args, [kept, *tally, arrived])
 
 
-@case(packed.packed_linear, packed.packed_linear_ref, [f"{m} {name}" for name in packed.PACKINGS for m in (3, 20)], exact=False)
+PACKED = [f"{m} {name}" for m in (3, 20) for name in packed.PACKINGS]
+
+
+@case(packed.packed_linear, packed.packed_linear_ref, PACKED, exact=False)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
     """Any bytes are levels; those that may belong to scales make numbers of usual sizes."""
     m, packing = int(variant.split()[0]), packed.PACKINGS[variant.split()[1]]

@@ -172,7 +172,7 @@ DType = Annotated[
 ]
 Weights = Annotated[
     Literal["auto", "wide", "int8", "int4", "fp8"],
-    MODEL.option("--weights", "NAME", "auto as the files hold them, wide unpacked; int8, int4, fp8 quantise on loading."),
+    MODEL.option("--weights", "NAME", "auto: as stored; wide: unpacked; int8, int4 and fp8: quantised on loading."),
 ]
 LoadFormat = Annotated[
     Literal["auto", "dummy"],

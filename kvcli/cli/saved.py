@@ -140,9 +140,8 @@ def prefill(
         template_of(system, raw, chat_template_kwargs, None, settled=True),
         kv=kv,
     )
-    report = generate(
-        ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer), request, RunConsole(None, quiet, False)
-    )
+    spec = ModelSpec(model, device, dtype, load_format, offline, weights, tokenizer)
+    report = generate(spec, request, RunConsole(None, quiet, False))
     if as_json:
         body = {"saved": [vars(entry) for entry in report.saved], "sequences": [vars(s.kv) for s in report.sequences]}
         write_result(output, json.dumps(body) + "\n")

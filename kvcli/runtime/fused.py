@@ -187,7 +187,9 @@ def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> 
     return forward
 
 
-def gated_of(module: nn.Module, knows: Callable[[object], bool] = is_plain) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+def gated_of(
+    module: nn.Module, knows: Callable[[object], bool] = is_plain
+) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
     """Give gate, up and down of an MLP that is down(silu(gate) * up)."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     both = _alike([gate, up], knows)
