@@ -82,7 +82,7 @@ class PackedWeight(Tensor):
         """Wrap bytes; nothing is copied."""
         rows, size = packed.shape
         shape = rows, size // packing.nbytes * packing.size
-        made: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass
         weight: PackedWeight = made(cls, shape, dtype=dtype, device=packed.device, requires_grad=False)
         weight.packed, weight.packing = packed, packing
         return weight
@@ -122,7 +122,7 @@ class PackedWeight(Tensor):
 
     @override
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             packed = args[0].packed if function is torch.ops.aten.detach.default else args[0].packed.clone()
@@ -187,7 +187,12 @@ def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> 
         out = torch.empty(rows, columns, device=packed.device)
     if rows and takes(packed) and _whole(packed, columns):
         grid = -(-rows // _UNPACKED[0]), -(-columns // _UNPACKED[1])
-        block = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "ROWS": _UNPACKED[0]}
+        block: dict[str, Any] = {
+            "FORM": packing.name,
+            "SIZE": packing.size,
+            "BYTES": packing.nbytes,
+            "ROWS": _UNPACKED[0],
+        }
         lanes_of = _group(packing)
         groups = {"LANES": lanes_of, "GROUPS": _UNPACKED[1] // lanes_of}
         launch(_unpack_kernel, grid, packed, out, rows, columns, packed.shape[1], **block, **groups)
@@ -477,18 +482,17 @@ def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
     m, n, packing = len(x), len(weight), weight.packing
     out, x = x.new_empty(m, n), x.contiguous()
     lanes_of = _group(packing)
-    form = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "LANES": lanes_of}
+    form: dict[str, Any] = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "LANES": lanes_of}
+    sizes = n, x.shape[1], weight.packed.shape[1]
     if m <= MOST_ROWS:
         rows, at_once = _SKINNY
         block = {"M": m, "M_BLOCK": power_of_two(m), "ROWS": rows, "GROUPS": at_once // lanes_of}
-        sizes = n, x.shape[1], weight.packed.shape[1]
         launch(_skinny_kernel, (-(-n // rows),), x, weight.packed, out, *sizes, **block, **form)
         return out
     tall, rows, at_once = _WIDE
     exact = x.dtype == torch.float32 or interpreted()
     block = {"EXACT": exact, "M_BLOCK": tall, "ROWS": rows, "GROUPS": at_once // lanes_of}
-    sizes = m, n, x.shape[1], weight.packed.shape[1]
-    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, *sizes, **block, **form)
+    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block, **form)
     return out
 
 
@@ -591,7 +595,7 @@ def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
     last = builder.or_(masked(c, quarter, 4), masked(b, 0x30303030, 2))
     least = eight(masked(b, half), last, block.times(block.half(2), -1.0))
     for part in range(8):
-        yield tuple(lanes(builder, (each, each), [part] * LANES) for each in (scales, least))  # type: ignore[misc]
+        yield tuple(lanes(builder, (each, each), [part] * LANES) for each in (scales, least))
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:
@@ -757,10 +761,11 @@ def _multiply_row(
     def multiply(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         (size, nbytes), count = _lot(packing.literal_value), rows.literal_value
         values = list(_IN_LANES.values())[packing.literal_value]
-        lots, width, stride = cgutils.unpack_tuple(builder, given[6])
+        tools: Any = cgutils
+        lots, width, stride = tools.unpack_tuple(builder, given[6])
         vector = ir.VectorType(ir.FloatType(), LANES)
         zero, chains = ir.Constant(vector, [0.0] * LANES), max(1, 4 // count)
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
+        sums = [[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
         with cgutils.for_range(builder, lots) as loop:
             index = loop.index
             here = list(given)

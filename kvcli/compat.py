@@ -100,11 +100,3 @@ def can_set_attention(model: Any) -> bool:
 def auto_class(auto: Any, config: type, model: type) -> Any:
     """Derive one of transformers' auto classes that makes a model of this class of such a config."""
     return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})
-
-
-def gguf_config_names(architecture: str) -> dict[str, str | None]:
-    """Give transformers' names of what a GGUF file says under an architecture's name, by llama.cpp's names."""
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    names: dict[str, str | None] = GGUF_CONFIG_MAPPING.get(architecture, {})
-    return names

@@ -24,8 +24,8 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from kvcli.compat import gguf_config_names
 from kvcli.errors import KvcliError, usage_error
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_rows
 from kvcli.models.auto import model_class
@@ -282,7 +282,7 @@ def config_of(path: Path) -> PreTrainedConfig:
 def _config_values(header: Header) -> dict[str, Any]:
     """Give what a config is made with."""
     architecture, metadata = header.architecture, header.metadata
-    names = gguf_config_names(architecture)
+    names: Any = GGUF_CONFIG_MAPPING[architecture]
     values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -535,12 +535,12 @@ _LEAVES = {
 }
 """What is in a layer, by llama.cpp's names, with transformers'."""
 
-_OF_GEMMA = {
+_OF_GEMMA: dict[str, str] = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_OTHERWISE: dict[str, Mapping[str, str]] = {
+_OTHERWISE: dict[str, dict[str, str]] = {
     "gemma2": _OF_GEMMA,
     "gemma3": _OF_GEMMA,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
@@ -623,7 +623,7 @@ def _bytes(tensor: PackedTensor) -> Tensor:
     held = torch.empty(tensor.nbytes, dtype=torch.uint8)
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
-        if file.readinto(held.numpy()) < tensor.nbytes:
+        if file.readinto(memoryview(held.numpy())) < tensor.nbytes:
             raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
     return held
 
