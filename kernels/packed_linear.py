@@ -187,15 +187,8 @@ def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> 
         out = torch.empty(rows, columns, device=packed.device)
     if rows and takes(packed) and _whole(packed, columns):
         grid = -(-rows // _UNPACKED[0]), -(-columns // _UNPACKED[1])
-        block: dict[str, Any] = {
-            "FORM": packing.name,
-            "SIZE": packing.size,
-            "BYTES": packing.nbytes,
-            "ROWS": _UNPACKED[0],
-        }
-        lanes_of = _group(packing)
-        groups = {"LANES": lanes_of, "GROUPS": _UNPACKED[1] // lanes_of}
-        launch(_unpack_kernel, grid, packed, out, rows, columns, packed.shape[1], **block, **groups)
+        block = _blocks(packing, *_UNPACKED)
+        launch(_unpack_kernel, grid, packed, out, rows, columns, packed.shape[1], **block)
         return out
     if _whole(packed, columns) and serves(packed, dtype=torch.uint8):
         lots = columns // max(packing.size, _LOT)
@@ -289,9 +282,11 @@ _SKINNY = (16, 256)  # rows of a weight that a program multiplies, columns at a 
 _WIDE = (64, 64, 64)  # rows of x and of a weight, columns at a time
 
 
-def _group(packing: Packing) -> int:
-    """Numbers with a scale in common."""
-    return 16 if packing.name == "Q6_K" else 32
+def _blocks(packing: Packing, rows: int, columns: int) -> dict[str, Any]:
+    """Give what kernels know of a packing, and of how many rows and columns they unpack at once."""
+    in_group = 16 if packing.name == "Q6_K" else 32  # have a scale in common
+    form = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes}
+    return form | {"ROWS": rows, "LANES": in_group, "GROUPS": columns // in_group}
 
 
 @jit
@@ -479,20 +474,16 @@ def _wide_kernel(
 
 def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
     """Multiply x [m, in] by a packed weight: [m, out]."""
-    m, n, packing = len(x), len(weight), weight.packing
-    out, x = x.new_empty(m, n), x.contiguous()
-    lanes_of = _group(packing)
-    form: dict[str, Any] = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes, "LANES": lanes_of}
-    sizes = n, x.shape[1], weight.packed.shape[1]
+    m, n, x = len(x), len(weight), x.contiguous()
+    out, sizes = x.new_empty(m, n), (n, x.shape[1], weight.packed.shape[1])
     if m <= MOST_ROWS:
-        rows, at_once = _SKINNY
-        block = {"M": m, "M_BLOCK": power_of_two(m), "ROWS": rows, "GROUPS": at_once // lanes_of}
-        launch(_skinny_kernel, (-(-n // rows),), x, weight.packed, out, *sizes, **block, **form)
+        block = _blocks(weight.packing, *_SKINNY) | {"M": m, "M_BLOCK": power_of_two(m)}
+        launch(_skinny_kernel, (-(-n // _SKINNY[0]),), x, weight.packed, out, *sizes, **block)
         return out
-    tall, rows, at_once = _WIDE
-    exact = x.dtype == torch.float32 or interpreted()
-    block = {"EXACT": exact, "M_BLOCK": tall, "ROWS": rows, "GROUPS": at_once // lanes_of}
-    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block, **form)
+    tall, rows, columns = _WIDE
+    block = _blocks(weight.packing, rows, columns)
+    block |= {"EXACT": x.dtype == torch.float32 or interpreted(), "M_BLOCK": tall}
+    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block)
     return out
 
 
