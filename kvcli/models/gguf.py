@@ -623,7 +623,8 @@ def _bytes(tensor: PackedTensor) -> Tensor:
     held = torch.empty(tensor.nbytes, dtype=torch.uint8)
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
-        if file.readinto(memoryview(held.numpy())) < tensor.nbytes:
+        target: Any = held.numpy()
+        if file.readinto(target) < tensor.nbytes:
             raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
     return held
 
