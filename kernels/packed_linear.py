@@ -144,7 +144,9 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiply x [.., in] by a packed weight [out, in]: [.., out], in the dtype of x."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
+    if x.requires_grad and torch.is_grad_enabled():  # which nothing below passes on
+        out = rows @ weight.unpack().to(x.dtype).T
+    elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
         out = _multiply_on_device(rows, weight)
     elif _loops_take(len(rows), weight):
         out = packed_products(rows.float(), [weight])

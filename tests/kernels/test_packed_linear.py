@@ -123,6 +123,13 @@ def test_many_rows_are_multiplied_by_tiles(by, monkeypatch):
     assert error(functional.linear(x, weight), x.double() @ wide.T) < 1e-6
 
 
+def test_gradients_reach_the_input(by):
+    weight, wide = drawn("Q4_0")
+    x = noise(2, COLUMNS).requires_grad_()
+    functional.linear(x, weight).sum().backward()
+    assert error(x.grad, wide.sum(0).expand(2, -1)) < 1e-6
+
+
 def test_what_is_no_number_stays_so(by):
     weight, wide = drawn("Q8_0", 40)
     weight.packed[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # a scale

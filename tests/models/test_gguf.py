@@ -14,6 +14,7 @@ import torch
 from gguf_files import TEMPLATE, VOCAB, tiny, write
 from transformers import AutoTokenizer
 
+import kvcli
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs import chat_template
 from kvcli.kernels.packed_linear import PackedWeight
@@ -444,6 +445,36 @@ def test_a_text_ends_where_the_file_says(warm, document, tmp_path):
     report = json.loads(result.stdout)["sequences"][0]
     assert (report["finish_reason"], len(report["token_ids"])) == ("eos", 1)
     assert report["token_ids"][0] in (256, 258)
+
+
+def test_saved_kv_is_that_of_the_file(warm, whole, document, tmp_path):
+    given = ("--raw", *asked())
+    result = warm("generate", "-m", whole[0], document, "-p", "What?", "--save-kv", tmp_path / "kv", *given)
+    found = ids(result)
+    again = warm("generate", "-m", whole[0], "--kv", tmp_path / "kv", "-p", "What?", *given)
+    assert ids(again) == found
+    other = warm("generate", "-m", whole[0], "--weights", "wide", "--kv", tmp_path / "kv", "-p", "What?", *given)
+    assert (other.returncode, "model" in other.stderr) == (2, True)
+
+
+def test_a_generation_goes_on_after_its_end(warm, whole, document, tmp_path):
+    tokenizer_of(whole[0]).save_pretrained(tmp_path / "tokenizer")
+    given = ("--tokenizer", tmp_path / "tokenizer", *asked())
+    found = ids(warm("generate", "-m", whole[0], document, "--checkpoint", tmp_path / "run", *given))
+    assert ids(warm("generate", "--resume", tmp_path / "run", "--json", "-q")) == found
+
+
+def test_from_python(whole, tmp_path):
+    model = kvcli.load(str(whole[0]), device="cpu")
+    assert model.generate("the thing", raw=True, method="full", max_tokens=3).token_ids
+    result = kvcli.load(str(whole[0]), device="cpu", weights="wide").generate("the thing", raw=True, max_tokens=3)
+    assert result.to_dict()["model"]["source"] == "file"
+
+
+def test_a_file_is_not_written_over(warm, whole, document):
+    before = whole[0].read_bytes()
+    result = warm("generate", "-m", whole[0].parent, document, "-o", whole[0], "--max-tokens", 1, "-q")
+    assert (result.returncode, whole[0].read_bytes() == before) == (2, True)
 
 
 def test_plan_and_doctor_know_it(warm, whole):
