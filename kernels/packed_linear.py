@@ -59,7 +59,7 @@ PACKINGS = {
 """What there are products for; F16 and BF16 are numbers one by one."""
 
 MOST_ROWS = 8
-"""For more rows a matrix product of unpacked tiles is faster."""
+"""Rows of x that are multiplied in one go; for more than twice as many unpacked tiles are faster."""
 
 TILE = 1 << 20  # numbers that are unpacked at once
 LANES = 16  # numbers of a register of AVX-512
@@ -148,8 +148,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         out = rows @ weight.unpack().to(x.dtype).T
     elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
         out = _multiply_on_device(rows, weight)
-    elif _loops_take(len(rows), weight):
-        out = packed_products(rows.float(), [weight])
+    elif 0 < len(rows) <= 2 * MOST_ROWS and suits_loops(weight):
+        out = torch.cat([packed_products(part.float(), [weight]) for part in rows.split(MOST_ROWS)])
     else:
         out = _by_tiles(rows, weight)
     if bias is not None:
@@ -855,11 +855,6 @@ def _loops(packing: int, rows: int) -> tuple[Any, Any]:
                     out[n * m + i] = s / (np.float32(1) + exp(less)) * held[2 * n * m + n + i]
 
     return products, gated
-
-
-def _loops_take(rows: int, *weights: PackedWeight) -> bool:
-    """Tell whether there are loops for so many rows and these weights."""
-    return 0 < rows <= MOST_ROWS and all(suits_loops(weight) for weight in weights)
 
 
 def suits_loops(weight: PackedWeight) -> bool:

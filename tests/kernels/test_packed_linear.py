@@ -78,7 +78,7 @@ def test_unpacked_numbers_are_exactly_those_of_the_format(name, by):
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1])
 def test_products_are_those_of_the_numbers(name, rows, by):
     weight, wide = drawn(name)
     x, bias = noise(rows, COLUMNS), noise(ROWS, seed=1)
