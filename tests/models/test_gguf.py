@@ -268,6 +268,20 @@ def test_offline_a_file_that_is_not_there_is_refused():
         locate(ModelSpec("org/no-such-name:Q4_K_M", offline=True))
 
 
+def test_offline_the_local_cache_is_searched(whole, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    path = shutil.copy(whole[0], snapshot / "tiny-Q4_0.gguf")
+    monkeypatch.setattr(reading.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("org/name:Q4_0", "org/name:tiny-Q4_0.gguf"):
+        checkpoint = open_checkpoint(ModelSpec(name, offline=True, **CPU))
+        assert (checkpoint.path, checkpoint.source) == (path, "hub")
+    with pytest.raises(KvcliError, match="no GGUF file of Q8_0"):
+        locate(ModelSpec("org/name:Q8_0", offline=True))
+
+
 def test_fingerprints_tell_files_apart(whole, tmp_path):
     def of(path, **spec):
         return fingerprint(open_checkpoint(ModelSpec(str(path), **CPU | spec)))
