@@ -87,6 +87,12 @@ class PackedWeight(Tensor):
         weight.packed, weight.packing = packed, packing
         return weight
 
+    @classmethod
+    def of(cls, weight: Tensor, packing: Packing, dtype: torch.dtype) -> PackedWeight:
+        """Hold a weight as numbers of 16 bits, which it is rounded to; of a tensor of these nothing is copied."""
+        half = torch.bfloat16 if packing.name == "BF16" else torch.float16
+        return cls(weight.detach().to(half).contiguous().view(torch.uint8), packing, dtype)
+
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PackedWeight({list(self.shape)}, {self.packing.name}, {self.dtype}, {self.device})"

@@ -569,6 +569,20 @@ def _named(header: Header) -> dict[str, PackedTensor]:
     return {_name(header, name): tensor for name, tensor in header.tensors.items() if name not in _NO_WEIGHTS}
 
 
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model whose weights are on the meta device, and what modules compute for themselves is there."""
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    return model
+
+
+def tie_head(model: PreTrainedModel) -> None:
+    """Have the head read the embedding's weight, where its config says so."""
+    if model.config.get_text_config(decoder=True).tie_word_embeddings:
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head.weight = model.get_input_embeddings().weight
+
+
 def load_gguf(
     path: Path, config: PreTrainedConfig, form: PackedForm, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
@@ -588,15 +602,12 @@ def load_gguf(
         if named[name].shape != shape:
             what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"
             raise KvcliError(what, _AGAIN)
-    with no_init_weights(), init_empty_weights(include_buffers=False):  # buffers are computed
-        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype)
+    model = empty_model(config, dtype)
     for name in wanted:
         owner, _, own = name.rpartition(".")
         weight = _weight(header, name, named[name], form.packing(name, dtype), dtype).to(device)
         setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
-    if config.tie_word_embeddings:
-        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        head.weight = model.get_input_embeddings().weight
+    tie_head(model)
     for module in model.modules():
         for own, buffer in module.named_buffers(recurse=False):
             module._buffers[own] = buffer.to(device)

@@ -14,18 +14,48 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.hub import cached_file
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models.auto import model_class
-from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, notices, quiet, stored_tensors
+from kvcli.models.checkpoint import (
+    check_config,
+    check_files,
+    check_pointer,
+    check_safetensors,
+    explain,
+    is_panic,
+    notices,
+    quiet,
+    stored_tensors,
+)
 from kvcli.models.devices import Place, Placement, device_map, placed, resolve_devices, take_hooks_out
 from kvcli.models.dummy import fallback_tokenizer, random_model
-from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
-from kvcli.models.gguf import config_of, from_hub, load_gguf, tokenizer_of
+from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
+from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tie_head, tokenizer_of
 from kvcli.models.place import bundled_model, find, gguf_parts
-from kvcli.models.weights import WIDER, PackedForm, WeightForm, Weights, form_of, have_dtype, have_plain_latents, settle
+from kvcli.models.weights import (
+    WIDER,
+    HalfForm,
+    PackedForm,
+    WeightForm,
+    Weights,
+    form_of,
+    have_dtype,
+    have_plain_latents,
+    settle,
+)
 
 # Telling models apart by their files, without reading gigabytes.
 
@@ -247,7 +277,7 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
     dtype = resolve_dtype(spec.dtype, config, device)
     if spec.dummy and not _is_gguf(path):  # made up in the dtype, whatever the files hold
         vars(config).pop("quantization_config", None)
-    form = form_of(config, spec.weights, device)
+    form = form_in(config, spec.weights, device, path, dtype=spec.dtype)
     geometry = describe(config, dtype, form, None if spec.dummy else path)
     if path is not None and not spec.dummy and not _is_gguf(path):
         check_files(path)
@@ -264,8 +294,34 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
 
 def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
     """Describe a model whose files, where there are some, are at `path`; raises what `geometry_of` raises."""
-    folder = path if form is not None and form.stored and path is not None and path.is_dir() else None
+    counted = form is not None and form.stored and not isinstance(form, PackedForm)
+    folder = path if counted and path is not None and path.is_dir() else None
     return geometry_of(config, dtype, form, None if folder is None else stored_tensors(folder))
+
+
+def form_in(
+    config: PreTrainedConfig,
+    weights: Weights,
+    device: torch.device,
+    path: Path | None,
+    here: bool = True,
+    dtype: str = "float32",
+) -> WeightForm | None:
+    """Say as `form_of` how weights are held; where `dtype` is auto, a CPU leaves 16 bits in the files at `path` so."""
+    form = form_of(config, weights, device, here)
+    if form is not None or device.type != "cpu" or (weights, dtype) != ("auto", "auto"):
+        return form
+    if path is None or not path.is_dir() or not any(path.glob("model*.safetensors")):
+        return None
+    try:
+        for file in path.glob("model*.safetensors"):
+            check_pointer(file)
+            check_safetensors(file)
+    except KvcliError:  # is told where files are checked
+        return None
+    tensors = {name: tensor.kind for name, tensor in stored_tensors(path).items()}
+    halves = [kind for kind in tensors.values() if kind in ("BF16", "F16")]
+    return HalfForm(halves[0], True, captured=True, tensors=tensors) if halves else None
 
 
 def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
@@ -321,6 +377,10 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     if _is_gguf(path):
         assert isinstance(form, PackedForm)
         return load_gguf(path, config, form, checkpoint.dtype, checkpoint.device)
+    if isinstance(form, HalfForm) and path is not None:
+        shapes = build_on_meta(config, checkpoint.dtype)
+        if form.reads(shapes):
+            return _with_halves(spec, path, shapes, form, checkpoint.dtype)
     if form is not None and form.widened:
         config = copy.deepcopy(config)
         config.quantization_config["dequantize"] = True
@@ -355,6 +415,38 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     have_plain_latents(module, checkpoint.dtype)
     if form is not None and form.widened:
         have_dtype(module, checkpoint.dtype)
+    return module
+
+
+def _with_halves(
+    spec: ModelSpec, path: Path, shapes: PreTrainedModel, form: HalfForm, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Read a model of these `shapes` whose files hold its weights by their names, those of 16 bits as they are."""
+    module, stored = empty_model(shapes.config, dtype), stored_tensors(path)
+    held, own = form.held(shapes), dict(shapes.named_parameters())
+    wrong = [name for name, weight in own.items() if stored[name].shape != tuple(weight.shape)]
+    if wrong:
+        expected = list(own[wrong[0]].shape)
+        raise KvcliError(
+            f"{len(wrong)} weights of {spec.label} do not have the shape that config.json says, the first is "
+            f"{wrong[0]}: {list(stored[wrong[0]].shape)}, not {expected}",
+            "config.json and weights belong to different models: get them again",
+        )
+    buffers = dict(module.named_buffers())
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                if name in own:
+                    weight: torch.Tensor = tensors.get_tensor(name)
+                    packing = form.packing(name, dtype) if name in held else None
+                    weight = weight.to(dtype) if packing is None else PackedWeight.of(weight, packing, dtype)
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+                elif name in buffers:
+                    buffers[name].copy_(tensors.get_tensor(name))
+    tie_head(module)
+    if (path / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(path)
     return module
 
 

@@ -24,10 +24,13 @@ def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> No
         for name, size in form.held(model).items():
             weight, packing = model.get_parameter(name), form.packing(name, dtype)
             assert packing is not None
-            # Any bits are levels; those of scales are made small numbers.
-            drawn = torch.randint(0, 64, (len(weight), size // len(weight)), dtype=torch.uint8, device=weight.device)
+            if packing.size == 1:
+                packed = PackedWeight.of(weight.data, packing, dtype)
+            else:  # any bits are levels; those of scales are made small numbers
+                shape = len(weight), size // len(weight)
+                drawn = torch.randint(0, 64, shape, dtype=torch.uint8, device=weight.device).bitwise_and_(0x3B)
+                packed = PackedWeight(drawn, packing, dtype)
             module, _, own = name.rpartition(".")
-            packed = PackedWeight(drawn.bitwise_and_(0x3B), packing, dtype)
             setattr(model.get_submodule(module), own, nn.Parameter(packed, requires_grad=False))
         model.tie_weights()
         return
@@ -254,11 +257,39 @@ class PackedForm(WeightForm):
     @override
     def held(self, model: PreTrainedModel) -> dict[str, int]:
         found = ((name, weight, self.packing(name, weight.dtype)) for name, weight in model.named_parameters())
-        return {name: len(weight) * how.row_bytes(weight.shape[1]) for name, weight, how in found if how is not None}
+        return {
+            name: len(weight) * how.row_bytes(weight.shape[1])
+            for name, weight, how in found
+            if how is not None
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)
+        }
 
     @override
     def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
         return 0 if self.widened else min(weights, TILE) * (4 if itemsize == 4 else 4 + itemsize)
+
+
+@dataclass(frozen=True)
+class HalfForm(PackedForm):
+    """16-bit weights in the files of a directory, which stay so on a CPU that computes in fp32."""
+
+    @property
+    @override
+    def label(self) -> str:
+        return "auto"
+
+    @override
+    def packing(self, name: str, dtype: torch.dtype) -> Packing | None:
+        return None if name.endswith(f"{LATENT_UP}.weight") else super().packing(name, dtype)
+
+    @override
+    def held(self, model: PreTrainedModel) -> dict[str, int]:
+        """Of a model whose weights have other names in the files nothing is: transformers reads those."""
+        return super().held(model) if self.reads(model) else {}
+
+    def reads(self, model: PreTrainedModel) -> bool:
+        """Tell whether the files hold every weight of a model by the name that it has there."""
+        return all(name in self.tensors for name, _ in model.named_parameters())
 
 
 ON_LOADING: Mapping[str, WeightForm] = {
