@@ -155,7 +155,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
         out = _multiply_on_device(rows, weight)
     elif 0 < len(rows) <= 2 * MOST_ROWS and suits_loops(weight):
-        out = torch.cat([packed_products(part.float(), [weight]) for part in rows.split(MOST_ROWS)])
+        out = torch.cat([packed_products(part.float(), [weight]) for part in torch.split(rows, MOST_ROWS)])
     else:
         out = _by_tiles(rows, weight)
     if bias is not None:

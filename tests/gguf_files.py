@@ -36,7 +36,7 @@ OF_TYPE = {
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "phi3": {"tie_word_embeddings": False, "sliding_window": None},
-    "starcoder2": {"use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
+    "starcoder2": {"rope_theta": 1e5, "use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
 }
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 

@@ -283,8 +283,8 @@ def config_of(path: Path) -> PreTrainedConfig:
 
 def _config_values(header: Header) -> dict[str, Any]:
     """Give what a config is made with."""
-    architecture, metadata = header.architecture, header.metadata
-    names: Any = GGUF_CONFIG_MAPPING[architecture]
+    architecture = header.architecture
+    names: Any = {"rope.freq_base": "rope_theta"} | GGUF_CONFIG_MAPPING[architecture]
     values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -322,8 +322,6 @@ def _config_values(header: Header) -> dict[str, Any]:
     scaling = _rope_scaling(header, head)
     if scaling is not None:
         values["rope_scaling"] = scaling
-    if "max_position_embeddings" not in values and f"{architecture}.context_length" in metadata:
-        values["max_position_embeddings"] = header.of_model("context_length")
     return values
 
 
