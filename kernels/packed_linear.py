@@ -155,7 +155,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
         out = _multiply_on_device(rows, weight)
     elif 0 < len(rows) <= 2 * MOST_ROWS and suits_loops(weight):
-        out = torch.cat([packed_products(part.float(), [weight]) for part in torch.split(rows, MOST_ROWS)])
+        out = torch.cat([products_with([weight])(part.float()) for part in torch.split(rows, MOST_ROWS)])
     else:
         out = _by_tiles(rows, weight)
     if bias is not None:
@@ -874,26 +874,44 @@ def _padded(x: Tensor) -> Tensor:
     return functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
 
 
-def packed_products(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    """Multiply x [m, in], fp32 and up to `MOST_ROWS` rows, by weights that suit: [m, all their out], side by side."""
-    padded, at = _padded(x), 0
-    out = x.new_empty(len(padded), sum(map(len, weights)))
+def products_with(weights: Sequence[PackedWeight]) -> Callable[[Tensor], Tensor]:
+    """Make the function that multiplies x [m, in], fp32 and up to `MOST_ROWS` rows, by weights that suit.
+
+    It gives [m, all their out], side by side. What does not depend on x is looked up once: a small product takes a few
+    microseconds, which functions of torch would double.
+    """
+    runs, first = [], 0
     for name, alike in groupby(weights, lambda weight: weight.packing.name):
         some = list(alike)
         packing, counts = list(PACKINGS).index(name), tuple(map(len, some))
-        lots = x.shape[1] // _lot(packing)[0]
-        packed = tuple(weight.packed.view(-1) for weight in some)
-        loop = _loops(packing, len(padded))[0]
-        run(loop, sum(counts) * x.shape[1], padded.view(-1), packed, counts, lots, out.view(-1), at)
-        at += sum(counts)
-    return out[: len(x)]
+        packed = tuple(weight.packed.reshape(-1).numpy() for weight in some)
+        lots, read = some[0].shape[1] // _lot(packing)[0], sum(counts) * some[0].shape[1]
+        runs.append((packing, read, packed, counts, lots, first))
+        first += sum(counts)
+
+    def multiply(x: Tensor) -> Tensor:
+        padded = _padded(x)
+        rows = padded.shape[0]
+        out = x.new_empty(rows, first)
+        given, flat = padded.numpy().reshape(-1), out.numpy().reshape(-1)
+        for packing, read, packed, counts, lots, at in runs:
+            run(_loops(packing, rows)[0], read, given, packed, counts, lots, flat, at)
+        return out if rows == x.shape[0] else out[: x.shape[0]]
+
+    return multiply
 
 
-def packed_gated(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:
-    """Give silu(x . gate) * (x . up), for such rows and weights, of one packing: [m, out]."""
-    padded, n = _padded(x), len(gate)
-    held, out = x.new_empty(2 * n * len(padded)), x.new_empty(len(padded), n)
-    packing = list(PACKINGS).index(gate.packing.name)
-    lots, both = x.shape[1] // _lot(packing)[0], (gate.packed.view(-1), up.packed.view(-1))
-    run(_loops(packing, len(padded))[1], 2 * n * x.shape[1], padded.view(-1), *both, n, lots, held, out.view(-1))
-    return out[: len(x)]
+def gated_with(gate: PackedWeight, up: PackedWeight) -> Callable[[Tensor], Tensor]:
+    """Make the function silu(x . gate) * (x . up), for such rows and weights, of one packing: [m, out]."""
+    packing, n = list(PACKINGS).index(gate.packing.name), len(gate)
+    both = gate.packed.reshape(-1).numpy(), up.packed.reshape(-1).numpy()
+    lots, read = gate.shape[1] // _lot(packing)[0], 2 * gate.numel()
+
+    def multiply(x: Tensor) -> Tensor:
+        padded = _padded(x)
+        rows = padded.shape[0]
+        held, out = np.empty(2 * n * rows, np.float32), x.new_empty(rows, n)
+        run(_loops(packing, rows)[1], read, padded.numpy().reshape(-1), *both, n, lots, held, out.numpy().reshape(-1))
+        return out if rows == x.shape[0] else out[: x.shape[0]]
+
+    return multiply

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from kvcli.kernels.gemv import gated_products, row_products
 from kvcli.kernels.norm_rope import norm_rows, rotate_rows
-from kvcli.kernels.packed_linear import packed_gated, packed_products
+from kvcli.kernels.packed_linear import gated_with, products_with
 from kvcli.kernels.rebuild_keys import Rotation
 from kvcli.models.weights import is_plain
 from kvcli.runtime.fused import Kernels, fused_by
@@ -58,13 +59,16 @@ class CpuKernels(Kernels):
         packed = [is_packed(linear) for linear in linears]
         if not all(map(suits_rows, linears)) or any(packed) != all(packed):
             return lambda x: [product(x) for product in each]
-        held: Any = tuple(linear.weight if all(packed) else linear.weight.detach().numpy() for linear in linears)
-        multiply: Any = packed_products if all(packed) else row_products
+        if all(packed):
+            weights: Any = [linear.weight for linear in linears]
+            multiply = products_with(weights)
+        else:
+            multiply = partial(row_products, weights=tuple(linear.weight.detach().numpy() for linear in linears))
 
         def products(x: Tensor) -> Sequence[Tensor]:
             if (rows := rows_of(x)) is None:
                 return [product(x) for product in each]
-            parts = torch.split(multiply(rows, held).view(*x.shape[:-1], -1), sizes, -1)
+            parts = torch.split(multiply(rows).view(*x.shape[:-1], -1), sizes, -1)
             for part, linear in zip(parts, linears, strict=True):
                 if linear.bias is not None:
                     part.add_(linear.bias)
@@ -79,13 +83,17 @@ class CpuKernels(Kernels):
         alike = packed == is_packed(up) and (not packed or gate.weight.packing == up.weight.packing)  # type: ignore[attr-defined]
         if gate.bias is not None or not alike or not (suits_rows(gate) and suits_rows(up)):
             return lambda x: functional.silu(by_gate(x)) * by_up(x)
-        held: Any = [linear.weight if packed else linear.weight.detach().numpy() for linear in (gate, up)]
-        multiply: Any = packed_gated if packed else gated_products
+        weights: Any = [linear.weight for linear in (gate, up)]
+        if packed:
+            multiply = gated_with(*weights)
+        else:
+            arrays = [weight.detach().numpy() for weight in weights]
+            multiply = partial(gated_products, gate=arrays[0], up=arrays[1])
 
         def product(x: Tensor) -> Tensor:
             if (rows := rows_of(x)) is None:
                 return functional.silu(by_gate(x)) * by_up(x)
-            return multiply(rows, *held).view(*x.shape[:-1], -1)
+            return multiply(rows).view(*x.shape[:-1], -1)
 
         return product
 

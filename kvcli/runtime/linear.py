@@ -12,7 +12,7 @@ from kvcli.compat import onednn_linear, onednn_suits
 from kvcli.kernels import gemv as few_rows
 from kvcli.kernels._numba import serves
 from kvcli.kernels.gemv import row_products
-from kvcli.kernels.packed_linear import PackedWeight, packed_linear, packed_products, suits_loops
+from kvcli.kernels.packed_linear import PackedWeight, packed_linear, products_with, suits_loops
 from kvcli.models.weights import is_plain
 
 Forward = Callable[[Tensor], Tensor]
@@ -104,11 +104,11 @@ def by_memory(linear: nn.Linear) -> Forward:
 def _packed(linear: nn.Linear) -> Forward:
     """Make the forward of a layer whose weight is packed; asked for as itself, torch would take a detour to it."""
     weight: Any = linear.weight
-    loops = suits_rows(linear)
+    multiply = products_with([weight]) if suits_rows(linear) else None
 
     def forward(x: Tensor) -> Tensor:
-        if loops and few(x) and (rows := rows_of(x)) is not None:
-            out = packed_products(rows, (weight,)).view(*x.shape[:-1], -1)
+        if multiply is not None and few(x) and (rows := rows_of(x)) is not None:
+            out = multiply(rows).view(*x.shape[:-1], -1)
             return out if linear.bias is None else out.add_(linear.bias)
         return packed_linear(x, weight, linear.bias)
 

@@ -14,8 +14,8 @@ from kvcli.kernels.packed_linear import (
     MOST_ROWS,
     PACKINGS,
     PackedWeight,
-    packed_gated,
-    packed_products,
+    gated_with,
+    products_with,
     suits_loops,
     unpack_ref,
     unpack_rows,
@@ -103,7 +103,7 @@ def test_several_weights_are_read_in_one_go(rows):
     weights = [drawn(name, size) for name, size in (("Q4_0", 70), ("Q4_0", 33), ("Q6_K", 5), ("Q8_0", 64))]
     x = noise(rows, COLUMNS)
     wanted = torch.cat([x.double() @ wide.T for _, wide in weights], -1)
-    assert error(packed_products(x, [weight for weight, _ in weights]), wanted) < 1e-6
+    assert error(products_with([weight for weight, _ in weights])(x), wanted) < 1e-6
 
 
 @pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
@@ -112,8 +112,8 @@ def test_a_gate_is_applied_where_its_products_are_made():
     x = noise(3, COLUMNS)
     gates = x.double() @ wide.T
     wanted = functional.silu(gates) * (x.double() @ other.T)
-    assert error(packed_gated(x, gate, up), wanted) < 1e-6
-    assert torch.equal(packed_gated(-1e4 * x, gate, up).isnan(), torch.zeros(3, ROWS, dtype=torch.bool))
+    assert error(gated_with(gate, up)(x), wanted) < 1e-6
+    assert torch.equal(gated_with(gate, up)(-1e4 * x).isnan(), torch.zeros(3, ROWS, dtype=torch.bool))
 
 
 def test_many_rows_are_multiplied_by_tiles(by, monkeypatch):
