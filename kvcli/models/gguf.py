@@ -8,11 +8,14 @@ is undone: it permutes the rows of Llama's queries and keys, and adds 1 to Gemma
 
 from __future__ import annotations
 
+import mmap
 import re
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -40,6 +43,7 @@ _OTHER_FILES = "take the model's safetensors files"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
+_LINE = 64  # bytes that a processor reads at once
 _DIMENSIONS = 4  # that a tensor has at most
 
 
@@ -601,9 +605,11 @@ def load_gguf(
             what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"
             raise KvcliError(what, _AGAIN)
     model = empty_model(config, dtype)
-    for name in wanted:
+    packings = {name: form.packing(name, dtype) for name in wanted}
+    room = iter(room_for([named[name].nbytes for name, packing in packings.items() if packing is not None], device))
+    for name, packing in packings.items():
         owner, _, own = name.rpartition(".")
-        weight = _weight(header, name, named[name], form.packing(name, dtype), dtype).to(device)
+        weight = _weight(header, name, named[name], packing, dtype, None if packing is None else next(room)).to(device)
         setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
     tie_head(model)
     for module in model.modules():
@@ -612,18 +618,35 @@ def load_gguf(
     return model
 
 
-def _weight(header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
-    """Read a weight, packed or of a dtype, and undo what llama.cpp's converter did to it."""
-    weight = _plain(tensor) if packing is None else _bytes(tensor).view(tensor.shape[0], -1)
+def _weight(
+    header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, room: Tensor | None
+) -> Tensor:
+    """Read a weight, packed (into `room`) or of a dtype, and undo what llama.cpp's converter did to it."""
+    weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(tensor.shape[0], -1)
     if header.architecture == "llama" and ".self_attn." in name:
         heads = header.of_model("attention.head_count")
         if ".k_proj." in name:
             heads = header.of_model("attention.head_count_kv", heads)
         if ".q_proj." in name or ".k_proj." in name:
-            weight = _halves_apart(weight, heads)
+            weight.copy_(_halves_apart(weight, heads))
     if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1
     return weight.to(dtype) if packing is None else PackedWeight(weight, packing, dtype)
+
+
+def room_for(sizes: Sequence[int], device: torch.device) -> list[Tensor | None]:
+    """Have memory of so many bytes each for weights that stay on a CPU, side by side in huge pages.
+
+    A step reads all of it: of usual pages a processor knows too few places at once.
+    """
+    begins = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+    if device.type != "cpu" or not sizes:
+        return [None] * len(sizes)
+    memory = mmap.mmap(-1, begins[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not every system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
 def _halves_apart(rows: Tensor, heads: int) -> Tensor:
@@ -631,8 +654,8 @@ def _halves_apart(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _bytes(tensor: PackedTensor) -> Tensor:
-    held = torch.empty(tensor.nbytes, dtype=torch.uint8)
+def _bytes(tensor: PackedTensor, room: Tensor | None = None) -> Tensor:
+    held = torch.empty(tensor.nbytes, dtype=torch.uint8) if room is None else room
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         target: Any = held.numpy()
