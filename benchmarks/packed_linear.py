@@ -5,13 +5,14 @@ python benchmarks/packed_linear.py
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from common import add_output, save
 from torch import Tensor, nn
 
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
+from kvcli.models.gguf import room_for
 from kvcli.runtime.cpu_layers import CpuKernels
 
 SHAPES = {
@@ -20,8 +21,8 @@ SHAPES = {
 }
 
 
-def linear(rows: int, columns: int, name: str) -> nn.Linear:
-    """Make a layer, of fp32 or of bytes that are numbers of a usual size."""
+def linear(rows: int, columns: int, name: str, room: Iterator[Tensor | None]) -> nn.Linear:
+    """Make a layer, of fp32 or of bytes that are numbers of a usual size; these lie where a file's would."""
     made = nn.Linear(columns, rows, bias=False, device="meta")
     if name == "F32":
         made.weight = nn.Parameter(torch.randn(rows, columns), requires_grad=False)
@@ -30,6 +31,9 @@ def linear(rows: int, columns: int, name: str) -> nn.Linear:
     packed = drawn & 0xBB if PACKINGS[name].size > 1 else drawn & 0xBF | 0x30
     if name == "MXFP4":
         packed.view(rows, -1, PACKINGS[name].nbytes)[..., 0] = 120  # an exponent
+    held = next(room)
+    assert held is not None
+    packed = held.copy_(packed.view(-1)).view(rows, -1)
     made.weight = nn.Parameter(PackedWeight(packed, PACKINGS[name], torch.float32), requires_grad=False)
     return made
 
@@ -37,13 +41,13 @@ def linear(rows: int, columns: int, name: str) -> nn.Linear:
 def step(shape: dict[str, int], name: str) -> Callable[[Tensor], None]:
     """Make the products of all layers as steps run them: queries, keys and values are one, and so are gate and up."""
     width, kv, inner, kernels = shape["width"], shape["kv"], shape["inner"], CpuKernels()
-    layers = []
+    sizes = [(width, width), (kv, width), (kv, width), (inner, width), (inner, width), (width, width), (width, inner)]
+    layers, taken = [], [] if name == "F32" else [rows * PACKINGS[name].row_bytes(columns) for rows, columns in sizes]
+    room = iter(room_for(taken * shape["layers"], torch.device("cpu")))
     for _ in range(shape["layers"]):
-        attention = kernels.together([linear(rows, width, name) for rows in (width, kv, kv)])
-        gated = kernels.gated(linear(inner, width, name), linear(inner, width, name))
-        layers.append(
-            (attention, kernels.alone(linear(width, width, name)), gated, kernels.alone(linear(width, inner, name)))
-        )
+        q, k, v, gate, up, out, down = (linear(*size, name, room) for size in sizes)
+        attention, gated = kernels.together([q, k, v]), kernels.gated(gate, up)
+        layers.append((attention, kernels.alone(out), gated, kernels.alone(down)))
 
     def run(x: Tensor) -> None:
         for attention, out, gated, down in layers:
