@@ -288,7 +288,8 @@ def config_of(path: Path) -> PreTrainedConfig:
 def _config_values(header: Header) -> dict[str, Any]:
     """Give what a config is made with."""
     architecture = header.architecture
-    names: Any = {"rope.freq_base": "rope_theta"} | GGUF_CONFIG_MAPPING[architecture]
+    mapping: Any = GGUF_CONFIG_MAPPING
+    names = {"rope.freq_base": "rope_theta"} | mapping[architecture]
     values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
