@@ -407,7 +407,7 @@ def _unpack_kernel(
 
 
 @jit
-def _skinny_kernel(
+def _packed_gemv_kernel(
     x: tl.tensor,
     packed: tl.tensor,
     out: tl.tensor,
@@ -442,7 +442,7 @@ def _skinny_kernel(
 
 
 @jit
-def _wide_kernel(
+def _packed_gemm_kernel(
     x: tl.tensor,
     packed: tl.tensor,
     out: tl.tensor,
@@ -486,12 +486,12 @@ def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
     out, sizes = x.new_empty(m, n), (n, x.shape[1], weight.packed.shape[1])
     if m <= MOST_ROWS:
         block = _blocks(weight.packing, *_SKINNY) | {"M": m, "M_BLOCK": power_of_two(m)}
-        launch(_skinny_kernel, (-(-n // _SKINNY[0]),), x, weight.packed, out, *sizes, **block)
+        launch(_packed_gemv_kernel, (-(-n // _SKINNY[0]),), x, weight.packed, out, *sizes, **block)
         return out
     tall, rows, columns = _WIDE
     block = _blocks(weight.packing, rows, columns)
     block |= {"EXACT": x.dtype == torch.float32 or interpreted(), "M_BLOCK": tall}
-    launch(_wide_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block)
+    launch(_packed_gemm_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block)
     return out
 
 
