@@ -43,7 +43,7 @@ _PHASE_OF = {
     **dict.fromkeys(("_attend_kernel", "_append_kernel", "_move_kernel", "_tile_kernel"), "attention"),
     "_silu_kernel": "mlp",
 }
-BY_PLACE = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel", "_unpack_kernel")
+BY_PLACE: tuple[str, ...] = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel", "_unpack_kernel")
 BY_PLACE += ("_packed_gemv_kernel", "_packed_gemm_kernel")
 """Triton kernels of several phases: products have their order, others go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
