@@ -76,17 +76,21 @@ class FlatArrays:
         vector.align = size
         return vector
 
-    def store(self, argument: int, vector: Any) -> None:
-        """Store a vector from the place on."""
-        begin, size = self._begin(argument, vector.type.count)
+    def store(self, argument: int, vector: Any, offset: int = 0) -> None:
+        """Store a vector, of which the first number is `offset` behind the place."""
+        begin, size = self._begin(argument, vector.type.count, offset)
         self.builder.store(vector, begin).align = size
+
+    def place(self, argument: int, offset: int = 0) -> Any:
+        """Point to the number that is `offset` behind the place."""
+        array, place = self.given[argument : argument + 2]
+        data = self.context.make_array(self.kinds[argument])(self.context, self.builder, array).data
+        return self.builder.gep(data, [self.builder.add(place, place.type(offset))])
 
     def _begin(self, argument: int, count: int, offset: int = 0) -> tuple[Any, int]:
         from llvmlite import ir
 
-        array, place = self.given[argument : argument + 2]
-        data = self.context.make_array(self.kinds[argument])(self.context, self.builder, array).data
-        begin = self.builder.gep(data, [self.builder.add(place, place.type(offset))])
+        begin = self.place(argument, offset)
         number = begin.type.pointee
         of_many = ir.VectorType(number, count).as_pointer()
         return self.builder.bitcast(begin, of_many), self.context.get_abi_sizeof(number)

@@ -238,10 +238,11 @@ class Chat:
 
 @keywords
 def load(options: ModelOptions) -> LanguageModel:
-    """Open a checkpoint: a directory, a hub id, with load_format "dummy" a shape; None is the bundled demo model.
+    """Open a checkpoint: a directory, a GGUF file, a hub id, with load_format "dummy" a shape; None is the demo model.
 
     Options are those of the command line: `model`, which may come first without its name, `device`, `dtype`,
-    `weights` (quantised on loading, int8, int4 or fp8, by the extra kvcli[weights]), `load_format` and `offline`.
+    `weights` (quantised on loading, int8, int4 or fp8, by the extra kvcli[weights]; those of a GGUF file unpacked,
+    wide), `load_format`, `offline` and `tokenizer`, the directory or hub id of another one than the checkpoint's.
 
     Raises:
         KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).

@@ -24,7 +24,7 @@ def test_the_readme_stays_short():
     """But for the table of methods, which has a line for each."""
     before, _, rest = README.partition("<!-- methods -->")
     _, _, behind = rest.partition("<!-- end of methods -->")
-    assert len((before + behind).encode()) <= 6900
+    assert len((before + behind).encode()) <= 7300
 
 
 def test_the_two_commands_stand_as_continuous_integration_runs_them():

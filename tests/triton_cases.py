@@ -25,6 +25,7 @@ from kvcli.kernels import norm_rope as moving
 from kvcli.kernels import norm_rope as norm
 from kvcli.kernels import norm_rope as rotating
 from kvcli.kernels import norm_rope as silu
+from kvcli.kernels import packed_linear as packed
 from kvcli.kernels import page_scores as choose
 from kvcli.kernels import page_scores as scores
 from kvcli.kernels import page_scores as summary
@@ -813,3 +814,17 @@ def _(draw: Draw, s: Sizes, variant: str | float) -> Call:
     arrived = draw.ints(torch.zeros(s.b, s.hk * s.g))
     args = (q, rows, codes, ranges, Softmax(0.6931471805599453), p, draw.mask(s.b, s.hk), kept, tally, arrived)
     return Call(args, [kept, *tally, arrived])
+
+
+PACKED = [f"{m} {name}" for m in (3, 20) for name in packed.PACKINGS]
+
+
+@case(packed.packed_linear, packed.packed_linear_ref, PACKED, exact=False)
+def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    """Any bytes are levels; those that may belong to scales make numbers of usual sizes."""
+    m, packing = int(variant.split()[0]), packed.PACKINGS[variant.split()[1]]
+    rows, columns = (21, 256) if s is ODD else (4096, 16 * s.d)
+    drawn = torch.randint(0, 256, (rows, packing.row_bytes(columns)), generator=draw.generator, dtype=torch.uint8)
+    drawn = drawn & 0xBB if packing.size > 1 and packing.name != "MXFP4" else drawn & 0xBF | 0x30
+    weight = packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
+    return Call((draw(m, columns), weight))

@@ -8,8 +8,8 @@ from kvcli.errors import KvcliError
 from kvcli.kv.recurrent import PAGE, STATE_PAGES
 from kvcli.models.devices import resolve_device
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
-from kvcli.models.loading import ModelSpec, describe, locate, read_config, resolve_dtype
-from kvcli.models.weights import WIDER, WeightForm, form_of
+from kvcli.models.loading import ModelSpec, describe, form_in, locate, read_config, resolve_dtype
+from kvcli.models.weights import WIDER, WeightForm
 from kvcli.sizes import format_bytes
 
 
@@ -20,9 +20,10 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
         KvcliError: nothing is called so, or its config is broken or out of reach (usage, runtime).
     """
     config, device = read_config(spec), resolve_device(spec.device)
-    dtype, form = resolve_dtype(spec.dtype, config, device), form_of(config, spec.weights, device)
+    dtype, path = resolve_dtype(spec.dtype, config, device), locate(spec)
+    form = form_in(config, spec.weights, device, path, dtype=spec.dtype)
     try:
-        geometry = describe(config, dtype, form, locate(spec))
+        geometry = describe(config, dtype, form, path)
     except KvcliError as error:
         yield Check("model", CheckState.BROKEN, error.what, error.hint)
         return
@@ -41,7 +42,7 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     token = sum(layer.token_size * dtype.itemsize for layer in growing)
     found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
     yield Check("memory", CheckState.OK, found)
-    if form is not None:
+    if form is not None and form.label != "auto":
         yield _weights(form, geometry)
 
 

@@ -7,6 +7,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, PIECEWISE, gpu_step_of
 from kvcli.models.loading import Checkpoint
+from kvcli.models.weights import HalfForm, PackedForm
 from kvcli.runtime.compiled import cpp_compiler
 from kvcli.runtime.pipeline import Pipeline
 
@@ -52,6 +53,8 @@ def _obstacle(wanted: str, profile: Profile, checkpoint: Checkpoint, watching: s
     form = checkpoint.geometry.form
     if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
         return f"a CUDA graph cannot hold the products with {form.name} weights"
+    if compiled_here and isinstance(form, PackedForm) and not (form.widened or isinstance(form, HalfForm)):
+        return "weights that stay packed are multiplied by loops of their own (--weights wide unpacks them)"
     if checkpoint.placement is not None and wanted == "compiled":
         return "layers that lie on several devices are not compiled"
     if kept and not compiled_here:

@@ -139,11 +139,11 @@ def _model_files(name: str | None) -> Iterator[Path]:
         directory = Path(str(files("kvcli.models"))) / "demo"
     elif "/" in name and not Path(name).expanduser().exists():
         cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
-        directory = Path(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{name.replace('/', '--')}"
+        directory = Path(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{name.partition(':')[0].replace('/', '--')}"
     else:
         directory = Path(name).expanduser()
         yield directory
-    patterns = ("*.json", "*.safetensors", "*.bin", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+    patterns = ("*.json", "*.safetensors", "*.bin", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.gguf")
     with suppress(OSError, ValueError):
         yield from (path for pattern in patterns for path in directory.rglob(pattern))
 

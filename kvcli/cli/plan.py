@@ -133,7 +133,7 @@ def plan(
         subjects = [subject]
         if advise and machine.placement is not None:
             raise usage_error(f"--advise is for one device, --device names {shape.device}", "leave one of them out")
-        if advise and subject.geometry.form is None:
+        if advise and subject.geometry.weights == "auto":
             subjects += [subject.with_weights(each) for each in ("int8", "int4")]
         observer.stage_done()
         beyond = subject.geometry.beyond_positions(max(contexts) + run.max_tokens, model.model or "the demo model")
@@ -174,15 +174,15 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
     from kvcli.models.devices import another_machine, placed, resolve_devices
-    from kvcli.models.loading import locate, read_config, resolve_dtype
-    from kvcli.models.weights import form_of
+    from kvcli.models.loading import form_in, locate, read_config, resolve_dtype
 
     spec, device = model.spec(), model.device
     config = read_config(spec)
 
     def subject_on(place: torch.device, here: bool) -> PlannedRun:
-        form = form_of(config, model.weights, place, here)
-        return PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, locate(spec))
+        path = locate(spec)
+        form = form_in(config, model.weights, place, path, here, model.dtype)
+        return PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
 
     others = another_machine(device)
     if told and not others:

@@ -365,8 +365,8 @@ class ModelOptions:
 
     model: str | None = MODEL(
         None,
-        *("--model -m", "DIR|ID"),
-        "Checkpoint directory or hub id; without it, the small demo model that comes with kvcli.",
+        *("--model -m", "DIR|FILE|ID"),
+        "Checkpoint directory, GGUF file or hub id; without it, the small demo model that comes with kvcli.",
     )
     device: str = MODEL(
         "auto", "--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.", device_name
@@ -374,13 +374,16 @@ class ModelOptions:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL(
         "auto", "--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."
     )
-    weights: Literal["auto", "int8", "int4", "fp8"] = MODEL(
-        "auto", "--weights", "NAME", "Weights: auto as the files hold them; int8, int4 and fp8 quantise on loading."
+    weights: Literal["auto", "wide", "int8", "int4", "fp8"] = MODEL(
+        "auto", "--weights", "NAME", "auto: as stored; wide: unpacked; int8, int4 and fp8: quantised on loading."
     )
     load_format: Literal["auto", "dummy"] = MODEL(
         "auto", "--load-format", None, "dummy makes random weights up, of a shape or a config.json."
     )
     offline: bool = MODEL.flag("--offline", "Use local files only, never the hub.")
+    tokenizer: str | None = MODEL(
+        None, "--tokenizer", "DIR|ID", "Take the tokenizer from here, not from the checkpoint."
+    )
 
     def spec(self, **changed: Any) -> ModelSpec:
         """Give what the loader takes, `changed` in parts."""

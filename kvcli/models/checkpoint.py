@@ -156,11 +156,17 @@ def check_safetensors(path: Path) -> None:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file of weights: its shape, its bytes there, and whether it holds floating-point numbers."""
+    """A tensor in a file of weights: its shape, its bytes there, and safetensors' name of its type."""
 
     shape: tuple[int, ...]
     nbytes: int
-    floating: bool
+    kind: str
+    file: Path
+
+    @property
+    def floating(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return self.kind in _FLOATING
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -172,7 +178,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, told in header.items():
             if name != "__metadata__":
                 start, end = told["data_offsets"]
-                found[name] = StoredTensor(tuple(told["shape"]), end - start, told["dtype"] in _FLOATING)
+                found[name] = StoredTensor(tuple(told["shape"]), end - start, told["dtype"], path)
     return found
 
 

@@ -128,6 +128,7 @@ def geometry_of(
         found = LayerFinder(model, text)
         held = {} if form is None else form.held(model)
     dense = {name: weight.nbytes for name, weight in model.named_parameters()}
+    quantised = {id(model.get_parameter(name)) for name in held}
     return ModelGeometry(
         layers=tuple(found.layers),
         states=tuple(found.states),
@@ -142,7 +143,7 @@ def geometry_of(
         spared=tuple(
             name
             for name, module in model.named_modules()
-            if form and isinstance(module, nn.Linear) and f"{name}.weight" not in held
+            if form and isinstance(module, nn.Linear) and id(module.weight) not in quantised
         ),
     )
 

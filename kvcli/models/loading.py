@@ -11,20 +11,51 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.hub import cached_file
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models.auto import model_class
-from kvcli.models.checkpoint import check_config, check_files, explain, is_panic, notices, quiet, stored_tensors
+from kvcli.models.checkpoint import (
+    check_config,
+    check_files,
+    check_pointer,
+    check_safetensors,
+    explain,
+    is_panic,
+    notices,
+    quiet,
+    stored_tensors,
+)
 from kvcli.models.devices import Place, Placement, device_map, placed, resolve_devices, take_hooks_out
 from kvcli.models.dummy import fallback_tokenizer, random_model
-from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
-from kvcli.models.place import bundled_model, find
-from kvcli.models.weights import WIDER, WeightForm, Weights, form_of, have_dtype, have_plain_latents, settle
+from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
+from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tie_head, tokenizer_of
+from kvcli.models.place import bundled_model, find, gguf_parts
+from kvcli.models.weights import (
+    WIDER,
+    HalfForm,
+    PackedForm,
+    WeightForm,
+    Weights,
+    form_of,
+    have_dtype,
+    have_plain_latents,
+    settle,
+)
 
 # Telling models apart by their files, without reading gigabytes.
 
@@ -42,9 +73,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(_config(checkpoint.config.to_dict()).encode())
     if checkpoint.spec.weights != "auto":
         digest.update(checkpoint.spec.weights.encode())
-    folder = None if checkpoint.spec.dummy else _folder(checkpoint)
-    files = [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
-    for path in files:
+    for path in [] if checkpoint.spec.dummy else _weight_files(checkpoint):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -61,11 +90,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps([rules, tokenizer.chat_template]).encode()).hexdigest()[:12]
 
 
-def _folder(checkpoint: Checkpoint) -> Path | None:
-    if checkpoint.path is not None:
-        return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    config = cached_file(str(checkpoint.spec.name), "config.json", local_files_only=True)
-    return None if config is None else Path(config).parent
+def _weight_files(checkpoint: Checkpoint) -> list[Path]:
+    path = checkpoint.path
+    if _is_gguf(path):
+        return gguf_parts(path)
+    if path is None:
+        config = cached_file(str(checkpoint.spec.name), "config.json", local_files_only=True)
+        folder = None if config is None else Path(config).parent
+    else:
+        folder = path if path.is_dir() else path.parent
+    return [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+
+
+def _is_gguf(path: Path | None) -> TypeGuard[Path]:
+    return path is not None and path.suffix == ".gguf" and not path.is_dir()
 
 
 def _config(config: dict[str, Any]) -> str:
@@ -79,9 +117,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class ModelSpec:
     """What the user asked for.
 
-    `name` is a directory, a hub id or, with load_format "dummy", a config.json or a shape; None is the bundled demo
-    model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is auto, float32,
-    bfloat16 or float16. `weights` are quantised on loading, unless that is auto.
+    `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
+    bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is
+    auto, float32, bfloat16 or float16. `weights` are quantised or made wide on loading, unless that is auto.
+    `tokenizer` is the directory or hub id of another tokenizer than the checkpoint's.
     """
 
     name: str | None = None
@@ -90,6 +129,7 @@ class ModelSpec:
     load_format: Literal["auto", "dummy"] = "auto"
     offline: bool = False
     weights: Weights = "auto"
+    tokenizer: str | None = None
 
     @property
     def dummy(self) -> bool:
@@ -106,7 +146,7 @@ class ModelSpec:
 class Model:
     """A model ready to run: eval mode, no gradients, on `device` in `dtype`.
 
-    `source` says where its weights came from: bundled, directory, hub or dummy. Where its layers lie on several
+    `source` says where its weights came from: bundled, directory, file, hub or dummy. Where its layers lie on several
     devices, `placement` says on which, and `device` is the first.
     """
 
@@ -145,6 +185,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     Raises KvcliError: usage where nothing supported is called so, runtime where the file is broken or out of reach.
     """
     path = locate(spec)
+    if _is_gguf(path):
+        return config_of(path)
     if path is not None:
         check_config(path)
     try:
@@ -184,15 +226,20 @@ class Checkpoint:
 
     @property
     def source(self) -> str:
-        """Where the weights come from: dummy, bundled, hub or directory."""
+        """Where the weights come from: dummy, bundled, hub, file (GGUF) or directory."""
         if self.spec.dummy:
             return "dummy"
-        return "bundled" if self.spec.name is None else "hub" if self.path is None else "directory"
+        if self.spec.name is None:
+            return "bundled"
+        if self.path is None or _on_hub(self.spec.name):
+            return "hub"
+        return "file" if _is_gguf(self.path) else "directory"
 
     def notices(self) -> list[str]:
         """What a user should know of it although it can be used."""
-        said, form, counts = notices(self.path), self.geometry.form, self.geometry.parts.counts
-        if form is not None and form.widened:
+        said = [] if _is_gguf(self.path) else notices(self.path)
+        form, counts = self.geometry.form, self.geometry.parts.counts
+        if form is not None and form.widened and not isinstance(form, PackedForm):
             said.append(f"{form.name} weights are made wide here: {WIDER}")
         elif form is not None and not form.experts and counts.experts > counts.projections + counts.mlp:
             said.append(
@@ -228,11 +275,11 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
     path = locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
-    if spec.dummy:  # made up in the dtype, whatever the files hold
+    if spec.dummy and not _is_gguf(path):  # made up in the dtype, whatever the files hold
         vars(config).pop("quantization_config", None)
-    form = form_of(config, spec.weights, device)
+    form = form_in(config, spec.weights, device, path, dtype=spec.dtype)
     geometry = describe(config, dtype, form, None if spec.dummy else path)
-    if path is not None and not spec.dummy:
+    if path is not None and not spec.dummy and not _is_gguf(path):
         check_files(path)
     if form is not None:
         form.require()
@@ -247,8 +294,34 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
 
 def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
     """Describe a model whose files, where there are some, are at `path`; raises what `geometry_of` raises."""
-    folder = path if form is not None and form.stored and path is not None and path.is_dir() else None
+    counted = form is not None and form.stored and not isinstance(form, PackedForm)
+    folder = path if counted and path is not None and path.is_dir() else None
     return geometry_of(config, dtype, form, None if folder is None else stored_tensors(folder))
+
+
+def form_in(
+    config: PreTrainedConfig,
+    weights: Weights,
+    device: torch.device,
+    path: Path | None,
+    here: bool = True,
+    dtype: str = "float32",
+) -> WeightForm | None:
+    """Say as `form_of` how weights are held; where `dtype` is auto, a CPU leaves 16 bits in the files at `path` so."""
+    form = form_of(config, weights, device, here)
+    if form is not None or device.type != "cpu" or (weights, dtype) != ("auto", "auto"):
+        return form
+    if path is None or not path.is_dir() or not any(path.glob("model*.safetensors")):
+        return None
+    try:
+        for file in path.glob("model*.safetensors"):
+            check_pointer(file)
+            check_safetensors(file)
+    except KvcliError:  # is told where files are checked
+        return None
+    tensors = {name: tensor.kind for name, tensor in stored_tensors(path).items()}
+    halves = [kind for kind in tensors.values() if kind in ("BF16", "F16")]
+    return HalfForm(halves[0], True, captured=True, tensors=tensors) if halves else None
 
 
 def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
@@ -269,8 +342,25 @@ def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> 
 
 
 def locate(spec: ModelSpec) -> Path | None:
-    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage)."""
-    return bundled_model() if spec.name is None else find(spec.name, spec.dummy)
+    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage).
+
+    A GGUF file on the hub is fetched.
+    """
+    if spec.name is None:
+        return bundled_model()
+    found = find(spec.name, spec.dummy)
+    if found is not None or not _on_hub(spec.name):
+        return found
+    try:
+        with quiet():
+            return from_hub(spec.name, spec.offline)
+    except Exception as error:
+        raise explain(error, spec.name, spec.offline) from error
+
+
+def _on_hub(name: str) -> bool:
+    """Tell whether a name is one of a GGUF file on the hub."""
+    return ":" in name and not Path(name).expanduser().exists()
 
 
 def _target(spec: ModelSpec, path: Path | None) -> str:
@@ -284,6 +374,13 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
 def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
     spec, path, form, config = checkpoint.spec, checkpoint.path, checkpoint.geometry.form, checkpoint.config
+    if _is_gguf(path):
+        assert isinstance(form, PackedForm)
+        return load_gguf(path, config, form, checkpoint.dtype, checkpoint.device)
+    if isinstance(form, HalfForm) and path is not None:
+        shapes = build_on_meta(config, checkpoint.dtype)
+        if form.reads(shapes):
+            return _with_halves(spec, path, shapes, form, checkpoint.dtype)
     if form is not None and form.widened:
         config = copy.deepcopy(config)
         config.quantization_config["dequantize"] = True
@@ -321,17 +418,57 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     return module
 
 
+def _with_halves(
+    spec: ModelSpec, path: Path, shapes: PreTrainedModel, form: HalfForm, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Read a model of these `shapes` whose files hold its weights by their names, those of 16 bits as they are."""
+    module, stored = empty_model(shapes.config, dtype), stored_tensors(path)
+    held, own = form.held(shapes), dict(shapes.named_parameters())
+    wrong = [name for name, weight in own.items() if stored[name].shape != tuple(weight.shape)]
+    if wrong:
+        expected = list(own[wrong[0]].shape)
+        raise KvcliError(
+            f"{len(wrong)} weights of {spec.label} do not have the shape that config.json says, the first is "
+            f"{wrong[0]}: {list(stored[wrong[0]].shape)}, not {expected}",
+            "config.json and weights belong to different models: get them again",
+        )
+    buffers = dict(module.named_buffers())
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                if name in own:
+                    weight: torch.Tensor = tensors.get_tensor(name)
+                    packing = form.packing(name, dtype) if name in held else None
+                    weight = weight.to(dtype) if packing is None else PackedWeight.of(weight, packing, dtype)
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+                elif name in buffers:
+                    buffers[name].copy_(tensors.get_tensor(name))
+    tie_head(module)
+    if (path / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(path)
+    return module
+
+
 def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; a dummy model that has none gets one that fits its vocabulary."""
     failure: BaseException | None = None
-    if path is None or path.is_dir():
+    if spec.tokenizer is not None:
+        path = find(spec.tokenizer, False)
+    if path is None or path.is_dir() or _is_gguf(path):
         try:
+            if _is_gguf(path):
+                return tokenizer_of(path)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                _target(spec, path), local_files_only=_local(spec, path), trust_remote_code=False
+                str(path or spec.tokenizer or spec.name),
+                local_files_only=_local(spec, path),
+                trust_remote_code=False,
             )
             # Without its files a tokenizer is made all the same, of its special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
                 return tokenizer
+        except KvcliError:
+            raise
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -339,6 +476,7 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
     if spec.dummy:
         return fallback_tokenizer(geometry.vocab_size)
     raise KvcliError(
-        f"{spec.label} has no usable tokenizer" + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
+        f"{spec.tokenizer or spec.label} has no usable tokenizer"
+        + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
         "put tokenizer.json and tokenizer_config.json beside config.json",
     ) from failure

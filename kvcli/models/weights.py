@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from math import ceil
 from typing import Any, Literal
@@ -11,12 +12,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from typing_extensions import override
 
 from kvcli.errors import usage_error
+from kvcli.kernels.packed_linear import PACKINGS, TILE, PackedWeight, Packing
 
 
 def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> None:
     """Quantise a model in memory as it would be on loading; each weight as it was is freed before the next one."""
+    if isinstance(form, PackedForm):
+        for name, size in form.held(model).items():
+            weight, packing = model.get_parameter(name), form.packing(name, dtype)
+            assert packing is not None
+            if packing.size == 1:
+                packed = PackedWeight.of(weight.data, packing, dtype)
+            else:  # any bits are levels; those of scales are made small numbers
+                shape = len(weight), size // len(weight)
+                drawn = torch.randint(0, 64, shape, dtype=torch.uint8, device=weight.device).bitwise_and_(0x3B)
+                packed = PackedWeight(drawn, packing, dtype)
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, nn.Parameter(packed, requires_grad=False))
+        model.tie_weights()
+        return
     chosen = {name.removesuffix(".weight") for name in form.held(model)}
     if form.name == "fp8":
         from torchao.quantization import quantize_
@@ -89,8 +106,8 @@ def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 # How a model holds its weights: as it computes with them, quantised in its files, or quantised on loading.
 
-Weights = Literal["auto", "int8", "int4", "fp8"]
-"""What weights can be on loading; auto is what the files hold."""
+Weights = Literal["auto", "wide", "int8", "int4", "fp8"]
+"""What weights can be on loading; auto is what the files hold, wide the dtype that is computed in."""
 
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "weights": ("bitsandbytes", "torchao", "compressed-tensors"),
@@ -212,6 +229,69 @@ class WeightForm:
         return {"quantization_config": TorchAoConfig(rows, modules_to_not_convert=[*spared])}
 
 
+@dataclass(frozen=True)
+class PackedForm(WeightForm):
+    """Weights in the blocks of a GGUF file, of several formats: `tensors` has their names by those of the weights."""
+
+    tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, str], widened: bool = False) -> PackedForm:
+        """Make the form of these tensors, called by the format that most of them have."""
+        most = Counter(tensors.values()).most_common(1)
+        name = f"GGUF {most[0][0]}" if most else "GGUF"
+        return cls(name, True, bits=8, widened=widened, captured=True, tensors=tensors)
+
+    def packing(self, name: str, dtype: torch.dtype) -> Packing | None:
+        """Tell how a weight is held in a model that computes in `dtype`; None: in that dtype."""
+        packing = PACKINGS.get(self.tensors.get(name, ""))
+        if packing is None or self.widened or (packing.size == 1 and dtype.itemsize <= packing.nbytes):
+            return None
+        return packing
+
+    @property
+    @override
+    def made(self) -> WeightForm | None:
+        return self
+
+    @override
+    def held(self, model: PreTrainedModel) -> dict[str, int]:
+        found = ((name, weight, self.packing(name, weight.dtype)) for name, weight in model.named_parameters())
+        return {
+            name: len(weight) * how.row_bytes(weight.shape[1])
+            for name, weight, how in found
+            if how is not None
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)
+        }
+
+    @override
+    def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
+        return 0 if self.widened else min(weights, TILE) * (4 if itemsize == 4 else 4 + itemsize)
+
+
+@dataclass(frozen=True)
+class HalfForm(PackedForm):
+    """16-bit weights in the files of a directory, which stay so on a CPU that computes in fp32."""
+
+    @property
+    @override
+    def label(self) -> str:
+        return "auto"
+
+    @override
+    def packing(self, name: str, dtype: torch.dtype) -> Packing | None:
+        return None if name.endswith(f"{LATENT_UP}.weight") else super().packing(name, dtype)
+
+    @override
+    def held(self, model: PreTrainedModel) -> dict[str, int]:
+        """Of a model whose weights have other names in the files nothing is: transformers reads those."""
+        return super().held(model) if self.reads(model) else {}
+
+    def reads(self, model: PreTrainedModel) -> bool:
+        """Tell whether the files hold every weight of a model by the name that it has there."""
+        return all(name in self.tensors for name, _ in model.named_parameters())
+
+
 ON_LOADING: Mapping[str, WeightForm] = {
     "int8": WeightForm("int8", False, ("bitsandbytes",), 8, 32),
     "int4": WeightForm("int4", False, ("bitsandbytes",), 4, 32, 64, whole=(32, 64), captured=True),
@@ -226,11 +306,13 @@ def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: 
         KvcliError: `weights` asks for another form than the files have, or for none that is known (usage).
     """
     stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict) and stored.get("quant_method") == "gguf" and weights in ("auto", "wide"):
+        return PackedForm.of(stored.get("tensors", {}), weights == "wide")
     if stored is None:
-        if weights == "auto":
+        if weights in ("auto", "wide"):
             return None
         if weights not in ON_LOADING:
-            raise usage_error(f"unknown form of weights {weights!r}", f"use auto, {', '.join(ON_LOADING)}")
+            raise usage_error(f"unknown form of weights {weights!r}", f"use auto, wide, {', '.join(ON_LOADING)}")
         return ON_LOADING[weights]
     form = _stored(stored if isinstance(stored, dict) else stored.to_dict(), device, here)
     if weights != "auto":
@@ -250,6 +332,8 @@ def installed(package: str) -> bool:
 def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightForm:
     """Read the quantization_config of a config.json."""
     method = str(how.get("quant_method", "bitsandbytes")).removeprefix("bitsandbytes_").lower()
+    if method == "gguf":
+        return PackedForm.of(how.get("tensors", {}))
     form = WeightForm(method, True)
     group = how.get("group_size")
     if how.get("load_in_4bit") or method == "4bit":

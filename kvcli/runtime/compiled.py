@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -19,7 +20,7 @@ from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.compiled import compiled_layers
-from kvcli.runtime.linear import fused_rows
+from kvcli.runtime.linear import fused_rows, is_packed
 from kvcli.runtime.sequence import RunningSequence
 
 
@@ -39,6 +40,9 @@ class CompiledStepper(BlockingStepper):
         super().__init__(hook, rope)
         model = hook.model
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for linear in filter(is_packed, model.modules()):  # the compiler makes loops of plain weights
+            weight: Any = linear.weight
+            linear.weight = nn.Parameter(weight.unpack(), requires_grad=False)
         self.left = ExitStack()  # what is to be undone at the end
         self.left.enter_context(fused_rows(model))
         self.left.enter_context(compiled_layers(model, backend, [head]))

@@ -29,6 +29,10 @@ class Kernels(Protocol):
     def serve(self, x: Tensor) -> bool:
         """Tell whether these kernels are for such rows; other rows go through the model's own code."""
 
+    def knows(self, linear: object) -> bool:
+        """Tell whether a module is a linear layer that these kernels multiply by."""
+        return is_plain(linear)
+
     def alone(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         """Make the function that multiplies by a single linear layer."""
 
@@ -62,13 +66,13 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
     norm = norm_of(module)
     if norm is not None:
         left.enter_context(replaced(module, "forward", _normalised(kernels, norm, module.forward)))
-    if projections := projections_of(module):
+    if projections := projections_of(module, kernels.knows):
         first, *others = projections
         product = OneProduct(projections, kernels)
         left.enter_context(replaced(first, "forward", product))
         for index, other in enumerate(others, 1):
             left.enter_context(replaced(other, "forward", product.part(index, other)))
-    parts = gated_of(module)
+    parts = gated_of(module, kernels.knows)
     if parts is not None:
         gate, up, down = parts
         gated, before = kernels.gated(gate, up), module.forward
@@ -80,10 +84,10 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
         left.enter_context(replaced(module, "forward", forward))
 
 
-def projections_of(module: nn.Module) -> list[nn.Linear]:
+def projections_of(module: nn.Module, knows: Callable[[object], bool] = is_plain) -> list[nn.Linear]:
     """Linear layers for queries, keys and values of a module that are made one product; none where they cannot be."""
     together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    return together if _alike(together) else []
+    return together if _alike(together, knows) else []
 
 
 class OneProduct:
@@ -182,10 +186,13 @@ def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> 
     return forward
 
 
-def gated_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+def gated_of(
+    module: nn.Module, knows: Callable[[object], bool] = is_plain
+) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
     """Give gate, up and down of an MLP that is down(silu(gate) * up)."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if _alike([gate, up]) and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
+    both = _alike([gate, up], knows)
+    if both and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
         return gate, up, down  # type: ignore[return-value]
     return None
 
@@ -203,9 +210,9 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
     return isinstance(wanted, Tensor) and torch.equal(-(functional.silu(3 * x - 1) * (2 - x)), wanted)
 
 
-def _alike(linears: Sequence[Any]) -> bool:
-    """Tell whether these are plain linear layers that can be one."""
-    if any(not is_plain(linear) or "forward" in vars(linear) for linear in linears):
+def _alike(linears: Sequence[Any], knows: Callable[[object], bool]) -> bool:
+    """Tell whether these are linear layers that can be one."""
+    if any(not knows(linear) or "forward" in vars(linear) for linear in linears):
         return False
     first = linears[0]
     return all(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from kvcli.compat import onednn_linear, onednn_suits
 from kvcli.kernels import gemv
 from kvcli.kernels._numba import serves
 from kvcli.kernels.gemv import row_products
+from kvcli.kernels.packed_linear import PackedWeight, packed_linear, products_with, suits_loops
 from kvcli.models.weights import is_plain
 
 Forward = Callable[[Tensor], Tensor]
@@ -22,8 +24,9 @@ def cpu_linears(model: nn.Module) -> Iterator[None]:
 
     Layers that have another forward already keep it.
     """
-    own = (module for module in _linears(model) if onednn_suits(module.weight) and "forward" not in vars(module))
-    with _run_by(by_memory, own):
+    plain = (module for module in _linears(model) if onednn_suits(module.weight))
+    own = (module for module in (*plain, *filter(is_packed, model.modules())) if "forward" not in vars(module))
+    with _run_by(by_memory, own):  # type: ignore[arg-type]
         yield
 
 
@@ -68,13 +71,22 @@ def rows_of(x: Tensor) -> Tensor | None:
     return x.reshape(-1, size) if x.numel() <= gemv.MOST_ROWS * size else None
 
 
+def is_packed(module: object) -> bool:
+    """Tell whether a module is a linear layer whose weight is packed, on a CPU."""
+    return isinstance(module, nn.Linear) and isinstance(module.weight, PackedWeight) and module.weight.is_cpu
+
+
 def suits_gemv(linear: nn.Linear) -> bool:
     """Tell whether there is a loop for the weight of a layer."""
+    if isinstance(linear.weight, PackedWeight):
+        return suits_loops(linear.weight)
     return serves(linear.weight.detach()) and linear.weight.is_contiguous()
 
 
 def by_memory(linear: nn.Linear) -> Forward:
     """Make the forward of a layer, by a loop for a few rows, else through oneDNN."""
+    if isinstance(linear.weight, PackedWeight):
+        return _packed(linear)
     loops = suits_gemv(linear)
     arrays = (linear.weight.detach().numpy(),) if loops else ()
 
@@ -85,6 +97,20 @@ def by_memory(linear: nn.Linear) -> Forward:
             out = row_products(rows, arrays).view(*x.shape[:-1], -1)
             return out if linear.bias is None else out.add_(linear.bias)
         return onednn_linear(x, linear.weight, linear.bias)
+
+    return forward
+
+
+def _packed(linear: nn.Linear) -> Forward:
+    """Make the forward of a layer whose weight is packed; asked for as itself, torch would take a detour to it."""
+    weight: Any = linear.weight
+    multiply = products_with([weight]) if suits_gemv(linear) else None
+
+    def forward(x: Tensor) -> Tensor:
+        if multiply is not None and few(x) and (rows := rows_of(x)) is not None:
+            out = multiply(rows).view(*x.shape[:-1], -1)
+            return out if linear.bias is None else out.add_(linear.bias)
+        return packed_linear(x, weight, linear.bias)
 
     return forward
 

@@ -18,6 +18,7 @@ import kvcli
 from kvcli.capacity import pipelines
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models import weights as weight_form
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, fingerprint, load_model, open_checkpoint, read_config
@@ -324,3 +325,23 @@ def test_a_product_takes_what_is_planned_beside_its_weight(weights, dtype, rows)
     planned = form.beside(0 if as_it_is else 1024 * 256, out, CPU, dtype.itemsize) + out * dtype.itemsize
     assert planned == pytest.approx(most, rel=0.12)
     assert weight_form.ON_LOADING["int8"].beside(1024, out, CUDA, 2) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_stay_so_on_a_cpu(family, dtype, tmp_path):
+    """The same numbers as in fp32, in half of the bytes."""
+    tiny_checkpoint(family, tmp_path)
+    tiny_model(family).to(dtype).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), device="cpu")
+    halves, wide = load_model(spec), load_model(replace(spec, dtype="float32"))
+    packed = [weight for weight in halves.module.parameters() if isinstance(weight, PackedWeight)]
+    assert packed
+    assert halves.geometry.weight_bytes == sum(weight.nbytes for weight in halves.module.parameters())
+    assert (halves.geometry.weights, halves.dtype, wide.dtype) == ("auto", torch.float32, torch.float32)
+    for (name, one), (_, other) in zip(halves.module.named_parameters(), wide.module.named_parameters(), strict=True):
+        assert torch.equal(one.unpack() if isinstance(one, PackedWeight) else one, other), name
+    ids = torch.randint(6, VOCAB, (1, 37), generator=torch.Generator().manual_seed(0))
+    found, wanted = (model.module(ids, use_cache=False).logits for model in (halves, wide))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert vars(halves.module.generation_config) == vars(wide.module.generation_config)

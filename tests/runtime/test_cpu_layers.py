@@ -3,8 +3,10 @@
 import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
+from gguf import GGMLQuantizationType, quants
 
-from kvcli.kernels import _numba, gemv
+from kvcli.kernels import _numba, gemv, packed_linear
+from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.linear import cpu_linears
@@ -79,3 +81,21 @@ def test_small_models_are_left_to_torch(monkeypatch):
     model = tiny_model("llama")
     with cpu_layers(model):
         assert "forward" not in vars(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("kinds", [("Q8_0",) * 4, ("Q8_0", "F16", "Q8_0", "Q8_0"), ("F16", "Q8_0", "F16", "BF16")])
+def test_packed_weights_are_read_as_they_are(kinds, monkeypatch):
+    """Whether or not queries, keys and values, or gate and up, have one format."""
+    model = tiny_model("llama")
+    formats = dict(zip(("q_proj", "v_proj", "gate_proj", "down_proj"), kinds, strict=True))
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            packing = PACKINGS[formats.get(name.rpartition(".")[2], "Q8_0")]
+            rows = quants.quantize(module.weight.detach().numpy(), GGMLQuantizationType[packing.name])
+            packed = torch.from_numpy(rows.view("uint8").reshape(module.out_features, -1).copy())
+            module.weight = torch.nn.Parameter(PackedWeight(packed, packing, torch.float32), requires_grad=False)
+    expected = logits(model)
+    with cpu_layers(model), monkeypatch.context() as patch:
+        patch.setattr(packed_linear, "unpack_rows", None)
+        found = logits(model)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -71,6 +71,7 @@ class Asked(BaseModel):
     device: str
     dtype: str
     weights: Weights = "auto"
+    tokenizer_from: str | None = None
     offline: bool
     fingerprint: str
     tokenizer: str
@@ -98,6 +99,7 @@ class Asked(BaseModel):
             device=str(checkpoint.device),
             dtype=str(checkpoint.dtype).removeprefix("torch."),
             weights=spec.weights,
+            tokenizer_from=spec.tokenizer,
             offline=spec.offline,
             fingerprint=fingerprint(checkpoint),
             tokenizer=tokenizer_fingerprint(checkpoint.tokenizer),
@@ -157,7 +159,8 @@ class KeptRun:
     def spec(self) -> ModelSpec:
         """The model that was asked for."""
         asked = self.asked
-        return ModelSpec(asked.model, asked.device, asked.dtype, asked.load_format, asked.offline, asked.weights)
+        how = (asked.load_format, asked.offline, asked.weights, asked.tokenizer_from)
+        return ModelSpec(asked.model, asked.device, asked.dtype, *how)
 
     @property
     def sampling(self) -> Sampling:

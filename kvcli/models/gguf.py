@@ -1,0 +1,711 @@
+"""Checkpoints that are a GGUF file: llama.cpp's format of weights in blocks, with sizes and tokenizer beside them.
+
+The header is read here, with every length held against the file before anything is read of it: `gguf` and transformers
+have readers, but of a damaged file they read what is not there. Names, types and the meaning of keys are theirs. The
+weights stay as the file has them (`kvcli.kernels.packed_linear`); only what llama.cpp's converter did to some of them
+is undone: it permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import huggingface_hub
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+from kvcli.errors import KvcliError, usage_error
+from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_rows
+from kvcli.models.auto import model_class
+from kvcli.models.geometry import build_on_meta
+from kvcli.models.place import gguf_parts
+from kvcli.models.weights import PackedForm
+
+_AGAIN = "get that file again"
+_OTHER_FILES = "take the model's safetensors files"
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_LINE = 64  # bytes that a processor reads at once
+_DIMENSIONS = 4  # that a tensor has at most
+
+
+class PackedTensor(NamedTuple):
+    """A tensor in a file: its shape in torch's order, the name of its type, and where its bytes are."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """What a GGUF checkpoint says of itself, those of its parts together; its `files` are in order."""
+
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, PackedTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.metadata["general.architecture"])
+
+    def of_model(self, key: str, default: Any = None) -> Any:
+        """Look up a number under the architecture's name."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def of_tokenizer(self, key: str, default: Any = None) -> Any:
+        """Look up what belongs to the tokenizer."""
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a GGUF checkpoint, given by its file or the first of several.
+
+    Raises:
+        KvcliError: a file is missing, cut off or damaged; its weights are of a type that is not supported (usage).
+    """
+    files = tuple(gguf_parts(path))
+    try:
+        stated = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError as error:
+        raise KvcliError(f"cannot read {error.filename}: {error.strerror}", _AGAIN) from error
+    return _header(stated)
+
+
+@lru_cache(maxsize=4)
+def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, PackedTensor] = {}
+    for number, (path, size, _) in enumerate(files):
+        with path.open("rb") as file:
+            reader = _Reader(path, file, size)
+            own, found = reader.metadata(), {}
+            found = dict(reader.tensors(own))
+        if number == 0:
+            metadata = own
+        if own.get("split.no", number) != number or own.get("split.count", len(files)) != len(files):
+            raise KvcliError(f"{path} is no part {number + 1} of {len(files)} of a checkpoint", _AGAIN)
+        if twice := tensors.keys() & found.keys():
+            raise KvcliError(f"{path} holds {_shown(min(twice))} once more", _AGAIN)
+        tensors |= found
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise KvcliError(f"{files[0][0]} does not say its architecture", _AGAIN)
+    return Header(tuple(path for path, *_ in files), metadata, tensors)
+
+
+class _Reader:
+    """Reads a header; nothing is taken for a length that is longer than what is left of the file."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int):
+        self.path, self.file, self.left = path, file, size
+
+    def metadata(self) -> dict[str, Any]:
+        """Read up to the list of tensors."""
+        if self.take(4) != b"GGUF":
+            raise KvcliError(f"{self.path} is no GGUF file: it does not begin as one", _AGAIN)
+        version = self.number("I")
+        if version & 0xFFFF == 0:
+            raise usage_error(f"{self.path} is a big-endian GGUF file", "get one for little-endian machines")
+        if version not in _VERSIONS:
+            raise usage_error(f"{self.path} is a GGUF file of version {version}", "versions 2 and 3 are read")
+        self.count = self.number("Q")
+        return {self.string(): self.value() for _ in range(self.within(self.number("Q"), 12))}
+
+    def tensors(self, metadata: Mapping[str, Any]) -> Iterator[tuple[str, PackedTensor]]:
+        """Read the list of tensors, and hold them against the bytes that the file has."""
+        found: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(self.within(self.count, 24)):
+            name, dimensions = self.string(), self.number("I")
+            if not 0 < dimensions <= _DIMENSIONS:
+                raise self.damaged(f"{_shown(name)} has {dimensions} dimensions")
+            shape = tuple(reversed([self.number("Q") for _ in range(dimensions)]))
+            found.append((name, shape, self.number("I"), self.number("Q")))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.damaged(f"an alignment of {alignment}")
+        position = self.file.tell()
+        start = -(-position // alignment) * alignment
+        held = self.left + position - start
+        if len({name for name, *_ in found}) < len(found):
+            raise self.damaged("a tensor is listed twice")
+        for name, shape, kind, offset in found:
+            type_name = _type_name(kind)
+            if type_name not in PACKINGS and type_name != "F32":
+                known = ", ".join(("F32", *PACKINGS))
+                what = f"{self.path}: {_shown(name)} is quantised as {type_name}"
+                raise usage_error(what, f"there are products for {known}")
+            size, nbytes = (1, 4) if type_name == "F32" else PACKINGS[type_name][1:]
+            if 0 in shape or shape[-1] % size or offset % alignment:
+                raise self.damaged(f"{_shown(name)} is {list(shape)} of {type_name} at {offset}")
+            total = prod(shape) // size * nbytes
+            if offset + total > held:
+                ends = f"ends at byte {start + offset + total:,} of {start + held:,}"
+                what = f"{self.path} is cut off: {_shown(name)} {ends}"
+                raise KvcliError(what, _AGAIN)
+            yield name, PackedTensor(self.path, shape, type_name, start + offset, total)
+
+    def damaged(self, what: str) -> KvcliError:
+        """Make the error."""
+        return KvcliError(f"{self.path} is damaged: {what}", _AGAIN)
+
+    def within(self, count: int, least: int) -> int:
+        """Give back a number of things, of which each takes so many bytes at least, where the file can hold them."""
+        if count * least > self.left:
+            raise KvcliError(f"{self.path} is damaged or cut off: it ends within its header", _AGAIN)
+        return count
+
+    def take(self, count: int) -> bytes:
+        """Read bytes."""
+        self.left -= self.within(count, 1)
+        taken = self.file.read(count)
+        if len(taken) < count:
+            raise KvcliError(f"{self.path} is damaged or cut off: it ends within its header", _AGAIN)
+        return taken
+
+    def number(self, kind: str) -> Any:
+        """Read a number."""
+        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
+
+    def string(self) -> str:
+        """Read a text."""
+        return self.take(self.number("Q")).decode(errors="replace")
+
+    def value(self) -> Any:
+        """Read a value of any type."""
+        kind = self.number("I")
+        if kind == _STRING:
+            return self.string()
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise self.damaged(f"a value of type {kind}")
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING:
+            return [self.string() for _ in range(self.within(count, 8))]
+        if kind not in _NUMBERS:
+            raise self.damaged(f"a list of type {kind}")
+        size = struct.calcsize(f"<{_NUMBERS[kind]}")
+        return list(struct.unpack(f"<{self.within(count, size)}{_NUMBERS[kind]}", self.take(count * size)))
+
+
+def _shown(name: str) -> str:
+    """Write a name from a file so that it is one word of a line."""
+    return name if re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII) else repr(name[:40])
+
+
+def _type_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    try:
+        return GGMLQuantizationType(kind).name
+    except ValueError:
+        return f"type {kind}"
+
+
+# A model's config, from llama.cpp's keys by transformers' own table of them.
+
+_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "starcoder2": "starcoder2",
+}
+"""Architectures by llama.cpp's names, with transformers' types of model."""
+
+_SCALED_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
+"""Gemma's models of 27 billion weights, by their layers: only their queries are not scaled by the head's size."""
+
+_ENDS = {
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "</s>",
+}
+"""Control tokens that end an answer or a turn in the models of these architectures, whether or not a file says so."""
+
+
+def config_of(path: Path) -> PreTrainedConfig:
+    """Make the config of a GGUF checkpoint; how its weights are packed is its quantization_config.
+
+    Raises:
+        KvcliError: what `read_header` raises; the architecture is not supported (usage).
+    """
+    header = read_header(path)
+    if header.architecture not in _MODEL_TYPES:
+        what = f"{path} holds a model of architecture {header.architecture[:40]!r}, of which no GGUF files are read"
+        raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; others run from safetensors files")
+    if header.of_model("expert_count"):
+        number = _shown(str(header.of_model("expert_count")))
+        raise usage_error(f"{path} holds a model with {number} experts, of which no GGUF files are read", _OTHER_FILES)
+    try:
+        values = _config_values(header)
+        config: PreTrainedConfig = AutoConfig.for_model(_MODEL_TYPES[header.architecture], **values)
+    except KvcliError:
+        raise
+    except Exception as error:  # sizes that are missing or senseless make it raise anything
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise KvcliError(f"{path}: no config can be made of its header ({said})", _AGAIN) from error
+    named = _named(header)
+    config.quantization_config = {
+        "quant_method": "gguf",
+        "tensors": {
+            name: tensor.kind
+            for name, tensor in named.items()
+            if len(tensor.shape) == 2 and tensor.kind != "F32" and name.endswith(".weight")
+        },
+    }
+    return config
+
+
+def _config_values(header: Header) -> dict[str, Any]:
+    """Give what a config is made with."""
+    architecture = header.architecture
+    mapping: Any = GGUF_CONFIG_MAPPING
+    names = {"rope.freq_base": "rope_theta"} | mapping[architecture]
+    values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise KvcliError(f"{header.files[0]} lacks token_embd.weight", _AGAIN)
+    values |= {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": header.of_tokenizer("bos_token_id"),
+        "pad_token_id": header.of_tokenizer("padding_token_id"),
+        "eos_token_id": _ends(header),
+    }
+    lacking = [key for key in ("block_count", "embedding_length", "attention.head_count") if not header.of_model(key)]
+    if lacking:
+        raise KvcliError(f"{header.files[0]} does not say {architecture}.{lacking[0]}", _AGAIN)
+    if header.of_model("block_count") > len(header.tensors):  # before anything is made of so many
+        raise KvcliError(f"{header.files[0]} says {architecture}.block_count {header.of_model('block_count')}", _AGAIN)
+    layers, heads = header.of_model("block_count"), header.of_model("attention.head_count")
+    head = header.of_model("attention.key_length", header.of_model("embedding_length") // heads)
+    if architecture in ("llama", "qwen3", "gemma2", "gemma3"):
+        values["head_dim"] = head
+    if architecture in ("gemma2", "gemma3"):
+        wide = (architecture, layers) in _SCALED_BY_HIDDEN_SIZE
+        values["query_pre_attn_scalar"] = header.of_model("embedding_length") // heads if wide else head
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if header.of_model(name) is not None:
+                values[name] = header.of_model(name)
+    if architecture == "gemma3" and header.of_model("rope.freq_base_swa"):
+        values["rope_local_base_freq"] = header.of_model("rope.freq_base_swa")
+    if architecture == "phi3":
+        values["sliding_window"] = header.of_model("attention.sliding_window") or None
+        values["partial_rotary_factor"] = header.of_model("rope.dimension_count", head) / head
+    if architecture == "llama":
+        values["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+        values["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+    scaling = _rope_scaling(header, head)
+    if scaling is not None:
+        values["rope_scaling"] = scaling
+    return values
+
+
+def _ends(header: Header) -> list[int] | None:
+    """List the tokens that end a text: those that the file names, and control tokens that are known to."""
+    named = [header.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    kinds = header.of_tokenizer("token_type", [])
+    tokens = header.of_tokenizer("tokens", [])
+    pairs = enumerate(zip(tokens, kinds, strict=False))
+    known = [at for at, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]  # Gemma has one that is a tag
+    found = [at for at in dict.fromkeys([*named, *known]) if isinstance(at, int) and 0 <= at < len(tokens)]
+    return found or None
+
+
+def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
+    """Say how rotary angles are scaled, in transformers' words; Llama 3's file has the outcome of its rule alone."""
+    kind, factor = header.of_model("rope.scaling.type", "none"), header.of_model("rope.scaling.factor")
+    original = header.of_model("rope.scaling.original_context_length")
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3_scaling(header, head_dim)
+    if "rope_factors_long.weight" in header.tensors:
+        long, short = (_plain(header.tensors[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short"))
+        found = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        attention = header.of_model("rope.scaling.attn_factor")
+        found |= {"attention_factor": attention} if attention else {}
+        return found | {"original_max_position_embeddings": original or header.of_model("context_length")}
+    if kind in ("none", "") or not factor:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and original:
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise usage_error(f"{header.files[0]}: rotary scaling {str(kind)[:40]!r} is not read of GGUF files", _OTHER_FILES)
+
+
+def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
+    """Find the rule by what frequencies are divided by: all files so far have the same bounds of wavelengths."""
+    divided = _plain(header.tensors["rope_freqs.weight"]).double()
+    base, factor = header.of_model("rope.freq_base", 10000.0), float(divided.max())
+    low, high, original = 1.0, 4.0, 8192
+    waves = 2 * torch.pi * base ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
+    wanted = 1 / ((1 - smooth) / factor + smooth)
+    if divided.shape != wanted.shape or not torch.allclose(divided, wanted, rtol=1e-3):
+        raise usage_error(f"{header.files[0]}: its rotary frequencies follow no known rule", _OTHER_FILES)
+    rule = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+    return {"rope_type": "llama3", "factor": factor} | rule
+
+
+# The tokenizer: llama.cpp has two kinds for these models, byte-level BPE and SentencePiece's.
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: dict[str, Sequence[str]] = {
+    "gpt-2": (_WORDS,),
+    "phi-2": (_WORDS,),
+    "olmo": (_WORDS,),
+    "smollm": (r"\p{N}", _WORDS),
+    "starcoder": (r"\p{N}", _WORDS),
+    "refact": (r"\p{N}", _WORDS),
+    "command-r": (r"\p{N}", _WORDS),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "smaug-bpe": (_LLAMA3,),
+    "dbrx": (_LLAMA3,),
+    "falcon3": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+    "stablelm2": (_QWEN2,),
+    "tekken": (_TEKKEN,),
+}
+"""How text is split before its bytes are merged, by llama.cpp's names; one expression after another."""
+
+_WHOLE_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3"}
+"""Of these a word that is a token is one, whatever its merges would make of it."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "▁"
+
+
+def tokenizer_of(path: Path) -> PreTrainedTokenizerBase:
+    """Make the tokenizer that a GGUF file holds, with its chat template.
+
+    Raises:
+        KvcliError: the file holds none, or one of an unknown kind (usage).
+    """
+    header = read_header(path)
+    kind, tokens = header.of_tokenizer("model"), header.of_tokenizer("tokens")
+    hint = "name the directory of the model's own tokenizer with --tokenizer DIR"
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise usage_error(f"{path} holds no tokenizer", hint)
+    kinds = header.of_tokenizer("token_type", [_NORMAL] * len(tokens))
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise KvcliError(f"{path} is damaged: {len(tokens):,} tokens do not have as many types", _AGAIN)
+    if kind == "gpt2":
+        split = header.of_tokenizer("pre", "gpt-2")
+        if split not in _SPLITS:
+            raise usage_error(f"{path} splits text as {str(split)[:40]!r}, which is not known", hint)
+        made, begins = _byte_level(header, tokens, split), split in _WHOLE_FIRST
+    elif kind == "llama":
+        made, begins = _sentencepiece(header, tokens, kinds), True
+    else:
+        raise usage_error(f"{path} holds a tokenizer of kind {str(kind)[:40]!r}, which is not known", hint)
+    for special in (True, False):
+        wanted = _CONTROL if special else _USER_DEFINED
+        each = (token for token, of in zip(tokens, kinds, strict=True) if of == wanted)
+        spelled = [_spelled(token) if kind == "llama" else token for token in each]
+        added = [AddedToken(token, normalized=token.startswith(_SPACE), special=special) for token in spelled]
+        (made.add_special_tokens if special else made.add_tokens)(added)
+    named = {name: header.of_tokenizer(f"{key}_token_id") for name, key in _NAMED.items()}
+    names = {name: tokens[at] for name, at in named.items() if isinstance(at, int) and 0 <= at < len(tokens)}
+    if header.of_tokenizer("add_bos_token", begins) and "bos_token" in names:
+        begin = names["bos_token"]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, named["bos_token"])]
+        )
+    template = header.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, chat_template=template, clean_up_tokenization_spaces=False, **names
+    )
+
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _byte_level(header: Header, tokens: list[str], split: str) -> Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in header.of_tokenizer("merges", [])]
+    vocab = {token: at for at, token in enumerate(tokens)}
+    try:
+        model = tokenizer_models.BPE(vocab=vocab, merges=merges, ignore_merges=split in _WHOLE_FIRST)
+    except Exception as error:
+        raise KvcliError(f"{header.files[0]}: no tokenizer can be made of it ({error})", _AGAIN) from error
+    tokenizer = Tokenizer(model)
+    if split in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    parts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in _SPLITS[split]]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _spelled(token: str) -> str:
+    """Write spaces as SentencePiece does; files have some tokens of nothing else with real ones."""
+    return _SPACE * len(token) if token and not token.strip(" ") else token
+
+
+def _sentencepiece(header: Header, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    scores = header.of_tokenizer("scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise KvcliError(f"{header.files[0]} is damaged: {len(tokens):,} tokens do not have as many scores", _AGAIN)
+    vocab: dict[str, int] = {}
+    for at, token in enumerate(tokens):
+        vocab.setdefault(_spelled(token), at)
+    merges = _merges(vocab, tokens, scores, kinds)
+    unknown = header.of_tokenizer("unknown_token_id")
+    name = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    has_bytes = any(kind == _BYTE for kind in kinds)
+    model = tokenizer_models.BPE(vocab=vocab, merges=merges, unk_token=name, fuse_unk=True, byte_fallback=has_bytes)
+    tokenizer = Tokenizer(model)
+    before = header.of_tokenizer("add_space_prefix", True)
+    prefix = [normalizers.Prepend(_SPACE)] if before else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if before else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(
+    vocab: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
+) -> list[tuple[str, str]]:
+    """List the pairs that SentencePiece merges, the best first: by the score of what becomes of them."""
+    # Hundreds of thousands: as numbers they take a tenth of the memory.
+    found, lefts, rights = array("d"), array("l"), array("l")
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        for at in range(1, len(token) if kind == _NORMAL else 0):
+            left = vocab.get(token[:at])
+            if left is not None and (right := vocab.get(token[at:])) is not None:
+                found.append(-score)
+                lefts.append(left)
+                rights.append(right)
+    spelled = list(map(_spelled, tokens))
+    order = np.lexsort((rights, lefts, found))
+    return [(spelled[lefts[each]], spelled[rights[each]]) for each in order]
+
+
+# The weights.
+
+_LEAVES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""What is in a layer, by llama.cpp's names, with transformers'."""
+
+_OF_GEMMA: dict[str, str] = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OTHERWISE: dict[str, dict[str, str]] = {
+    "gemma2": _OF_GEMMA,
+    "gemma3": _OF_GEMMA,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+_BESIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def _name(header: Header, name: str) -> str:
+    """Give transformers' name of a tensor; what has none keeps its own."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _BESIDE_LAYERS:
+        return f"{_BESIDE_LAYERS[stem]}.{suffix}"
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+        leaf = (_LEAVES | _OTHERWISE.get(header.architecture, {})).get(found[2])
+        return name if leaf is None else f"model.layers.{found[1]}.{leaf}.{suffix}"
+    return name
+
+
+def _named(header: Header) -> dict[str, PackedTensor]:
+    """Give the tensors of a model by transformers' names."""
+    return {_name(header, name): tensor for name, tensor in header.tensors.items() if name not in _NO_WEIGHTS}
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model whose weights are on the meta device, and what modules compute for themselves is there."""
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    return model
+
+
+def tie_head(model: PreTrainedModel) -> None:
+    """Have the head read the embedding's weight, where its config says so."""
+    if model.config.get_text_config(decoder=True).tie_word_embeddings:
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head.weight = model.get_input_embeddings().weight
+
+
+def load_gguf(
+    path: Path, config: PreTrainedConfig, form: PackedForm, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Make the model of a GGUF checkpoint with its weights, packed where `form` says they are to stay so.
+
+    Raises:
+        KvcliError: what `read_header` raises; a tensor is missing, is none of the model, or has another shape.
+    """
+    header = read_header(path)
+    named = _named(header)
+    wanted = {name: tuple(weight.shape) for name, weight in build_on_meta(config, dtype).named_parameters()}
+    if absent := wanted.keys() - named.keys():
+        raise KvcliError(f"{path} lacks {min(absent)}", _AGAIN)
+    if strange := named.keys() - wanted.keys():
+        raise KvcliError(f"{path} holds {_shown(min(strange))}, which is no part of such a model", _AGAIN)
+    for name, shape in wanted.items():
+        if named[name].shape != shape:
+            what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"
+            raise KvcliError(what, _AGAIN)
+    model = empty_model(config, dtype)
+    packings = {name: form.packing(name, dtype) for name in wanted}
+    room = iter(room_for([named[name].nbytes for name, packing in packings.items() if packing is not None], device))
+    for name, packing in packings.items():
+        owner, _, own = name.rpartition(".")
+        weight = _weight(header, name, named[name], packing, dtype, None if packing is None else next(room)).to(device)
+        setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
+    tie_head(model)
+    for module in model.modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            module._buffers[own] = buffer.to(device)
+    return model
+
+
+def _weight(
+    header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, room: Tensor | None
+) -> Tensor:
+    """Read a weight, packed (into `room`) or of a dtype, and undo what llama.cpp's converter did to it."""
+    weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(tensor.shape[0], -1)
+    if header.architecture == "llama" and ".self_attn." in name:
+        heads = header.of_model("attention.head_count")
+        if ".k_proj." in name:
+            heads = header.of_model("attention.head_count_kv", heads)
+        if ".q_proj." in name or ".k_proj." in name:
+            weight.copy_(_halves_apart(weight, heads))
+    if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
+        weight = weight - 1
+    return weight.to(dtype) if packing is None else PackedWeight(weight, packing, dtype)
+
+
+def room_for(sizes: Sequence[int], device: torch.device) -> list[Tensor | None]:
+    """Have memory of so many bytes each for weights that stay on a CPU, side by side in huge pages.
+
+    A step reads all of it: of usual pages a processor knows too few places at once.
+    """
+    begins = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+    if device.type != "cpu" or not sizes:
+        return [None] * len(sizes)
+    memory = mmap.mmap(-1, begins[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not every system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+
+def _halves_apart(rows: Tensor, heads: int) -> Tensor:
+    """Bring the channels of each head, of which two neighbours are rotated together, into transformers' order."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _bytes(tensor: PackedTensor, room: Tensor | None = None) -> Tensor:
+    held = torch.empty(tensor.nbytes, dtype=torch.uint8) if room is None else room
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        target: Any = held.numpy()
+        if file.readinto(target) < tensor.nbytes:
+            raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
+    return held
+
+
+def _plain(tensor: PackedTensor) -> Tensor:
+    """Read a tensor as fp32."""
+    if tensor.kind == "F32":
+        return _bytes(tensor).view(torch.float32).view(tensor.shape)
+    packing = PACKINGS[tensor.kind]
+    rows = _bytes(tensor).view(-1, packing.row_bytes(tensor.shape[-1]))
+    return unpack_rows(rows, packing).view(tensor.shape)
+
+
+# Where files are: those of a repository on the hub.
+
+
+def from_hub(name: str, offline: bool) -> Path:
+    """Find or fetch REPO:QUANTISATION or REPO:FILE, with all its parts; gives the first.
+
+    Raises:
+        KvcliError: the repository has no such file, or several (usage); what the hub raises is passed on.
+    """
+    repository, _, wanted = name.partition(":")
+    if wanted.endswith(".gguf"):
+        chosen = [wanted]
+    else:
+        names = _listed(repository, offline)
+        chosen = [each for each in names if wanted.lower() in re.split(r"[-./]", each.lower().removesuffix(".gguf"))]
+        chosen = [each for each in chosen if "mmproj" not in each]
+        if not chosen:
+            there = ", ".join(sorted(names)[:8]) or "none at all"
+            raise usage_error(f"{repository} has no GGUF file of {wanted}", f"there are: {there}")
+        first = gguf_parts(Path(chosen[0]))[0]
+        if any(gguf_parts(Path(each))[0] != first for each in chosen):
+            raise usage_error(f"{repository} has several files of {wanted}", f"name one: {repository}:{min(chosen)}")
+    parts = [
+        Path(huggingface_hub.hf_hub_download(repository, str(part), local_files_only=offline))
+        for part in gguf_parts(Path(chosen[0]))
+    ]
+    return parts[0]
+
+
+def _listed(repository: str, offline: bool) -> list[str]:
+    """List the GGUF files of a repository, or what the local cache has of it."""
+    if not offline and not huggingface_hub.constants.HF_HUB_OFFLINE:
+        return [each for each in huggingface_hub.HfApi().list_repo_files(repository) if each.endswith(".gguf")]
+    folder = Path(huggingface_hub.snapshot_download(repository, local_files_only=True))
+    return [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
