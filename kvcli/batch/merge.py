@@ -16,7 +16,7 @@ from kvcli.batch.tally import read_state
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.encoding import Template
 from kvcli.inputs.sampling import Sampling
-from kvcli.telemetry.progress import Progress
+from kvcli.telemetry.observer import Progress
 
 
 class _Place(NamedTuple):

@@ -36,7 +36,7 @@ def list_entries(cache: Store = None, as_json: options.AsJson = False, debug: op
     if as_json:
         write_stdout(json.dumps(rows) + "\n")
         return
-    from kvcli.ui.console.results import render_tables
+    from kvcli.ui.console import render_tables
     from kvcli.ui.summary import Table
 
     columns = ("name", "tokens", "of prompt", "size", "used", "document")
