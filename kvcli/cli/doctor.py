@@ -43,8 +43,7 @@ def doctor(
     """
     check_outputs({"-o": output})
 
-    from kvcli.bench.doctor import examine, usable
-    from kvcli.bench.model_check import examine_model
+    from kvcli.bench.doctor import examine, examine_model, usable
     from kvcli.models.loading import ModelSpec
     from kvcli.ui import console
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -191,5 +190,5 @@ def _text(table: EvaluationTable, to_file: bool) -> str:
     from kvcli.ui import console
 
     text = console.render_tables(tables(table), to_file)
-    maps = [replace(found, title=f"{found.title}: score in %") for found in heat_maps(table)]
+    maps = heat_maps(table)
     return text + console.render_heat_maps(maps, to_file) if maps else text

@@ -86,8 +86,8 @@ def profile(
 
     from kvcli.bench.profiler import ProfileRequest
     from kvcli.bench.profiler import profile as run
+    from kvcli.bench.report import notes, tables
     from kvcli.bench.runs import entries
-    from kvcli.bench.tables import notes, tables
     from kvcli.inputs.kv_options import disk_options
     from kvcli.models.loading import ModelSpec
     from kvcli.telemetry.timeline import chrome_trace

@@ -9,8 +9,8 @@ from families import FAMILIES, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcli.kernels
-from kvcli.bench import graph_trace
-from kvcli.bench.graph_trace import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
+from kvcli.bench import phases
+from kvcli.bench.phases import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
 from kvcli.capacity.roofline import PHASES
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.gpu.fused import fused_layers
@@ -125,8 +125,8 @@ def test_every_kernel_of_ours_has_a_phase():
     sources = [path.read_text() for path in Path(kvcli.kernels.__path__[0]).glob("*.py")]
     kernels = {name for text in sources for name in re.findall(r"^def (_\w+_kernel)\(", text, re.MULTILINE)}
     assert len(kernels) > 30
-    assert kernels == {*graph_trace._PHASE_OF, *graph_trace.BY_PLACE}
-    assert set(graph_trace._PHASE_OF.values()) <= set(PHASES)
+    assert kernels == {*phases._KERNEL_PHASES, *phases.BY_PLACE}
+    assert set(phases._KERNEL_PHASES.values()) <= set(PHASES)
 
 
 def test_the_head_and_the_choice_of_a_greedy_step():
