@@ -34,7 +34,7 @@ from common import RESULTS, save, spread
 from random_weights import model_of
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvcli.bench.peers import TokenClock
+from kvcli.bench.runs import TokenClock
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.layers import cache_argument

@@ -7,12 +7,11 @@ from typing import TypeVar
 
 from writer import IGNORED, Writer
 
-from kvcli.quality.tasks import counting, duplicates, lookups, phrases, records
-from kvcli.quality.tasks.needles import random_value
+from kvcli.quality.tasks import phrases
+from kvcli.quality.tasks.needles import chain_statements, near_pairs, random_value, record
+from kvcli.quality.tasks.phrases import NAMES
 from kvcli.quality.tasks.rows import Draft, RowRequest
-from kvcli.quality.tasks.text import NAMES
-from kvcli.quality.tasks.vt import chain_statements
-from kvcli.quality.tasks.words import common_words, frequent_words
+from kvcli.quality.tasks.words import common_words, frequent_words, occurrences
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ class Facts:
 
     def _pairs(self) -> None:
         first, second, *others = (self._names.pop() for _ in range(1 + _NEAR))
-        for name in (f"{first} {second}", *duplicates.near_pairs(first, second, others)):
+        for name in (f"{first} {second}", *near_pairs(first, second, others)):
             self._code(name)
 
     def _chain(self) -> None:
@@ -84,7 +83,7 @@ class Facts:
         """Return a question; those for several names ask for `most` of them at most."""
         rng = self._rng
         if self._at_once:
-            return self._ask_code_at_once(rng.choice(list(self.codes)), lookups.DIRECT_QUESTION, "direct")
+            return self._ask_code_at_once(rng.choice(list(self.codes)), phrases.DIRECT_QUESTION, "direct")
         kinds = [(self._ask_code, 1.5)]
         kinds += [(self._ask_values, 5.0)] * bool(self._left(list(self.several)))
         kinds += [(self._ask_chain, 1.0)] * bool(self._left(list(range(len(self.chains)))))
@@ -111,12 +110,12 @@ class Facts:
         if way < _AT_ONCE:
             return self._ask_code_at_once(name, question, "mixed")
         if way < 2 * _AT_ONCE:
-            return self._ask_code_at_once(name, lookups.DIRECT_QUESTION, "direct")
+            return self._ask_code_at_once(name, phrases.DIRECT_QUESTION, "direct")
         return question.format(name=name), answer, wanted, "pair" if " " in name else "code"
 
     def _ask_code_at_once(self, name: str, question: str, tag: str) -> Asked:
         value = self.codes[name]
-        return question.format(name=name), lookups.DIRECT_ANSWER.format(value=value), [value], tag
+        return question.format(name=name), phrases.DIRECT_ANSWER.format(value=value), [value], tag
 
     def _ask_names(self, most: int) -> Asked:
         names = self._rng.sample(self._alone(), self._rng.randint(2, max(most, 2)))
@@ -147,7 +146,7 @@ class Facts:
         names = self._rng.sample([name for name in self._alone() if name != late] or [late], max(min(most, 12) - 1, 1))
         told, wanted = self._told(names)
         last, _ = self._told([late])
-        question = lookups.LATE_QUESTION.format(names=phrases.listing(names), variable=variable)
+        question = phrases.LATE_QUESTION.format(names=phrases.listing(names), variable=variable)
         link = phrases.VARIABLE_VALUE.format(name=variable, value=late)
         wanted = [*wanted, " " + late, " " + variable, self.codes[late]]
         return question, f"{told} {link} {last}", wanted, "late"
@@ -198,7 +197,7 @@ def _ask_draft(writer: Writer, draft: Draft, wanted: Sequence[str], tag: str, ki
 
 def lists(rng: random.Random, writer: Writer, length: int) -> None:
     """Lists of words: frequent ones, common ones, and how often one of them occurs."""
-    task = rng.choices((frequent_words, common_words, counting.occurrences), (0.6, 0.15 * (length > 700), 0.25))[0]
+    task = rng.choices((frequent_words, common_words, occurrences), (0.6, 0.15 * (length > 700), 0.25))[0]
     if task is frequent_words:
         _frequent(rng, writer, length)
     elif task is common_words:
@@ -220,7 +219,10 @@ def _count(rng: random.Random, writer: Writer, length: int) -> None:
     """A list in which every word's number of occurrences is asked for."""
     names = rng.sample(NAMES, min(max(length // 10, 6), 40))
     counts = {name: rng.randint(1, 9) for name in names[: min(max(length // 40, 3), 12)]}
-    asked = [(counting.QUESTION.format(name=n), counting.ANSWER.format(name=n, count=c)) for n, c in counts.items()]
+    asked = [
+        (phrases.COUNTING_QUESTION.format(name=n), phrases.COUNTING_ANSWER.format(name=n, count=c))
+        for n, c in counts.items()
+    ]
     words = [name for name, count in counts.items() for _ in range(count)]
     left = length - sum(writer.cost(*item) for item in asked) - len(words) - 8
     words += [rng.choice(names[len(counts) :]) for _ in range(max(left, 0))]
@@ -233,14 +235,16 @@ def _count(rng: random.Random, writer: Writer, length: int) -> None:
 def json_records(rng: random.Random, writer: Writer, length: int) -> None:
     """Records in filler, to be turned into JSON."""
     most = min(max((length - 40) // 24, 1), 48)
-    drawn = [records.record(rng, number) for number in range(1, rng.randint(max(most // 3, 1), most) + 1)]
+    drawn = [record(rng, number) for number in range(1, rng.randint(max(most // 3, 1), most) + 1)]
     answer = f"[{', '.join(text for _, text in drawn)}]"
-    left = length - 1 - writer.cost(records.QUESTION, answer) - sum(writer.count(" " + text) for text, _ in drawn)
+    left = (
+        length - 1 - writer.cost(phrases.RECORDS_QUESTION, answer) - sum(writer.count(" " + text) for text, _ in drawn)
+    )
     placed = [(rng.random(), sentence) for group in writer.filler(rng, max(left, 0)) for sentence in group]
     placed += zip(sorted(rng.random() for _ in drawn), (text for text, _ in drawn), strict=True)
     writer.start([text for _, text in sorted(placed)])
     numbers = [part for _, text in drawn for part in text.split('"') if part.isdigit()]
-    writer.ask(records.QUESTION, answer, numbers, "json")
+    writer.ask(phrases.RECORDS_QUESTION, answer, numbers, "json")
 
 
 KINDS: dict[str, Callable[[random.Random, Writer, int], None]] = {

@@ -11,9 +11,7 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvcli.quality.tasks import counting, lookups, records, words
-from kvcli.quality.tasks.phrases import PHRASE_WORDS
-from kvcli.quality.tasks.text import NAMES, VOCABULARY
+from kvcli.quality.tasks.phrases import NAMES, PHRASE_WORDS, VOCABULARY
 
 UNK, BOS, EOS = "<|unk|>", "<|bos|>", "<|eos|>"
 
@@ -35,12 +33,10 @@ _BEFORE_NUMBER = (" is ", " are ", " and ", ", ", " value ", " Record ", ": code
 # What stands between the numbers of a JSON list of records.
 _JSON = (' [{"record": "', '", "code": "', '", "price": "', '"}, {"record": "', '"}]')
 
-_TASK_WORDS = (*records.WORDS, *counting.WORDS, *lookups.WORDS, *words.COMMON_WORDS)
-
 
 def pieces() -> list[tuple[str, float]]:
     """Return the vocabulary in the order of its ids: (piece, score)."""
-    known = sorted(set(VOCABULARY) | set(PHRASE_WORDS) | set(NAMES) | set(_TASK_WORDS))
+    known = sorted(set(VOCABULARY) | set(PHRASE_WORDS) | set(NAMES))
     capitalised = [word for word in known if word[0].isupper() and word not in set(NAMES)]
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n", "\t"]
     ordered = [

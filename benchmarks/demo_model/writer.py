@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizer import GENERATION_PROMPT
 from transformers import PreTrainedTokenizerFast
 
-from kvcli.quality.tasks.text import NAMES, SLOTS, sentence
+from kvcli.quality.tasks.phrases import NAMES, SLOTS, sentence
 
 IGNORED, FILLER, ANSWER, VALUE = 0, 1, 2, 3
 """What a token is to the loss. A VALUE is copied from document or question; ANSWER is the words around it."""

@@ -18,8 +18,7 @@ from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import StepCase, compared
-from kvcli.bench.peers import Transformers
-from kvcli.bench.runs import Load
+from kvcli.bench.runs import Load, Transformers
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.telemetry.timeline import Timeline
 

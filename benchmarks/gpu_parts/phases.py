@@ -1,6 +1,6 @@
 """Where the time of a captured step goes, by phase: the kernels of its replays, as the profiler saw them.
 
-See `kvcli.bench.graph_trace`: a moment belongs to what the step waits for, the rest of what runs then is hidden.
+See `kvcli.bench.phases`: a moment belongs to what the step waits for, the rest of what runs then is hidden.
 Tracing makes small kernels a little slower.
 """
 
@@ -14,7 +14,7 @@ from gpu_parts.frame import NotHere, Row
 from gpu_parts.made_up import workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase
-from kvcli.bench.graph_trace import parts_of, products_of, traced
+from kvcli.bench.phases import parts_of, products_of, traced
 from kvcli.capacity.roofline import PHASES
 
 REPLAYS = 8

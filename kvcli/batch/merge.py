@@ -15,7 +15,7 @@ from kvcli.batch.source import RowSource
 from kvcli.batch.tally import read_state
 from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs.options import Sampling, Template
-from kvcli.telemetry.progress import Progress
+from kvcli.telemetry.observer import Progress
 
 
 class _Place(NamedTuple):

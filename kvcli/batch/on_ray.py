@@ -23,8 +23,7 @@ from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.loading import ModelSpec
-from kvcli.telemetry.observer import Observer
-from kvcli.telemetry.progress import Progress
+from kvcli.telemetry.observer import Observer, Progress
 
 _RESTARTS = 20  # of a worker, before something other than bad luck has to be the cause
 _LOOK = 1.0  # seconds between two looks at the workers

@@ -12,7 +12,7 @@ from typing import Protocol, TextIO
 from pydantic import ValidationError
 from typing_extensions import override
 
-from kvcli.telemetry.progress import Progress
+from kvcli.telemetry.observer import Progress
 
 
 class Watcher(Protocol):

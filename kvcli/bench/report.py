@@ -1,18 +1,22 @@
-"""A profile as data, and its JSON form. Times are milliseconds on the host's clock, sizes bytes, counts exact.
+"""A profile as data, its JSON form, and its tables and notes for the terminal and the HTML page.
 
-The names are a contract with readers of `--json`: fields may be added, but not renamed.
+Times are milliseconds on the host's clock, sizes bytes, counts exact. The names are a contract with readers of
+`--json`: fields may be added, but not renamed.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
-from kvcli.capacity.roofline import Work
+from kvcli.capacity.roofline import Work, rate_rows
+from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import HeadCounts
+from kvcli.ui.summary import Table, counted, duration, rate, size_text, without_empty_columns
 
 SCHEMA_VERSION = 1
 
@@ -139,3 +143,183 @@ class ProfileReport:
         """Serialise as one JSON object; `schema_version` first."""
         body = asdict(self)
         return json.dumps({"schema_version": body.pop("schema_version"), **body}, ensure_ascii=False)
+
+
+def tables(report: ProfileReport) -> list[tuple[str, Table]]:
+    """Give every table with its title: of each context and batch size the step times, then their phases."""
+    found = []
+    for (context, batch), cases in groups(report):
+        name = f"{context:,} tokens, batch {batch}"
+        found.append((f"step at {name}", steps_table(cases)))
+        parts = parts_table(cases)
+        if parts.rows:
+            found.append((f"phases of a step at {name}, ms", parts))
+    return found
+
+
+def groups(report: ProfileReport) -> Iterator[tuple[tuple[int, int], list[Case]]]:
+    """Group the cases by context and batch size."""
+    for load, cases in groupby(report.cases, key=lambda case: (case.context, case.batch)):
+        yield load, list(cases)
+
+
+def steps_table(cases: Sequence[Case]) -> Table:
+    """Tabulate step times with their spread, the speedup over the first case, and transfers."""
+    times = ("", "pipeline", "step", "min to max", "tokens/s", "speedup", "roofline", "of roofline", "equivalent")
+    moves = ("KV heads corrected", "page misses", "recalled a step", "exposed")
+    disk = ("host hits", "from disk a step", "waited for it")
+    held = ("KV device", "KV host", "KV disk", "prefill")
+    return without_empty_columns(Table((*times, *moves, *disk, *held), [_steps_row(case) for case in cases]))
+
+
+def _steps_row(case: Case) -> tuple[str, ...]:
+    if case.step_ms is None:
+        return (case.label, case.pipeline or "-", case.error or "-", *["-"] * 17)
+    step, counts = case.step_ms, case.counts
+    corrected = missed = recalled = exposed = hits = from_disk = waited = "-"
+    if counts is not None:
+        corrected = _share(counts.heads_corrected, counts.heads_checked)
+        if case.host_kv_bytes:
+            missed = _share(counts.misses, counts.pages_requested)
+            moved = _sum(counts.bytes_to_device)
+            recalled = format_bytes(moved / len(counts.bytes_to_device))
+            exposed = f"{_sum(counts.bytes_exposed) / moved:.0%}" if moved else "-"
+        if case.disk_kv_bytes:
+            steps, fetched = len(counts.disk_reads), _sum(counts.host_hits) + _sum(counts.disk_reads)
+            hits = rate(_sum(counts.host_hits), fetched)
+            from_disk = format_bytes(_sum(counts.bytes_from_disk) / steps)
+            waited = duration(sum(map(sum, counts.disk_wait_ms)) / steps)
+    return (
+        case.label,
+        case.pipeline or "-",
+        duration(step.median),
+        f"{duration(step.least)} to {duration(step.most)}",
+        f"{case.tokens_per_s:,.1f}",
+        ratio(case.ratio),
+        duration(case.floor_ms),
+        _over_roofline(case),
+        "-" if case.equivalent_bandwidth is None else f"{case.equivalent_bandwidth / 1e9:,.0f} GB/s",
+        corrected,
+        missed,
+        recalled,
+        exposed,
+        hits,
+        from_disk,
+        waited,
+        size_text(case.device_kv_bytes),
+        size_text(case.host_kv_bytes or None),
+        size_text(case.disk_kv_bytes or None),
+        duration(case.prefill_ms),
+    )
+
+
+def parts_table(cases: Sequence[Case]) -> Table:
+    """Tabulate the milliseconds that a step waits for each phase, and below them the multiple of the phase's roofline.
+
+    The last columns are the time of phases that ran overlapped with others, and the overhead of the clocks.
+    """
+    broken = [(case.label, case.breakdown) for case in cases if case.breakdown is not None]
+    if not broken:
+        return Table(("",), [])
+    phases = [part.phase for part in broken[0][1].parts]
+    columns = ("", "step", *phases, "overlapped", "overhead")
+    rows = []
+    for label, breakdown in broken:
+        hidden = ", ".join(f"{part.phase} {_ms(part.hidden_ms)}" for part in breakdown.parts if part.hidden_ms)
+        parts = [_ms(part.ms) for part in breakdown.parts]
+        overhead = f"{breakdown.disturbance.median - 1:+.0%}"
+        rows.append((label, _ms(breakdown.step_ms), *parts, hidden or "-", overhead))
+        rows.append(("  of roofline", "", *(_of_roofline(part) for part in breakdown.parts), "", ""))
+    return without_empty_columns(Table(columns, rows))
+
+
+def ratio(spread: Spread | None) -> str:
+    """Write a median with its spread: "1.8x (1.7 to 1.9)"."""
+    return "-" if spread is None else f"{spread.median:.2f}x ({spread.least:.2f} to {spread.most:.2f})"
+
+
+def headline(report: ProfileReport) -> str:
+    """Say the main result in a sentence: at the largest load the fastest method beside the first one.
+
+    The text is empty where nothing was measured.
+    """
+    timed = [case for case in largest(report) if case.step_ms is not None and case.kind != "peer"]
+    if not timed:
+        return ""
+    first, *others = timed
+    best = max(others, key=lambda case: case.ratio.median if case.ratio else 0.0, default=first)
+    load = f"At {best.context:,} tokens, batch {best.batch}, a decode step of {best.label} takes {_step(best)}"
+    if best is not first:
+        told_apart = best.ratio is None or not best.ratio.least < 1 < best.ratio.most
+        doubt = "" if told_apart else "; the runs vary too much to tell them apart"
+        return f"{load} and one of {first.label} {_step(first)}, a speedup of {ratio(best.ratio)}{doubt}."
+    return f"{load}, {_over_roofline(best)} its roofline." if best.floor_ms else f"{load}."
+
+
+def largest(report: ProfileReport) -> list[Case]:
+    """Give the cases of the longest context at the largest batch size."""
+    return max(groups(report), key=lambda group: group[0], default=((0, 0), []))[1]
+
+
+def notes(report: ProfileReport) -> list[tuple[str, str]]:
+    """Say how the figures were measured: labels with their texts, the most important first."""
+    options, environment = report.options, report.environment
+    rounds = max((len(case.runs_ms) for case in report.cases), default=0)
+    read = options["kv"] == "read"
+    found = [
+        (
+            "runs",
+            f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, in turn, after "
+            f"{counted(options['warmup'], 'warm-up step')}; a step is the median of the runs' medians, a speedup that "
+            "of the ratios to the first row, each within one round",
+        ),
+        ("KV", "of prompts that the model read" if read else "seeded noise, not a text's"),
+    ]
+    said: dict[str, list[str]] = {}
+    for case in report.cases:
+        for notice in case.notices:
+            said.setdefault(notice, []).append(case.label)
+    found += [("pipeline", f"{', '.join(dict.fromkeys(labels))}: {notice}") for notice, labels in said.items()]
+    if report.model["source"] == "dummy":
+        found.append(("weights", "random: queries turn at every step, so corrections and recalls are the worst case"))
+    rates = ", ".join(f"{label} {value}" for label, value in rate_rows(report.ceilings))
+    found.append(("roofline", f"the bytes and operations of a step, at rates measured here: {rates}"))
+    if report.model["device"] == "cpu":
+        found.append(
+            (
+                "CPU",
+                "nothing overlaps, so every recall is exposed; data in the processor's caches can be faster than the "
+                "roofline, which is that of memory",
+            )
+        )
+    machine = f"{environment['device']}, {environment['threads']} threads, {environment['cores']} cores"
+    return [*found, ("machine", f"{machine}, load average {environment['load']} at the end")]
+
+
+def _step(case: Case) -> str:
+    return duration(case.step_ms.median if case.step_ms else None)
+
+
+def _over_roofline(case: Case) -> str:
+    """Write the multiple of its roofline that a step takes."""
+    return f"{case.step_ms.median / case.floor_ms:.1f}x" if case.step_ms and case.floor_ms else "-"
+
+
+def _of_roofline(part: PhaseTime) -> str:
+    """Write the multiple of its roofline that a phase takes; nothing where there is no time or no roofline."""
+    if not part.ms or not part.floor_ms:
+        return ""
+    times = part.ms / part.floor_ms
+    return f"{times:.1f}x" if times < 99.95 else f"{times:,.0f}x"
+
+
+def _ms(value: float) -> str:
+    return "-" if value == 0 else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def _share(part: Sequence[Sequence[int]], whole: Sequence[Sequence[int]]) -> str:
+    return rate(_sum(part), _sum(whole)) if _sum(whole) else "-"
+
+
+def _sum(counts: Sequence[Sequence[int]]) -> int:
+    return sum(map(sum, counts))

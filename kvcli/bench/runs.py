@@ -1,26 +1,33 @@
-"""What is run: a method under a profile by kvcli's own loop, from KV that is made up or a prompt that is really read.
+"""What is run: a method under a profile by kvcli's own loop, or transformers' own caches on the same weights.
 
 How long a step takes depends on how many tokens are held, not on their values, with one exception: what is selected,
 corrected and recalled follows the queries. Made-up KV spares a prefill that takes minutes on a CPU; tokens that are
 read (a document, or seeded ones) make selections that are the model's own.
+
+Peers run under transformers' `generate`. Their KV is always random, because the time of full attention does not depend
+on its values. kvpress is not among them: its releases (0.5.5) need transformers below 5.3, which cannot be installed
+beside the version that kvcli needs.
 """
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Cache, DynamicCache
+from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from kvcli.bench.graph_trace import Kernel, parts_of, products_of, spans_of, traced
-from kvcli.bench.phases import StepParts
-from kvcli.bench.timelines import module_spans
+from kvcli.bench.phases import Kernel, StepParts, module_spans, parts_of, products_of, spans_of, traced
 from kvcli.capacity.memory import planned_method
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import Work, step_work
-from kvcli.inputs.profiles import Profile
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.inputs.variants import Variant, ablated
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.memory.tiers import Footprint
@@ -28,6 +35,7 @@ from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, GRAPH, gpu_step_of
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
+from kvcli.models.layers import cache_argument
 from kvcli.models.loading import Model
 from kvcli.runtime.decode import decode
 from kvcli.runtime.engine import Engine, engine
@@ -252,7 +260,7 @@ class Decoding:
             for sequence in sequences
         )
         footprint = sum((method.footprint() for method in methods), Footprint())
-        products = products_of(self.model.module, foretold_by(methods[0])) if replays else []
+        products = products_of(self.model.module, predicted_by(methods[0])) if replays else []
         parts = None if phased else parts_of(replays, products)
         timeline.spans.extend(spans_of(replays, products))
         prefill_ms = self.source.prefill_ms(self.profile)
@@ -260,7 +268,7 @@ class Decoding:
         return TimedRun(sequences[0].decode_ms[load.warmup :], *known)
 
 
-def foretold_by(method: AnyMethod) -> list[int]:
+def predicted_by(method: AnyMethod) -> list[int]:
     """Layers of a method whose queries are made a layer ahead."""
     plan = method.step_plan
     return [layer for layer in method.retrieval if layer] if plan is not None and plan.when == "ahead" else []
@@ -268,3 +276,88 @@ def foretold_by(method: AnyMethod) -> list[int]:
 
 def _total(counters: Sequence[Counters], count: Count) -> int:
     return sum(layer[count] for each in counters for step in each.counts for layer in step)
+
+
+_RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"
+
+
+class TokenClock(BaseStreamer):
+    """Records when the tokens of each step arrive on the host: `times` in seconds, the first one that of the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    @override
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(perf_counter())
+
+    @override
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """`generate` with a `DynamicCache`: resident, or offloaded to host memory layer by layer."""
+
+    model: Model
+    noise: RandomKV
+    offloading: bool = False
+    kind: str = "peer"
+    profile: None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the cache."""
+        return _OFFLOADED if self.offloading else _RESIDENT
+
+    def pipeline(self, load: Load) -> None:
+        """Say nothing: its steps are transformers' own."""
+
+    @torch.inference_mode()
+    def run(self, load: Load, timeline: Timeline) -> TimedRun:  # noqa: ARG002
+        """Decode once; the phases of the step are not timed."""
+        clock, cache = TokenClock(), self.cache(load)
+        for layer in self.model.geometry.layers:
+            k, v = self.noise.kv(layer, load.context)
+            cache.update(*(x[None].expand(load.batch, -1, -1, -1) for x in (k, v)), layer.index)
+        ids = torch.ones(load.batch, load.context + 1, dtype=torch.long, device=self.model.device)
+        generate: Any = self.model.module.generate
+        with self.attention():
+            generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **{cache_argument(self.model.module): cache},
+                max_new_tokens=load.max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=clock,
+            )
+        steps = [1000 * (later - earlier) for earlier, later in pairwise(clock.times)]
+        return TimedRun(steps[len(steps) - load.steps :])
+
+    def cache(self, load: Load) -> Cache:  # noqa: ARG002
+        """Make an empty cache."""
+        return DynamicCache(config=self.model.module.config, offloading=self.offloading)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Choose the kernels of attention: all but cuDNN, which torch prefers on some GPUs.
+
+        cuDNN plans every length anew, which takes tens of milliseconds a step.
+        """
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def peer_profiles(device: torch.device) -> dict[str, Profile]:
+    """List the caches that run on a device: by label a profile that needs as much memory.
+
+    The offloaded cache needs CUDA.
+    """
+    resident = {_RESIDENT: resolve_profile("full")}
+    return resident | {_OFFLOADED: resolve_profile("offload")} if device.type == "cuda" else resident
+
+
+def left_out(device: torch.device) -> list[str]:
+    """List the peers that cannot run here, each with the reason."""
+    offloaded = [] if device.type == "cuda" else [f"{_OFFLOADED}: it needs CUDA"]
+    return [*offloaded, "kvpress: its releases need transformers below 5.3"]

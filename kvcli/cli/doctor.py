@@ -40,8 +40,7 @@ def doctor(
     """
     check_outputs({"-o": output.output})
 
-    from kvcli.bench.doctor import examine, usable
-    from kvcli.bench.model_check import examine_model
+    from kvcli.bench.doctor import examine, examine_model, usable
     from kvcli.ui import console
 
     with progress(output.quiet) as observer:

@@ -163,12 +163,9 @@ def evaluate(
 
 def _text(table: EvaluationTable, to_file: bool) -> str:
     """The table for people; the needle grid's heat maps below it."""
-    from kvcli.quality.eval import layout
+    from kvcli.quality.eval.layout import heat_maps, tables
     from kvcli.ui import console
 
-    maps = [
-        console.HeatMap(f"{found.title}: score in %", "depth", found.rows, found.columns, found.values)
-        for found in layout.heat_maps(table)
-    ]
-    text = console.render_tables(layout.tables(table), to_file)
+    text = console.render_tables(tables(table), to_file)
+    maps = heat_maps(table)
     return text + console.render_heat_maps(maps, to_file) if maps else text

@@ -41,7 +41,7 @@ def list_entries(store: Store, output: Annotated[Output, Some("json debug")]) ->
     if output.as_json:
         write_stdout(json.dumps(rows) + "\n")
         return
-    from kvcli.ui.console.results import render_tables
+    from kvcli.ui.console import render_tables
     from kvcli.ui.summary import Table
 
     columns = ("name", "tokens", "of prompt", "size", "used", "document")

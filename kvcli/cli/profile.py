@@ -83,8 +83,8 @@ def profile(
 
     from kvcli.bench.profiler import ProfileRequest
     from kvcli.bench.profiler import profile as run
+    from kvcli.bench.report import notes, tables
     from kvcli.bench.runs import entries
-    from kvcli.bench.tables import notes, tables
     from kvcli.telemetry.timeline import chrome_trace
     from kvcli.ui import console
 

@@ -24,15 +24,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import usage_error
-from kvcli.ui.summary import Table
+from kvcli.ui.summary import HeatMap, Table, folded
 
 if TYPE_CHECKING:
-    from altair import Chart, FacetChart, LayerChart
+    from altair import Chart, Color, FacetChart, LayerChart
 
 # The colours are variables of page.css: the browser fills them in, for light or for dark.
 PALETTE = tuple(f"var(--c{index})" for index in range(10))
 """Colours for categories, told apart with colour-blind eyes as well, in the order of use."""
 
+_ROW, _LEAST_ROW, _HEIGHT = 26, 8, 400  # pixels of a heat map's row, and of a whole map at the most where rows give
 _FONT = "system-ui, sans-serif"
 _CONFIG: dict[str, Any] = {
     "background": "transparent",
@@ -87,31 +88,52 @@ def chart_of(rows: Sequence[Mapping[str, Any]]) -> Chart:
     return alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
 
 
-def heat_map(
-    rows: Sequence[Mapping[str, Any]], across: str, down: str, value: str, title: str = "", text: str = ".0%"
-) -> Chart:
-    """Draw a square for each row of data, the stronger the closer its `value` is to 1; pointing at it shows the row.
+def coloured(field: str, domain: Sequence[str] | None = None, **options: Any) -> Color:
+    """Colour by a category, in the order in which its values come or in that of `domain`."""
+    import altair as alt
 
-    The value has a `title`, its number the form `text`. One colour that the page shines through suits light and dark.
+    own: dict[str, Any] = {"range": list(PALETTE)}
+    if domain is not None:
+        own = {"domain": list(domain), "range": [colour(index) for index in range(len(domain))]}
+    return alt.Color(field, sort=None, scale=alt.Scale(**own), **options)
+
+
+def heat_map(found: HeatMap, value: str, text: str, numbers: bool = False) -> Chart | LayerChart:
+    """Draw a square for each number of a map, the stronger the closer it is to the most; pointing at it shows it.
+
+    A number is a `value` in the form `text`. With `numbers` it stands in its square, else a legend says what is strong.
+    One colour that the page shines through suits light and dark, and numbers stay readable on it.
     """
     import altair as alt
 
-    strength = alt.Scale(domain=[0, 1], range=[0.06, 1])
-    others = [f"{key}:N" for key in (rows[0] if rows else ()) if key != value]
-    squares: Chart = (
-        chart_of(rows)
-        .mark_rect(fill="var(--accent)", stroke="var(--paper)")
-        .encode(
-            x=alt.X(f"{across}:O", sort=None, axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y(f"{down}:O", sort=None, axis=alt.Axis(labelOverlap=True)),
-            fillOpacity=alt.FillOpacity(
-                f"{value}:Q", title=title or value, scale=strength, legend=alt.Legend(format=text)
-            ),
-            tooltip=[*others, alt.Tooltip(f"{value}:Q", format=text)],
-        )
-        .properties(height=alt.Step(max(8, min(26, 400 // (1 + len({row[down] for row in rows}))))))
+    rows = [
+        {found.down: row, found.across: column, value: number} | ({"of": found.notes[y][x]} if found.notes else {})
+        for y, (row, cells) in enumerate(zip(found.rows, found.values, strict=True))
+        for x, (column, number) in enumerate(zip(found.columns, cells, strict=True))
+        if number is not None
+    ]
+    others = [found.down, found.across, *(["of"] if found.notes else [])]
+    strength = alt.Scale(domain=[0, found.most], range=[0.05, 0.5 if numbers else 1])
+    base = chart_of(rows).encode(
+        x=alt.X(f"{found.across}:O", sort=list(found.columns), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+        y=alt.Y(f"{found.down}:O", sort=list(found.rows), axis=alt.Axis(labelOverlap=not numbers)),
+        tooltip=[*(f"{name}:N" for name in others), alt.Tooltip(f"{value}:Q", format=text)],
     )
-    return squares
+    squares = base.mark_rect(fill="var(--accent)", stroke="var(--paper)").encode(
+        fillOpacity=alt.FillOpacity(
+            f"{value}:Q", scale=strength, legend=None if numbers else alt.Legend(format=text, title=found.title)
+        )
+    )
+    height = _ROW if numbers else max(_LEAST_ROW, min(_ROW, _HEIGHT // (1 + len(found.rows))))
+    drawn: Chart | LayerChart = (
+        squares + base.mark_text().encode(text=alt.Text(f"{value}:Q", format=text)) if numbers else squares
+    )
+    return drawn.properties(height=alt.Step(height))
+
+
+def labelled(known: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Make labels of names, with their values."""
+    return [(name.replace("_", " "), value) for name, value in known.items()]
 
 
 def check_installed() -> None:
@@ -143,7 +165,7 @@ class Page:
         """Add a chart as wide as the page; `caption` says what it shows, to those who do not see it as well."""
         self._parts.append(self._figure(chart, caption))
 
-    def charts(self, charts: Iterable[tuple[Chart | LayerChart, str]]) -> None:
+    def charts(self, charts: Iterable[tuple[Chart | LayerChart | FacetChart, str]]) -> None:
         """Add small charts with their captions side by side, as many in a row as the window has room for."""
         figures = "".join(self._figure(chart, caption) for chart, caption in charts)
         self._parts.append(f'<div class="multiples">{figures}</div>')
@@ -161,13 +183,6 @@ class Page:
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
 
-    def side_by_side(self, charts: Iterable[tuple[Chart | LayerChart | FacetChart, str]]) -> None:
-        """Add charts with their captions beside each other, or one below the other on a narrow page."""
-        self._parts.append('<div class="side-by-side">')
-        for chart, caption in charts:
-            self.chart(chart, caption)
-        self._parts.append("</div>")
-
     def table(self, table: Table, caption: str = "") -> None:
         """Add a table; all but its first column are numbers."""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
@@ -177,6 +192,12 @@ class Page:
             '<div class="scroll" tabindex="0" role="region" aria-label="table">'
             f"<table>{label}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         )
+
+    def tables(self, titled: Iterable[tuple[str, Table]], width: int | None = None) -> None:
+        """Add tables under their titles; what is wider than `width` characters goes on below."""
+        for title, table in titled:
+            for number, part in enumerate([table] if width is None else folded(table, width)):
+                self.table(part, f"{title}, continued" if number else title)
 
     def facts(self, rows: Iterable[tuple[str, object]]) -> None:
         """Add labels with their values: texts, numbers, lists and mappings of them; what has no value is left out."""

@@ -1,10 +1,14 @@
-"""What a report says, in words and numbers a person reads; the console lays it out."""
+"""What reports say, in words and numbers a person reads; the console and the HTML page lay it out."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcli.sizes import format_bytes
+from kvcli.telemetry.observer import Progress
 from kvcli.telemetry.report import Cache, Report, Sequence, Step
 
 _NAME = 18
@@ -17,6 +21,28 @@ class Table:
 
     columns: tuple[str, ...]
     rows: Many[tuple[str, ...]]
+
+    def only(self, columns: Many[int]) -> Table:
+        """Keep the columns of these numbers."""
+        head, *rows = (tuple(cells[i] for i in columns) for cells in (self.columns, *self.rows))
+        return Table(head, rows)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A number for every row and column, None where there is none; `down` and `across` say what those are.
+
+    The numbers are of 0 to `most`. `notes`, where there are any, are said of single ones in an HTML page.
+    """
+
+    title: str
+    down: str
+    across: str
+    rows: Many[str]
+    columns: Many[str]
+    values: Many[Many[float | None]]
+    most: float = 100.0
+    notes: Many[Many[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +78,37 @@ def rate(part: int, whole: int) -> str:
     return f"{part:,} / {whole:,}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
 
 
+def percent(share: float | None) -> str:
+    """A share in per cent: "3.5 %", "-" for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def size_text(count: float | None) -> str:
+    """A number of bytes: "1.5 MiB", "-" for None."""
+    return "-" if count is None else format_bytes(count)
+
+
 def per_second(tokens: int, ms: float) -> str:
     """Throughput: "3,154 tokens/s", "-" where no time passed."""
     return _speed(1000 * tokens / ms if ms else None)
+
+
+def without_empty_columns(table: Table) -> Table:
+    """Leave out the columns in which no row has anything to say."""
+    nothing = {"", "-", "0", "0 / 0", "0 B"}
+    keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
+    return table.only(keep)
+
+
+def folded(table: Table, width: int) -> list[Table]:
+    """Split a table that is wider than `width` characters by its columns; every part begins with the first column."""
+    widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return [table.only(part) for part in parts]
 
 
 def heading(report: Report) -> str:
@@ -159,6 +213,46 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
     peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]
     peak = " · ".join(f"{name} {format_bytes(size)}" for name, size in peaks if size)
     return [("KV cache", " · ".join(cache))] + ([("peak memory", peak)] if peak else [])
+
+
+def origin_rows(report: Report) -> list[tuple[str, str]]:
+    """What was read, shared and loaded of all prompts, and what was saved.
+
+    Nothing where every prompt was read, and nothing saved.
+    """
+    origins = [sequence.kv for sequence in report.sequences]
+    loaded, shared = (sum(getattr(kv, name) for kv in origins) for name in ("disk_tokens", "shared_tokens"))
+    rows = []
+    if loaded or shared:
+        parts = [f"{sum(kv.read_tokens for kv in origins if kv.read_tokens):,} tokens read"]
+        if shared:
+            held = sum(kv.shared_bytes for kv in origins)
+            parts.append(f"{shared:,} shared" + (f" ({format_bytes(held)} of host memory)" if held else ""))
+        if loaded:
+            size, ms = sum(kv.disk_bytes for kv in origins), sum(kv.disk_ms for kv in origins)
+            parts.append(f"{loaded:,} from disk ({_in_time(size, ms)})")
+        rows.append(("prompts", " · ".join(parts)))
+    for each in report.saved:
+        if each.error is None:
+            what = f"{each.tokens:,} tokens of {each.source}, {_in_time(each.bytes, each.write_ms)}"
+            rows.append(("saved", f"{what}, beside the prefill"))
+    return rows
+
+
+def placement_rows(report: Report) -> list[tuple[str, str]]:
+    """Which layers lay on which device, where they were several."""
+    pieces = report.model.get("placement", ())
+    said = [f"{piece['device']} {_layers(*piece['layers'])}" for piece in pieces]
+    return [("layers", " · ".join(said))] if said else []
+
+
+def _layers(first: int, last: int) -> str:
+    return "none" if last < first else f"{first}" if last == first else f"{first}-{last}"
+
+
+def _in_time(size: int, ms: float) -> str:
+    rate = f", {format_bytes(1000 * size / ms)}/s" if ms else ""
+    return f"{format_bytes(size)} in {duration(ms)}{rate}"
 
 
 def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
@@ -279,22 +373,27 @@ def _speed(tokens_per_s: float | None) -> str:
     return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 99.95 else _digits(tokens_per_s, "tokens/s")
 
 
-def without_empty_columns(table: Table) -> Table:
-    """Leave out the columns in which no row has anything to say."""
-    nothing = {"", "-", "0", "0 / 0", "0 B"}
-    keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
-    return Table(tuple(table.columns[i] for i in keep), [tuple(row[i] for i in keep) for row in table.rows])
+def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
+    """Label and value, line by line; what there is nothing of is left out."""
+    earlier = f", {found.earlier:,} of them before" if found.earlier else ""
+    yield "rows", f"{found.ended:,} of {found.total:,} have a result{earlier}"
+    if failed := found.failed + found.earlier_failed:
+        yield "failed", f"{failed:,}; --retry-errors does them again"
+    if found.in_flight:
+        yield "in flight", f"{found.in_flight:,}"
+    if found.prompt_tokens:
+        shared = f" and {found.shared_tokens:,} shared" if found.shared_tokens else ""
+        yield "prompts", f"{found.prompt_tokens:,} tokens read{shared}"
+    if found.output_tokens:
+        rows = f", {found.output_tokens / found.steps:.1f} rows a step" if found.steps else ""
+        yield "output", f"{found.output_tokens:,} tokens, {found.output_tokens_per_second:,.1f} a second{rows}"
+    if found.seconds and found.output_tokens:
+        yield "time", f"{duration(1000 * found.seconds)}, {shares(found)}"
+    if found.left_seconds and found.in_flight:
+        yield "left", f"about {duration(1000 * found.left_seconds)}"
 
 
-def folded(table: Table, width: int) -> list[Table]:
-    """Split a table that is wider than `width` characters by its columns; every part begins with the first column."""
-    widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
-    parts: list[list[int]] = [[0]]
-    for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
-            parts.append([0])
-        parts[-1].append(column)
-    return [
-        Table(tuple(table.columns[i] for i in part), [tuple(row[i] for i in part) for row in table.rows])
-        for part in parts
-    ]
+def shares(found: Progress) -> str:
+    """How the time was divided."""
+    whole = found.seconds or 1.0
+    return f"prefill {found.prefill_seconds / whole:.0%}, decode {found.decode_seconds / whole:.0%}"

@@ -6,8 +6,8 @@ from families import FAMILIES, tiny_model
 from kernel_modules import kernel_names
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.bench import graph_trace
-from kvcli.bench.graph_trace import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
+from kvcli.bench import phases
+from kvcli.bench.phases import Kernel, parts_of, phases_of, products_of, replays_of, spans_of
 from kvcli.capacity.roofline import PHASES
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.gpu.fused import fused_layers
@@ -120,8 +120,8 @@ class Products(TorchDispatchMode):
 
 def test_every_kernel_of_ours_has_a_phase():
     assert len(kernel_names()) > 30
-    assert kernel_names() == {*graph_trace._PHASE_OF, *graph_trace.BY_PLACE}
-    assert set(graph_trace._PHASE_OF.values()) <= set(PHASES)
+    assert kernel_names() == {*phases._KERNEL_PHASES, *phases.BY_PLACE}
+    assert set(phases._KERNEL_PHASES.values()) <= set(PHASES)
 
 
 def test_the_head_and_the_choice_of_a_greedy_step():

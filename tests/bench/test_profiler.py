@@ -9,11 +9,11 @@ from operator import truediv
 import pytest
 from families import tiny_checkpoint
 
-from kvcli.bench import rounds
+from kvcli.bench import profiler
 from kvcli.bench.phases import step_parts
 from kvcli.bench.profiler import ProfileRequest, profile
+from kvcli.bench.report import notes
 from kvcli.bench.runs import Decoding, Entry, Load, RandomContext, entries
-from kvcli.bench.tables import notes
 from kvcli.capacity import memory, roofline
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, Rate
@@ -380,7 +380,7 @@ def test_counts_add_up_sequences_without_the_warmup():
             made.add_heads(1, Count.MISSES, [step, 1])
         return made
 
-    found = rounds.counts([counters(), counters()], 1)
+    found = profiler.counts([counters(), counters()], 1)
     assert found.misses == [[0, 4], [0, 6]]
     none, of_heads = found.by_head
     assert none is None

@@ -8,8 +8,19 @@ import pytest
 
 from kvcli.bench.html import page
 from kvcli.bench.profiler import Outcome, case_name
-from kvcli.bench.report import Breakdown, Case, Counts, PhaseTime, ProfileReport, Spread
-from kvcli.bench.tables import headline, notes, parts_table, steps_table, tables
+from kvcli.bench.report import (
+    Breakdown,
+    Case,
+    Counts,
+    PhaseTime,
+    ProfileReport,
+    Spread,
+    headline,
+    notes,
+    parts_table,
+    steps_table,
+    tables,
+)
 from kvcli.telemetry.report import HeadCounts
 from kvcli.telemetry.timeline import Span
 from kvcli.ui import html as pages
@@ -194,10 +205,12 @@ def test_a_page_has_the_pictures_and_the_figures(shown):
     assert len({row["x"] for row in values(contexts)}) == 4, "points of several methods do not cover each other"
     assert [(row["start"], row["end"], row["layer"]) for row in values(timeline)] == [(1, 3, 1)] * 2
     assert {row["share"] for row in values(corrected)} == {0.25}
-    assert [(row["step"], row["layer"], row["share"]) for row in values(missed)] == [(0, 1, 0.5), (1, 1, 0), (2, 1, 1)]
+    assert [(row["step"], row["layer"], row["share"]) for row in values(missed)] == [
+        (f"{step}", "1", share) for step, share in enumerate([0.5, 0, 1])
+    ]
     for chart, shares in ((corrected_heads, [0.5, 0]), (missed_heads, [1, 0])):
         found = [(row["layer"], row["KV head"], row["share"]) for row in values(chart)]
-        assert found == [(1, head, share) for head, share in enumerate(shares)]
+        assert found == [("1", f"{head}", share) for head, share in enumerate(shares)]
     assert html.count("<table>") == 6
     assert html.count("<caption>step at 1,024 tokens, batch 1, continued</caption>") == 1
     assert "1.1 GB/s, measured" in html

@@ -7,7 +7,7 @@ import torch
 from families import FAMILIES, LAYERS, tiny_model
 from torch import nn
 
-from kvcli.bench.timelines import module_spans
+from kvcli.bench.phases import module_spans
 from kvcli.models.geometry import attention_modules
 from kvcli.runtime.linear import cpu_linears
 from kvcli.telemetry.timeline import Timeline

@@ -4,9 +4,9 @@ import io
 
 from rich.console import Console
 
-from kvcli.telemetry.progress import Progress
-from kvcli.ui.batch import progress_rows
+from kvcli.telemetry.observer import Progress
 from kvcli.ui.console import BatchDisplay, render_batch
+from kvcli.ui.summary import progress_rows
 
 HALF = Progress(
     total=2000,

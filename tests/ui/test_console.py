@@ -10,9 +10,7 @@ from rich.text import Text
 from kvcli.errors import KvcliError
 from kvcli.telemetry.report import Sequence
 from kvcli.ui import console as shown
-from kvcli.ui.console.progress import _TimeLeft
-from kvcli.ui.console.tables import table_of
-from kvcli.ui.console.terminal import EscapingConsole, rendered
+from kvcli.ui.console import EscapingConsole, _TimeLeft, rendered, table_of
 from kvcli.ui.escape import visible
 from kvcli.ui.summary import Table, duration, per_second, rate, timeline_rows
 

@@ -7,7 +7,8 @@ import altair as alt
 
 from kvcli.quality.calibrate.curve import value_text
 from kvcli.quality.calibrate.outcome import Calibration
-from kvcli.ui.html import PALETTE, Page, chart_of, colour, heat_map
+from kvcli.ui.html import Page, chart_of, colour, coloured, heat_map, labelled
+from kvcli.ui.summary import HeatMap
 
 _NAMED = 12  # points, up to which each has its value beside it
 _NOTHING = 1e-9  # a figure that counts as zero
@@ -38,10 +39,9 @@ def page(found: Calibration) -> str:
     if "spectrum" in found.figures:
         made.section("Spectrum of the keys", "Relative error (Frobenius) of keys without rotation at each rank.")
         made.chart(_spectrum(found.figures["spectrum"]), "Relative error of the keys against rank, one line a layer.")
-    for title, table in others:
-        made.table(table, title)
+    made.tables(others)
     made.section("Where this comes from")
-    made.facts([(key.replace("_", " "), value) for key, value in origin.items()])
+    made.facts(labelled(origin))
     return made.render()
 
 
@@ -79,7 +79,7 @@ def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequ
     ]
     spread = alt.Scale(type="log" if min(row["cost"] for row in rows) > 0 else "linear", nice=False, padding=24)
     unit = f", {cost.unit}" if cost.unit not in cost.name else ""
-    shade = alt.Color("group:N", title=keys[-1].replace("_", " "), sort=None, scale=alt.Scale(range=list(PALETTE)))
+    shade = coloured("group:N", title=keys[-1].replace("_", " "))
     base = chart_of(rows).encode(
         x=alt.X("cost:Q", title=f"{cost.name}{unit}", scale=spread, axis=alt.Axis(format="~s", tickCount=8)),
         y=alt.Y(
@@ -97,13 +97,11 @@ def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequ
     return [base.mark_line(strokeOpacity=0.4), points, *([names] if len(rows) < _NAMED else [])]
 
 
-def _similarity(layers: list[dict[str, Any]]) -> alt.Chart:
-    rows = [
-        {"layer": layer["layer"], "KV head": head, "cosine": cosine}
-        for layer in layers
-        for head, cosine in enumerate(layer["heads"])
-    ]
-    return heat_map(rows, "KV head", "layer", "cosine", text=".3f")
+def _similarity(layers: list[dict[str, Any]]) -> alt.Chart | alt.LayerChart:
+    heads = [str(head) for head in range(max(len(layer["heads"]) for layer in layers))]
+    rows = [[*layer["heads"], *[None] * (len(heads) - len(layer["heads"]))] for layer in layers]
+    names = [f"{layer['layer']}" for layer in layers]
+    return heat_map(HeatMap("cosine", "layer", "KV head", names, heads, rows, most=1.0), "cosine", ".3f")
 
 
 def _below(rows: list[dict[str, float]]) -> alt.Chart:

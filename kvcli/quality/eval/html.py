@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import altair as alt
 
-from kvcli.quality.eval import layout
-from kvcli.quality.eval.layout import ScoreMap
+from kvcli.quality.eval.layout import COST, heat_maps, mean, overview, tables
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import EvaluationTable, VariantCost
-from kvcli.ui.html import PALETTE, Page, chart_of
+from kvcli.ui.html import Page, chart_of, coloured, heat_map, labelled
+from kvcli.ui.summary import HeatMap, Table
 
-_ROW = 26  # pixels of a row of a heat map
 _MARK = 0.014  # width of a mark as a part of the axis
 _AXES: tuple[tuple[str, str, Literal["log", "symlog"]], ...] = (  # costs differ by a hundred times, and may be nothing
     ("attended", "tokens attended per KV head and step", "log"),
@@ -27,15 +26,17 @@ _LOW = 60  # per cent, below which the axis of scores starts at 0
 def page(table: EvaluationTable) -> str:
     """Make the page's HTML. Needs the extra `html`, see `kvcli.ui.html.check_installed`."""
     made = Page("kvcli eval", f"{table.configuration['model']}: {', '.join(table.configuration['tasks'])}")
-    tables = layout.tables(table)
-    glance = layout.overview(table)
+    titled = tables(table)
+    costs = [each for each in titled if each[0].startswith(COST)]
+    scores = [each for each in titled if each not in costs]
+    glance = overview(table)
     many = len(glance.means) > _FEW
     if many:
         made.section("At a glance", "Mean of all tasks in per cent, the best method first.")
         caption = "One without a budget has the same figure under every budget." if glance.repeated else ""
-        made.chart(_heat(glance.heat_map()), f"Columns are tokens of the prompt and of the budget. {caption}".strip())
+        made.chart(_scores(glance.heat_map()), f"Columns are tokens of the prompt and of the budget. {caption}".strip())
     else:
-        _add_scores(made, tables)
+        _add_scores(made, scores)
     rows = _trade_rows(table)
     curves = [row for row in rows if row["budget"] is not None]
     if len({row["budget"] for row in curves}) > 1:
@@ -48,26 +49,21 @@ def page(table: EvaluationTable) -> str:
             _trade(rows),
             "Mean score against tokens attended per KV head and step; marks in one place stand side by side.",
         )
-    maps = layout.heat_maps(table)
-    if maps:
+    if maps := heat_maps(table):
         made.section("Needle grid", "Score in per cent by the depth of the needle and the tokens of the document.")
-        made.charts((_heat(each), each.title) for each in maps)
+        made.charts((_scores(each), each.title) for each in maps)
     if many:
-        _add_scores(made, tables)
+        _add_scores(made, scores)
     made.section("Costs")
-    for title, content in tables:
-        if title.startswith(layout.COST):
-            made.table(content, title)
+    made.tables(costs)
     made.section("Where this comes from")
-    made.facts([(key.replace("_", " "), value) for key, value in (table.configuration | table.environment).items()])
+    made.facts(labelled(table.configuration | table.environment))
     return made.render()
 
 
-def _add_scores(made: Page, tables: Sequence[layout.Titled]) -> None:
+def _add_scores(made: Page, scores: Sequence[tuple[str, Table]]) -> None:
     made.section("Scores")
-    for title, content in tables:
-        if not title.startswith(layout.COST):
-            made.table(content, title)
+    made.tables(scores)
 
 
 def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
@@ -86,7 +82,7 @@ def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
                         "method": variant.name,
                         "variant": variant.label,
                         "length": "files" if length is None else f"{length:,}",
-                        "score": (score := layout.mean([result.score for result in found])).value,
+                        "score": (score := mean([result.score for result in found])).value,
                         "low": score.value - (score.stderr or 0.0),
                         "high": score.value + (score.stderr or 0.0),
                         "attended": sum(read) / len(read),
@@ -113,7 +109,7 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
                 axis=alt.Axis(format=",d", values=_powers_of_two(widest)),
             ),
             y=alt.Y("score:Q", title="score, %", scale=alt.Scale(domain=[bottom, 100]), axis=alt.Axis(tickCount=5)),
-            color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
+            color=coloured("method:N"),
             shape=alt.Shape("length:N", sort=None, title="prompt tokens"),
             tooltip=[
                 "variant:N",
@@ -133,7 +129,7 @@ def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str, scale: Liter
         x=alt.X(
             f"{figure}:Q", title=title, scale=alt.Scale(type=scale, nice=False, padding=12), axis=alt.Axis(tickCount=5)
         ),
-        color=alt.Color("method:N", sort=None, scale=alt.Scale(range=list(PALETTE))),
+        color=coloured("method:N"),
         detail="length:N",
         opacity=alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.06)),
         tooltip=[
@@ -170,21 +166,5 @@ def _powers_of_two(largest: float) -> list[int]:
     return [2**power for power in range(math.ceil(math.log2(largest)) + 1)]
 
 
-def _heat(heat_map: ScoreMap) -> alt.LayerChart:
-    rows = [
-        {heat_map.down: row, heat_map.across: column, "score": score}
-        for row, scores in zip(heat_map.rows, heat_map.values, strict=True)
-        for column, score in zip(heat_map.columns, scores, strict=True)
-        if score is not None
-    ]
-    base = chart_of(rows).encode(
-        x=alt.X(f"{heat_map.across}:O", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y(f"{heat_map.down}:O", title=None, sort=None, axis=alt.Axis(labelOverlap=False)),
-        tooltip=[f"{heat_map.down}:O", f"{heat_map.across}:O", alt.Tooltip("score:Q", format=".1f")],
-    )
-    # Seen through to the page, one colour suits light and dark, and the numbers stay readable on it.
-    shade = alt.FillOpacity("score:Q", legend=None, scale=alt.Scale(domain=[0, 100], range=[0.05, 0.5]))
-    squares = base.mark_rect(fill="var(--accent)", stroke="var(--paper)", strokeWidth=2).encode(fillOpacity=shade)
-    numbers = base.mark_text().encode(text=alt.Text("score:Q", format=".0f"))
-    layered: alt.LayerChart = (squares + numbers).properties(height=_ROW * len(heat_map.rows))
-    return layered
+def _scores(found: HeatMap) -> alt.Chart | alt.LayerChart:
+    return heat_map(found, "score", ".0f", numbers=True)

@@ -8,16 +8,13 @@ from itertools import product
 
 from kvcli.quality.eval.suite import PERPLEXITY
 from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
-from kvcli.sizes import format_bytes
-from kvcli.ui import summary
-
-Titled = tuple[str, summary.Table]
+from kvcli.ui.summary import HeatMap, Table, duration, percent, size_text, without_empty_columns
 
 COST = "cost"
 """What the titles of the tables of costs begin with."""
 
 
-def tables(table: EvaluationTable) -> list[Titled]:
+def tables(table: EvaluationTable) -> list[tuple[str, Table]]:
     """Return scores and costs of each length, one variant a row, and pass@k where there are several samples."""
     found = []
     for length in dict.fromkeys(result.length for result in table.results):
@@ -28,18 +25,6 @@ def tables(table: EvaluationTable) -> list[Titled]:
             found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
         found.append((f"{COST}{where}: tokens attended per KV head, bytes, time", _costs(results)))
     return found
-
-
-@dataclass(frozen=True)
-class ScoreMap:
-    """Scores in per cent; `down` and `across` say what rows and columns are."""
-
-    title: str
-    down: str
-    across: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
 
 
 @dataclass(frozen=True)
@@ -55,13 +40,13 @@ class Overview:
         """Whether a mean stands at several places."""
         return any(len(set(map(id, row))) < len(row) for row in self.means.values())
 
-    def heat_map(self) -> ScoreMap:
+    def heat_map(self) -> HeatMap:
         """Draw the means, a method a row."""
         columns = [
             ", ".join(f"{number:,}" for number in place if number is not None) or "files" for place in self.places
         ]
         values = [[None if mean is None else mean.value for mean in row] for row in self.means.values()]
-        return ScoreMap("overview", "method", "length, budget", list(self.means), columns, values)
+        return HeatMap("overview", "method", "length, budget", list(self.means), columns, values)
 
 
 def overview(table: EvaluationTable) -> Overview:
@@ -83,15 +68,15 @@ def overview(table: EvaluationTable) -> Overview:
     return Overview(places, {method: rows[method] for method in best})
 
 
-def heat_maps(table: EvaluationTable) -> list[ScoreMap]:
+def heat_maps(table: EvaluationTable) -> list[HeatMap]:
     """Return one map a variant; none where the run has no needle grid."""
     grid = [result for result in table.results if result.depth is not None]
     depths = sorted({result.depth for result in grid if result.depth is not None})
     lengths = sorted({result.length for result in grid if result.length is not None})
     scores = {(result.variant, result.depth, result.length): result.score.value for result in grid}
     return [
-        ScoreMap(
-            title=variant,
+        HeatMap(
+            title=f"{variant}: score in %",
             down="depth",
             across="length",
             rows=[f"{100 * depth:.0f} %" for depth in depths],
@@ -124,7 +109,7 @@ def mean(figures: Sequence[Estimate]) -> Estimate:
     return Estimate(statistics.mean(figure.value for figure in figures), whole, sum(f.examples for f in figures))
 
 
-def _scores(results: Sequence[CellScore]) -> summary.Table:
+def _scores(results: Sequence[CellScore]) -> Table:
     tasks = list(dict.fromkeys(result.task for result in results))
     averaged = {result.task for result in results if result.metric != PERPLEXITY}
     rows = []
@@ -137,10 +122,10 @@ def _scores(results: Sequence[CellScore]) -> summary.Table:
         cells = [number(by_task[task]) if task in by_task else "-" for task in tasks]
         scores = [figure for task, figure in by_task.items() if task in averaged]
         rows.append((variant, *cells, *([number(mean(scores)) if scores else "-"] if len(averaged) > 1 else [])))
-    return summary.Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
+    return Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
 
 
-def _passes(results: Sequence[CellScore]) -> summary.Table:
+def _passes(results: Sequence[CellScore]) -> Table:
     sampled = [result for result in results if result.pass_at and result.depth is None]
     counts = sorted({k for result in sampled for k in result.pass_at})
     heads = [f"pass@{k}" for k in counts]
@@ -152,10 +137,10 @@ def _passes(results: Sequence[CellScore]) -> summary.Table:
         )
         for result in sampled
     ]
-    return summary.Table(("", f"avg@{counts[-1]}", *heads), rows)
+    return Table(("", f"avg@{counts[-1]}", *heads), rows)
 
 
-def _costs(results: Sequence[CellScore]) -> summary.Table:
+def _costs(results: Sequence[CellScore]) -> Table:
     columns = ("", "attended", "of all KV", "device KV", "host KV", "to device / step", "step")
     rows = []
     for variant in dict.fromkeys(result.variant for result in results):
@@ -164,11 +149,11 @@ def _costs(results: Sequence[CellScore]) -> summary.Table:
             (
                 variant,
                 "-" if cost.attended is None else f"{cost.attended:,.0f}",
-                "-" if cost.attended_share is None else f"{100 * cost.attended_share:.1f} %",
-                format_bytes(cost.device_kv_bytes),
-                format_bytes(cost.host_kv_bytes),
-                "-" if cost.bytes_to_device_step is None else format_bytes(cost.bytes_to_device_step),
-                summary.duration(cost.step_ms),
+                percent(cost.attended_share),
+                size_text(cost.device_kv_bytes),
+                size_text(cost.host_kv_bytes),
+                size_text(cost.bytes_to_device_step),
+                duration(cost.step_ms),
             )
         )
-    return summary.without_empty_columns(summary.Table(columns, rows))
+    return without_empty_columns(Table(columns, rows))

@@ -28,7 +28,7 @@ from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.row_files import SUFFIXES
 from kvcli.quality.eval.scorers import check_installed
 from kvcli.quality.tasks import TASKS, TaskRow, make_row
-from kvcli.quality.tasks.turns import TURNS
+from kvcli.quality.tasks.needles import TURNS
 from kvcli.runtime.sampling import Sampling
 
 DEFAULT_LENGTH = 4096

@@ -8,15 +8,24 @@ import random
 from collections.abc import Callable
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.tasks.counting import occurrences
-from kvcli.quality.tasks.duplicates import near_duplicates
-from kvcli.quality.tasks.lookups import direct, late_needle, long_lookup
-from kvcli.quality.tasks.needles import multikey, multiquery, multivalue, needles_only, noise, single, uuids_only
-from kvcli.quality.tasks.records import records_to_json
+from kvcli.quality.tasks.needles import (
+    conversation,
+    direct,
+    late_needle,
+    long_lookup,
+    multikey,
+    multiquery,
+    multivalue,
+    near_duplicates,
+    needles_only,
+    noise,
+    records_to_json,
+    single,
+    uuids_only,
+    variable_tracking,
+)
 from kvcli.quality.tasks.rows import SEPARATOR, CountTokens, Draft, RowRequest, TaskRow, recall
-from kvcli.quality.tasks.turns import conversation
-from kvcli.quality.tasks.vt import variable_tracking
-from kvcli.quality.tasks.words import common_words, frequent_words
+from kvcli.quality.tasks.words import common_words, frequent_words, occurrences
 
 TASKS: dict[str, Callable[..., Draft]] = {
     "niah_single": single,
@@ -44,8 +53,8 @@ our own and values of nine digits, where RULER has seven:
 - `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
   essays, and with a fact every 80 tokens in `niah_multikey`, where RULER has four in all;
 - `niah_multivalue`, `niah_multiquery`: RULER's of that name in that filler, among facts about other names;
-- `vt`: RULER's the other way round, see `kvcli/quality/tasks/vt.py`;
-- those after `niah_multikey_3` are not RULER's: tasks on which methods differ. Each one's module says what it is for.
+- `vt`: RULER's the other way round, see `variable_tracking`;
+- those after `niah_multikey_3` are not RULER's: tasks on which methods differ. Each one's function says what it is for.
 """
 
 EVALUATION = "evaluation"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.tasks.text import sentence, sentences_of
+from kvcli.quality.tasks.phrases import sentence, sentences_of
 
 CountTokens = Callable[[str], int]
 """Number of tokens of a text, special tokens left out."""

@@ -1,4 +1,6 @@
-"""Lists of words of which the most frequent are asked for: RULER's `cwe` and `fwe` (arXiv 2404.06654, section 3.3).
+"""Lists of words: which of them are the most frequent, and how often one of them occurs.
+
+`cwe` and `fwe` are RULER's (arXiv 2404.06654, section 3.3); `counting` needs every occurrence of a name kept.
 
 In RULER's `cwe` common words stand 30 times in the list, uncommon ones three times. Here they do so where the length
 allows it; a short list has ten of each common word and one of each other, and a list longer than the vocabulary allows
@@ -8,13 +10,8 @@ has more of each. RULER's worked example in front of the list is left out.
 from itertools import count
 
 from kvcli.quality.tasks import phrases
+from kvcli.quality.tasks.phrases import NAMES, VOCABULARY
 from kvcli.quality.tasks.rows import Draft, RowRequest, require
-from kvcli.quality.tasks.text import NAMES, VOCABULARY
-
-COMMON_QUESTION = "What are the ten most common words in the list above?"
-COMMON_ANSWER = "The most common words are {words}."
-COMMON_WORDS: tuple[str, ...] = ("ten", "common")
-"""Words of these two beside those of `phrases`."""
 
 _COMMON = 10
 _RATIO = 10
@@ -27,7 +24,7 @@ _ASKED = 3  # frequent words
 def common_words(request: RowRequest) -> Draft:
     """A shuffled numbered list with ten common words, ten times as often as the others; all ten are asked for."""
     request.refuse_depth()
-    left = request.beside(phrases.WORDS_HEADING, COMMON_QUESTION)
+    left = request.beside(phrases.WORDS_HEADING, phrases.COMMON_QUESTION)
     entries = _entries(request, left)
     times = _USUAL if entries >= (_COMMON * _RATIO + _LEAST) * _USUAL else 1
     times = max(times, -(-entries // (_COMMON * _RATIO + len(_WORDS) - _COMMON)))
@@ -42,8 +39,8 @@ def common_words(request: RowRequest) -> Draft:
     words = common * (_RATIO * times) + uncommon * times
     request.rng.shuffle(words)
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
-    answer = COMMON_ANSWER.format(words=phrases.listing(common))
-    return Draft(f"{phrases.WORDS_HEADING} {numbered}", COMMON_QUESTION, answer, tuple(common), None)
+    answer = phrases.COMMON_ANSWER.format(words=phrases.listing(common))
+    return Draft(f"{phrases.WORDS_HEADING} {numbered}", phrases.COMMON_QUESTION, answer, tuple(common), None)
 
 
 def _entries(request: RowRequest, left: int) -> int:
@@ -77,3 +74,30 @@ def frequent_words(request: RowRequest, distinct: int = 40, alpha: float = 1.5) 
     top = names[:_ASKED]
     answer = phrases.WORDS_ANSWER.format(names=phrases.listing(top))
     return Draft(f"{phrases.WORDS_HEADING} {' '.join(words)}", phrases.WORDS_QUESTION, answer, tuple(top), None)
+
+
+_MOST_TIMES = 9  # occurrences
+
+
+def occurrences(request: RowRequest, count: int | None = None, distinct: int = 40) -> Draft:
+    """A shuffled list of `distinct` names; the one that is asked for stands there `count` times, 1 to 9 at random."""
+    request.refuse_depth()
+    count = request.rng.randint(1, _MOST_TIMES) if count is None else count
+    require(1 <= count <= _MOST_TIMES, f"{count} occurrences are asked for", f"choose between 1 and {_MOST_TIMES}")
+    require(2 <= distinct <= len(NAMES), f"{distinct} distinct words", f"choose between 2 and {len(NAMES)}")
+    name, *others = request.rng.sample(NAMES, distinct)
+    each = max(request.count_tokens(" " + word) for word in (name, *others))
+    question = phrases.COUNTING_QUESTION.format(name=name)
+    left = request.beside(phrases.WORDS_HEADING, question) // each - count
+    what = f"a length of {request.length} tokens is too short for {count} times the word and others"
+    require(left >= 1, what, "ask for a longer text")
+    words = [name] * count + [request.rng.choice(others) for _ in range(left)]
+    request.rng.shuffle(words)
+    document = f"{phrases.WORDS_HEADING} {' '.join(words)}"
+    return Draft(
+        document,
+        question,
+        phrases.COUNTING_ANSWER.format(name=name, count=count),
+        (f"{name} occurs {count} times",),
+        None,
+    )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from kvcli.quality.tasks.text import NAMES, sentence
+from kvcli.quality.tasks.phrases import NAMES, sentence
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
 

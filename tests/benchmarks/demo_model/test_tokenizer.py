@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvcli.quality.tasks import phrases
-from kvcli.quality.tasks.text import NAMES, VOCABULARY
+from kvcli.quality.tasks.phrases import NAMES, VOCABULARY
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvcli.quality.tasks.text import sentence
+from kvcli.quality.tasks.phrases import sentence
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
 

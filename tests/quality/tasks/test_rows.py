@@ -10,7 +10,7 @@ import pytest
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.tasks import TASKS, make_row, recall
 from kvcli.quality.tasks.__main__ import main
-from kvcli.quality.tasks.text import NAMES, VOCABULARY, sentence, sentences
+from kvcli.quality.tasks.phrases import NAMES, VOCABULARY, sentence, sentences
 
 SCATTERED = ("fwe", "cwe", "counting", "records_json")  # what they ask for stands all over the document
 DERIVED = ("counting", "records_json")  # their outputs stand in no document

@@ -1,0 +1,499 @@
+"""Everything shown to a person: progress, statistics, timelines, lists, errors. The only importer of rich.
+
+What it says is worded in `summary`; here it is laid out, with colours only where there is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from io import StringIO
+from typing import Any, Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.progress import (
+    BarColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as Bars
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from kvcli.errors import KvcliError
+from kvcli.methods.card import LEGEND, Card
+from kvcli.sizes import format_bytes
+from kvcli.telemetry.observer import Observer, Progress
+from kvcli.telemetry.report import Report
+from kvcli.ui import summary
+from kvcli.ui.escape import Styled, one_line, visible
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_FILE_WIDTH, _UNLIMITED = 100, 10_000  # columns
+_STATES = {"ok": "green", "note": "yellow", "broken": "bold red"}
+# Red, yellow and green in terminals of 16 colours as well.
+_LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (80, 200, 80)
+_TIMELINE_LINES = 40
+_BAR, _BATCH_BAR = 24, 16  # characters
+_TOLD_FROM = 1 / 16  # of the work, before which the time left is not told
+
+
+class EscapingConsole(Console):
+    """A console that shows control characters in its texts as escapes where it is a terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does; its own control codes are segments apart and pass."""
+        for segment in super().render(renderable, options):
+            yield Segment(visible(segment.text), segment.style) if self._escapes(segment) else segment
+
+    def _escapes(self, segment: Segment) -> bool:
+        return self.is_terminal and not segment.control and not segment.text.isprintable()
+
+
+def stderr_console() -> Console:
+    """The console for notes, errors and progress: stderr, with colours only on a terminal and without NO_COLOR."""
+    return EscapingConsole(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def rendered(content: RenderableType, to_file: bool, width: int | None = None) -> str:
+    """Text of a command's result: for a file without colours, else with those of the terminal that stdout is.
+
+    `width` is in columns; None takes the terminal's.
+    """
+    text = StringIO()
+    console = EscapingConsole(
+        file=text,
+        force_terminal=Console().is_terminal and not to_file,
+        width=width,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(content)
+    return Styled(text.getvalue()) if console.is_terminal else text.getvalue()
+
+
+def print_error(error: KvcliError) -> None:
+    """Two lines on stderr at most: what is wrong, and the way out."""
+    console = stderr_console()
+    console.print(Text.assemble(("kvcli: error: ", "bold red"), one_line(error.what)), soft_wrap=True)
+    if error.hint:
+        console.print(Text.assemble(("hint: ", "bold"), one_line(error.hint)), soft_wrap=True)
+
+
+def print_note(message: str, console: Console | None = None) -> None:
+    """One line on stderr that is no error."""
+    note = Text.assemble(("kvcli: ", "dim"), one_line(message))
+    (console or stderr_console()).print(note, soft_wrap=True)
+
+
+def grid_of(*columns: tuple[str, bool]) -> Table:
+    """A table without head and frame; its columns by style, and whether they must not wrap."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for style, no_wrap in columns:
+        table.add_column(style=style, no_wrap=no_wrap)
+    return table
+
+
+def plain_table() -> Table:
+    """A table with a head and no frame."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def bar_of(share: float, width: int, console: Console) -> str:
+    """A bar of a share 0..1 in at most `width` characters that the terminal can show."""
+    if console.options.ascii_only:
+        return "#" * round(share * width)
+    eighths = round(share * width * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def pairs_of(rows: Iterable[tuple[str, str]]) -> RenderableType:
+    """Labels with their values."""
+    table = grid_of(("dim", True), ("", False))
+    for label, value in rows:
+        table.add_row(label, Text(value))
+    return table
+
+
+def table_of(content: summary.Table) -> Table:
+    """A table with a head; all but its first column are numbers."""
+    table = plain_table()
+    for i, column in enumerate(content.columns):
+        if i:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="ellipsis", min_width=8)
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def render(content: RenderableType, to_file: bool = False) -> str:
+    """Text of a list for stdout: coloured and as wide as the terminal, plain and 100 columns wide for a file."""
+    return rendered(content, to_file, _FILE_WIDTH if to_file else None)
+
+
+def render_tables(
+    titled: Iterable[tuple[str, summary.Table]], to_file: bool = False, notes: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Text of tables for stdout, each under its title; what is too wide for the terminal goes on below.
+
+    `notes` stand at the end, each after what it is about.
+    """
+    console = Console()
+    width = console.width if console.is_terminal and not to_file else _UNLIMITED
+    parts: list[RenderableType] = []
+    for title, content in titled:
+        parts += [*([Text()] if parts else []), Text(title, style="bold")]
+        parts += [table_of(part) for part in summary.folded(content, width)]
+    parts += [Text(), pairs_of(notes)] if notes else []
+    return rendered(Group(*parts), to_file, width)
+
+
+def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
+    """Name, state, what was found and what to do, of one check after another."""
+    table = grid_of(("", True), ("cyan", True), ("", False))
+    for name, state, found, fix in rows:
+        style = _STATES.get(state, "")
+        table.add_row(Text(state, style=style), name, Text(found))
+        if fix:
+            table.add_row("", "", Text(fix, style="bold" if style else ""))
+    return table
+
+
+def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]) -> RenderableType:
+    """What every method can do, with what its steps attend to below it, and profiles where there are several."""
+    widths = (12, 5, 8, 7, 10, 23)
+    heads = (
+        ("", "long", "", "group-", "GPU", "", ""),
+        ("method", "gen.", "offload", "cons.", "step", "device memory", "paper"),
+    )
+    lines = [Text(_laid_out(cells, widths).rstrip(), style="dim") for cells in heads]
+    for name, card in cards.items():
+        cells = _laid_out(("", *card.capabilities, card.paper.removeprefix("arXiv ")), widths)
+        lines.append(Text.assemble((f"{name:<{widths[0]}}", "bold cyan"), cells[widths[0] :]))
+        lines.append(Text(f"  {card.title}", style="dim"))
+        if len(profiles.get(name, ())) > 1:
+            lines.append(Text(f"  profiles {', '.join(profiles[name])}", style="dim"))
+    hint = Text("\nMore on a method: kvcli methods NAME", style="dim")
+    return Group(*lines, Text(), pairs_of(LEGEND.items()), hint)
+
+
+def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells side by side, all but the last as wide as `widths` says."""
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + cells[-1]
+
+
+def method_page(entry: dict[str, Any]) -> RenderableType:
+    """One method: title, paper, settings with default, unit and bounds, ablations and profiles with what they set."""
+    settings = plain_table()
+    settings.add_column("setting", no_wrap=True, style="cyan")
+    settings.add_column("default", no_wrap=True)
+    settings.add_column("values", no_wrap=True)
+    settings.add_column("meaning")
+    for setting in entry["settings"]:
+        default = json.dumps(setting["default"]) if isinstance(setting["default"], bool) else str(setting["default"])
+        settings.add_row(setting["name"], default, _values(setting), setting["description"])
+    profiles = grid_of(("cyan", True), ("", False))
+    defaults = {setting["name"]: setting["default"] for setting in entry["settings"]}
+    for profile in entry["profiles"]:
+        changed = [f"{key} {value}" for key, value in profile["settings"].items() if value != defaults[key]]
+        changed += [f"GPU step {profile['gpu_step']}"] if profile["gpu_step"] != entry["gpu_step"] else []
+        profiles.add_row(profile["name"], f"{profile['description']} ({profile['paper']})")
+        profiles.add_row("", Text(", ".join(changed) or "all defaults", style="dim"))
+    ablations = grid_of(("cyan", True), ("", False))
+    for part in entry["ablations"]:
+        ablations.add_row(part["name"], ", ".join(f"{key} {value}" for key, value in part["settings"].items()))
+    head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))
+    can = pairs_of(
+        zip(LEGEND, Card(**{key: entry[key] for key in Card.__dataclass_fields__}).capabilities, strict=True)
+    )
+    found: list[RenderableType] = [head, Text(), can, Text(), settings]
+    if entry["ablations"]:
+        found += [Text("\nablations, run by --ablate", style="dim"), ablations]
+    return Group(*found, Text("\nprofiles", style="dim"), profiles)
+
+
+def _values(setting: dict[str, Any]) -> str:
+    if setting["choices"]:
+        return "\n".join(map(str, setting["choices"]))
+    low, high = setting["minimum"], setting["maximum"]
+    if setting["type"] == "boolean":
+        return "true, false"
+    bounds = f"{low}..{high}" if high is not None else f"{low} or more" if low is not None else ""
+    return " ".join(filter(None, (bounds, setting["unit"])))
+
+
+def render_heat_maps(maps: Iterable[summary.HeatMap], to_file: bool = False) -> str:
+    """Text of heat maps for stdout: numbers, on colours from red over yellow to green where there are colours."""
+    return rendered(Group(*(part for heat_map in maps for part in (Text(), _drawn(heat_map)))), to_file)
+
+
+def _drawn(heat_map: summary.HeatMap) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
+    table.add_column(f"{heat_map.down}  ", justify="right", style="dim", no_wrap=True)
+    for column in heat_map.columns:
+        table.add_column(f" {column} ", justify="right", no_wrap=True)
+    for row, values in zip(heat_map.rows, heat_map.values, strict=True):
+        table.add_row(f"{row}  ", *map(_cell, values))
+    return Group(Text(heat_map.title, style="bold"), table)
+
+
+def _cell(value: float | None) -> Text:
+    if value is None:
+        return Text(" - ", style="dim")
+    low, high, share = (_LOW, _MIDDLE, value / 50) if value < 50 else (_MIDDLE, _HIGH, value / 50 - 1)
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(low, high, strict=True))
+    return Text(f" {value:.0f} ", style=f"black on rgb({red},{green},{blue})")
+
+
+def print_statistics(report: Report, titles: Sequence[str], verbose: bool, console: Console | None = None) -> None:
+    """What the run took, corrected and moved; one block for one sequence, one row each for several."""
+    console = console or stderr_console()
+    console.print()
+    console.print(Text(summary.heading(report), style="bold"))
+    single = len(report.sequences) == 1
+    rows = summary.sequence_rows(report, report.sequences[0]) if single else []
+    if not single:
+        for table in summary.batch_tables(report, titles):
+            for part in summary.folded(table, console.width):
+                console.print(table_of(part))
+                console.print()
+    rows += summary.origin_rows(report) + summary.placement_rows(report) + summary.memory_rows(report)
+    if verbose:
+        rows.append(("settings", summary.settings_line(report.profile)))
+        rows.append(("versions", ", ".join(f"{key} {value}" for key, value in report.environment.items())))
+    console.print(pairs_of(rows))
+    if verbose:
+        for name, sequence in zip(titles, report.sequences, strict=True):
+            layers = summary.layer_table(sequence)
+            if layers.rows:
+                console.print(Text(f"\n{name}" if not single else "", style="bold"))
+                console.print(table_of(layers))
+
+
+def print_timeline(report: Report, titles: Sequence[str], console: Console | None = None) -> None:
+    """Time, corrected heads, misses and bytes of every step, or of ranges of steps in a long run."""
+    console = console or stderr_console()
+    most = max(4, _TIMELINE_LINES // max(1, len(report.sequences)) - 3)
+    for name, sequence in zip(titles, report.sequences, strict=True):
+        console.print()
+        if len(report.sequences) > 1:
+            console.print(Text(name, style="bold"))
+        rows = summary.timeline_rows(sequence.steps, most)
+        console.print(_timeline(rows, console) if rows else Text("no decode step to show", style="dim"))
+
+
+def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
+    slowest = max(row.ms for row in rows)
+    ranged = any(row.last > row.step for row in rows)
+    columns = {
+        "steps" if ranged else "step": [f"{r.step}-{r.last}" if r.last > r.step else f"{r.step}" for r in rows],
+        "mean time" if ranged else "time": [summary.duration(row.ms) for row in rows],
+        "corrected": [f"{row.heads_corrected:,} / {row.heads_checked:,}" for row in rows],
+        "missed": [f"{row.misses:,} / {row.pages_requested:,}" for row in rows],
+        "recalled": [format_bytes(row.bytes_to_device) for row in rows],
+        "from disk": [format_bytes(row.bytes_from_disk) for row in rows],
+    }
+    columns = {name: cells for name, cells in columns.items() if not set(cells) <= {"0 / 0", "0 B"}}
+    taken = sum(2 + max(map(len, [name, *cells])) for name, cells in columns.items())
+    width = min(_BAR, max(8, console.width - taken - 2))
+    table = plain_table()
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right", no_wrap=True)
+        if i == 1:
+            table.add_column("", style="cyan", no_wrap=True)
+    for i, row in enumerate(rows):
+        cells = [Text(cells[i], style=_timeline_style(name, row)) for name, cells in columns.items()]
+        table.add_row(*cells[:2], bar_of(row.ms / slowest if slowest else 0, width, console), *cells[2:])
+    return table
+
+
+def _timeline_style(column: str, row: summary.TimelineRow) -> str:
+    return "yellow" if column == "corrected" and row.heads_corrected else ""
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left by the mean speed since the stage began.
+
+    A prompt is read layer by layer, and within a layer ever slower: the speed of the last moments tells nothing of the
+    layers to come. So does that of the first layer, which is why there is no figure before a part of the work is done.
+    """
+
+    def render(self, task: Task) -> Text:
+        """Lay it out as rich's own column does."""
+        if task.elapsed is None or task.total is None or task.completed < task.total * _TOLD_FROM:
+            return Text("-:--:--", style="progress.remaining")
+        left = timedelta(seconds=round(task.elapsed * (task.total / task.completed - 1)))
+        return Text(str(left), style="progress.remaining")
+
+
+def _bars(console: Console, *columns: ProgressColumn) -> Bars:
+    """Bars that leave nothing behind, and stdout to whom it belongs."""
+    return Bars(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+
+
+class TextSink(Protocol):
+    """Where the pieces of text go."""
+
+    def text(self, sequence: int, piece: str) -> None:
+        """Take a piece of text of `sequence`."""
+
+    def finished(self, sequence: int) -> None:
+        """Take note that `sequence` is complete."""
+
+
+class RunConsole(Observer):
+    """Shows a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
+
+    With `text_on_screen` the growing text is the progress and no bar runs beside it. Of several prompts the first
+    tokens wait until all are read: the bar of the next prompt would take the line away that they stand on.
+    """
+
+    def __init__(
+        self,
+        sink: TextSink | None,
+        quiet: bool,
+        text_on_screen: bool,
+        console: Console | None = None,
+        prompts: int = 1,
+    ):
+        self._console = console or stderr_console()
+        self._sink = sink
+        self._quiet = quiet
+        self._text_on_screen = text_on_screen
+        self._progress: Bars | None = None
+        self._waiting: list[tuple[int, str | None]] | None = [] if text_on_screen and prompts > 1 else None
+
+    @property
+    def console(self) -> Console:
+        """Where it is shown: what is shown beside it has to go there, too."""
+        return self._console
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Show a bar, or a spinner where the end is not known."""
+        self.stage_done()
+        if self._quiet or not self._console.is_terminal:
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+        bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), _TimeLeft(), TextColumn("left,"))
+        counted = bar if total is not None else ()
+        self._progress = _bars(self._console, *columns, *counted, TimeElapsedColumn())
+        self._progress.add_task(name, total=total)
+        self._progress.start()
+
+    def advance(self, amount: int = 1) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0], amount)
+
+    def stage_done(self) -> None:
+        """Take the bar away."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            # Ctrl-C within rich's own start or stop leaves it half set up; the cursor has to come back all the same.
+            with suppress(IndexError):
+                progress.stop()
+            self._console.show_cursor(True)
+
+    def text(self, sequence: int, piece: str) -> None:
+        """Hand the piece on; a bar must not share the screen with it."""
+        if self._waiting is not None:
+            self._waiting.append((sequence, piece))
+            return
+        if self._text_on_screen:
+            self.stage_done()
+        if self._sink is not None:
+            self._sink.text(sequence, piece)
+
+    def finished(self, sequence: int) -> None:
+        """Hand on that the sequence is complete."""
+        if self._waiting is not None:
+            self._waiting.append((sequence, None))
+            return
+        if self._sink is not None:
+            self._sink.finished(sequence)
+
+    def release(self) -> None:
+        """Hand on what waits: all prompts are read, or the run is over."""
+        waiting, self._waiting = self._waiting, None
+        for sequence, piece in waiting or ():
+            if piece is None:
+                self.finished(sequence)
+            else:
+                self.text(sequence, piece)
+
+    def notice(self, message: str) -> None:
+        """Show a note above the bar."""
+        if not self._quiet:
+            print_note(message, self._console)
+
+    def failure(self, message: str) -> None:
+        """Show it as a note, in a quiet run as well, and not at the end of a line of text that still grows."""
+        if self._text_on_screen:
+            self._console.print()
+        print_note(message, self._console)
+
+    def step(self, done: int, total: int) -> None:
+        """Show the decode steps as a bar where no text shows them."""
+        if done > 1:
+            self.release()
+        if self._text_on_screen or self._quiet or not self._console.is_terminal:
+            return
+        if self._progress is None:
+            self.stage("decode", total)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done, total=total)
+
+
+class BatchDisplay:
+    """One line on a terminal that stays up to date; nothing elsewhere."""
+
+    def __init__(self, quiet: bool, console: Console | None = None):
+        self._console = console or stderr_console()
+        self._quiet = quiet or not self._console.is_terminal
+        self._bars: Bars | None = None
+
+    def show(self, found: Progress) -> None:
+        """Show the batch as it is."""
+        if self._quiet:
+            return
+        if self._bars is None:
+            text = TextColumn("{task.description}", markup=False)
+            self._bars = _bars(self._console, SpinnerColumn(), BarColumn(bar_width=_BATCH_BAR), text)
+            self._bars.add_task("", total=found.total)
+            self._bars.start()
+        self._bars.update(self._bars.task_ids[0], completed=found.ended, description=_line(found))
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._console.show_cursor(True)
+
+
+def print_batch_summary(found: Progress) -> None:
+    """Say on stderr what a batch has come to."""
+    console = stderr_console()
+    console.print(pairs_of(summary.progress_rows(found)))
+
+
+def render_batch(found: Progress) -> str:
+    """Say on stdout what a batch has come to."""
+    return "".join(f"{label:<10} {value}\n" for label, value in summary.progress_rows(found))
+
+
+def _line(found: Progress) -> str:
+    failed = f", {found.failed:,} failed" if found.failed else ""
+    rate = f"{found.output_tokens_per_second:,.0f} tokens/s"
+    left = "" if found.left_seconds is None else f", {timedelta(seconds=round(found.left_seconds))} left"
+    rows = f"{found.ended:,} of {found.total:,} rows{failed}, {found.in_flight:,} in flight"
+    return f"{rows}, {rate}, {summary.shares(found)}{left}"
