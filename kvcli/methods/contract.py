@@ -290,7 +290,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     exact: ClassVar[dict[str, Any]] = {}
     """Settings with which an ample budget is full attention, where the defaults are not."""
     true_kv: ClassVar[dict[str, Any] | None] = {}
-    """Settings with which attention reads the model's own keys and values in their places; None: there are none."""
+    """Settings with which a KV head's query heads read the same of the model's own keys and values in their places;
+    None: there are none."""
     ablation: ClassVar[dict[str, dict[str, Any]]] = {}
     """What the method is built of, part after part: names of steps towards it, with the settings that stop there."""
     planned_is_bound: ClassVar[bool] = False

@@ -10,6 +10,8 @@ In the counters one token of one KV head is a page of size 1.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import HeadPooling
@@ -36,6 +38,7 @@ class Oracle(Method[OracleConfig, ChannelScoredCache]):
     offloads = False
     group_consistent = False
     device_memory = "O(L)"
+    true_kv: ClassVar[dict[str, Any] | None] = {"pooling": "max_s"}
 
     def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
         """Keep everything on the device; all channels of a key are read."""

@@ -39,7 +39,7 @@ def test_no_selection_holds_more_of_the_attention():
     stream = Stream(90, steps=12, seed=4)
     masses = {}
     for name, settings in (("oracle", {}), ("random", {"sink": 0, "window": 0}), ("streaming", {})):
-        settings = {"budget": BUDGET, **settings} if name != "streaming" else {"sink": 4, "window": BUDGET - 4}
+        settings = {"budget": BUDGET, **settings}
         masses[name] = [
             float((out - full).norm() / full.norm())
             for (_, _, out), (_, _, full) in zip(stream.run(name, settings), stream.run("full", {}), strict=True)
