@@ -15,7 +15,7 @@ from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.memory.disk_tier import DiskError, DiskTier
 from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Checkpoint, Model, ModelSpec, open_checkpoint
-from kvcli.quality.audit import Audit, conclude, prepare
+from kvcli.quality.fidelity import Audit, conclude, prepare
 from kvcli.request import (
     GenerationRequest,
     begin_to_keep,

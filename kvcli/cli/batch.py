@@ -237,7 +237,7 @@ def _watched(tally: Tally, display: BatchDisplay, shown: Watched) -> Iterator[No
     tally.watchers.append(Regularly(60, json_log(sys.stderr)) if shown.log_json else Regularly(0.2, display.show))
     stop_serving: Callable[[], None] = lambda: None  # noqa: E731
     if shown.metrics_port is not None:
-        from kvcli.batch.metrics import serve
+        from kvcli.batch.tally import serve
 
         stop_serving = serve(tally, shown.metrics_port)
     try:

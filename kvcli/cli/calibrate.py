@@ -88,13 +88,13 @@ def calibrate(
     check_files(outputs, model, text.files, [wanted.profile], settings=wanted.settings)
 
     from kvcli.inputs.profiles import resolve_profile
-    from kvcli.quality.calibrate.matrices import TensorTarget
     from kvcli.quality.calibrate.outcome import TensorCalibration
     from kvcli.quality.calibrate.plan import CalibrationPlan
     from kvcli.quality.calibrate.run import calibrate as run
     from kvcli.quality.calibrate.run import find
     from kvcli.quality.calibrate.sweep import Sweep
     from kvcli.quality.calibrate.targets import target_of
+    from kvcli.quality.calibrate.tensors import TensorTarget
     from kvcli.ui import console
 
     asked = target_of(text.target)
@@ -145,7 +145,7 @@ def _companion(output: Path) -> Path:
 
 def _check_companion(path: Path) -> None:
     """Refuse to put tensors over a file that an earlier calibration did not write, such as a checkpoint's weights."""
-    from kvcli.quality.calibrate.matrices import is_ours
+    from kvcli.quality.calibrate.tensors import is_ours
 
     if path.exists() and not is_ours(path):
         what = f"the tensors would replace {path}, which no calibration wrote"

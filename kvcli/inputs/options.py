@@ -563,7 +563,7 @@ class Stepping:
         at_least(1, whole),
         env=True,
     )
-    """Compare every so many steps with full attention, see `kvcli.quality.audit`."""
+    """Compare every so many steps with full attention, see `kvcli.quality.fidelity`."""
 
 
 @dataclass(frozen=True)

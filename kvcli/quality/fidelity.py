@@ -19,11 +19,14 @@ What the layers add up to shows in the next token's distributions, p of the refe
 
 Everything streams into sums: what is held does not grow with the context, and by seven numbers with a step looked at.
 Beside the method's own memory the reference takes a full KV cache on the device.
+
+`Audit` looks at a generation so every few steps: the reference reads the prompt with the sequence's method, and before
+each step that is looked at, as one window, what the sequence has written since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -38,6 +41,7 @@ from kvcli.methods.contract import AnyMethod, AttentionObserver
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.not_finite import check_finite
 from kvcli.runtime.sampling import Sampling, TeacherForcing
+from kvcli.runtime.sequence import RunningSequence
 
 TOP = 64
 """Tokens that recall asks for; all of them where there are fewer."""
@@ -255,3 +259,51 @@ def measure(
             probe.fidelity.note_step(step, expected[step], sequence.logits)
         advance(engine.depth * len(sequences))
     return [MeasuredMethod(method, probe.fidelity) for method, probe in zip(methods, probes, strict=True)], reference
+
+
+class Audit:
+    """Watches one sequence; `before` and `after` are to be called around each decode step of its batch."""
+
+    def __init__(self, engine: Engine, sequence: RunningSequence, every: int):
+        assert sequence.reference is not None
+        self.engine, self.sequence, self.every = engine, sequence, every
+        self.reference: AnyMethod = sequence.reference
+        self.probe = FidelityProbe(self.reference)
+        self.probe.looking = False
+        self.known = 0  # tokens of the sequence that the reference has read
+        sequence.method.context.attention_observer = self.probe
+
+    @property
+    def steps(self) -> int:
+        """Decode steps that the sequence has done."""
+        return len(self.sequence.token_ids) - 1
+
+    def before(self) -> None:
+        """Bring the reference up to date if the next step is to be looked at."""
+        self.probe.looking = self.sequence.running and self.steps % self.every == 0
+        if self.probe.looking:
+            (self.expected,) = self.engine.extend(self.sequence.token_ids[self.known :], self.reference)
+            self.known = len(self.sequence.token_ids)
+
+    def after(self) -> None:
+        """Compare what both runs say next."""
+        if self.probe.looking and self.sequence.logits is not None:
+            self.probe.fidelity.note_step(self.steps - 1, self.expected, self.sequence.logits)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data for the report."""
+        found = self.probe.fidelity.summary()
+        kv = self.reference.footprint()
+        return {"every": self.every, "reference_kv_bytes": kv.device + kv.host, **found} if found else {}
+
+
+def prepare(audits: Iterable[Audit]) -> None:
+    """Call `Audit.before` of all."""
+    for audit in audits:
+        audit.before()
+
+
+def conclude(audits: Iterable[Audit]) -> None:
+    """Call `Audit.after` of all."""
+    for audit in audits:
+        audit.after()

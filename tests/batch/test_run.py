@@ -11,7 +11,7 @@ from families import MAX_POSITIONS, tiny_checkpoint
 
 import kvcli
 from kvcli.batch import inflight
-from kvcli.batch.room import Room
+from kvcli.batch.inflight import Room
 from kvcli.batch.run import BatchRequest, run
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally

@@ -5,8 +5,8 @@ from typing import Any
 
 import altair as alt
 
-from kvcli.quality.calibrate.curve import value_text
 from kvcli.quality.calibrate.outcome import Calibration
+from kvcli.quality.calibrate.sweep import value_text
 from kvcli.ui.html import Page, chart_of, colour, coloured, heat_map, labelled
 from kvcli.ui.summary import HeatMap
 

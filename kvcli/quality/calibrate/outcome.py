@@ -10,9 +10,8 @@ import tomli_w
 from safetensors.torch import save
 
 from kvcli.inputs.profiles import Profile
-from kvcli.quality.calibrate.curve import ChosenPoint, Cost, Point, nats, value_text
-from kvcli.quality.calibrate.matrices import TensorFinder, TensorTarget, eighths, layer_table
-from kvcli.quality.calibrate.sweep import Sweep
+from kvcli.quality.calibrate.sweep import ChosenPoint, Cost, Point, Sweep, nats, value_text
+from kvcli.quality.calibrate.tensors import TensorFinder, TensorTarget, eighths, layer_table
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, without_empty_columns
 

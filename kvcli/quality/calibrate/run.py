@@ -9,13 +9,10 @@ from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.models.loading import Checkpoint, Model, open_checkpoint
-from kvcli.quality.calibrate.collectors import Collector
-from kvcli.quality.calibrate.curve import PassageSums, choose
-from kvcli.quality.calibrate.layerwise import layerwise
-from kvcli.quality.calibrate.matrices import TensorTarget
 from kvcli.quality.calibrate.outcome import Calibration, TensorCalibration
 from kvcli.quality.calibrate.plan import CalibrationPlan, passages_of, prompt_length, provenance
-from kvcli.quality.calibrate.sweep import Sweep
+from kvcli.quality.calibrate.sweep import Collector, PassageSums, Sweep, choose, layerwise
+from kvcli.quality.calibrate.tensors import TensorTarget
 from kvcli.quality.fidelity import Passage, measure
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling

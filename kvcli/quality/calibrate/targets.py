@@ -5,11 +5,9 @@ from difflib import get_close_matches
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.methods.config import MethodConfig
 from kvcli.models.geometry import ModelGeometry
-from kvcli.quality.calibrate import gates, heads, moments
-from kvcli.quality.calibrate.collectors import Similarity, Spectrum
-from kvcli.quality.calibrate.curve import Cost
-from kvcli.quality.calibrate.matrices import TensorTarget
-from kvcli.quality.calibrate.sweep import Grid, Sweep
+from kvcli.quality.calibrate import tensors
+from kvcli.quality.calibrate.sweep import Cost, Grid, Similarity, Spectrum, Sweep
+from kvcli.quality.calibrate.tensors import TensorTarget
 
 _ATTENDED = Cost("attended", "number of tokens attended to", "tokens")
 _RANKS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)  # of the width of the keys
@@ -70,10 +68,10 @@ _SWEEPS = (
     ),
 )
 _SEARCHES = (
-    TensorTarget("heads", "razor", heads.Heads, reads_text=False),
-    TensorTarget("gates", "duoattention", gates.Gates),
-    TensorTarget("skew", "infinigen", moments.Skew),
-    TensorTarget("pca", "loki", moments.Axes),
+    TensorTarget("heads", "razor", tensors.Heads, reads_text=False),
+    TensorTarget("gates", "duoattention", tensors.Gates),
+    TensorTarget("skew", "infinigen", tensors.Skew),
+    TensorTarget("pca", "loki", tensors.Axes),
 )
 SWEEPS: dict[str, Sweep] = {target.name: target for target in _SWEEPS}
 SEARCHES: dict[str, TensorTarget] = {target.name: target for target in _SEARCHES}

@@ -1,4 +1,4 @@
-"""Local files of benchmarks: rows (`row_files`) whose fields say which benchmark it is.
+"""Local files of benchmarks: rows of JSONL, CSV or Parquet, whose fields say which benchmark it is.
 
 | fields | benchmark |
 |---|---|
@@ -6,43 +6,302 @@
 | `context`, `input`, `answers`, `dataset` | LongBench v1 |
 | `context`, `question`, `choice_A` to `choice_D`, `answer` | LongBench v2 |
 | `context`, `input`, `answer`, `options` | InfiniteBench; the file's name says which of its tasks |
-| `context`, `multi_turns` | SCBench (`scbench`); the file's name says which of its tasks |
-| `problem`, `answer`, `unique_id` or `subject` | MATH500 (`reasoning`) |
-| `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME (`reasoning`) |
-| `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA (`reasoning`) |
+| `context`, `multi_turns` | SCBench; the file's name says which of its tasks |
+| `problem`, `answer`, `unique_id` or `subject` | MATH500 |
+| `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME |
+| `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA |
 | `context`, `question`, `answer` | any other; `metric` may name a scorer, else it is the F1 of words |
 
 lm-evaluation-harness has tasks of the same names, but it reads them from the hub alone, asks InfiniteBench in its
 prompts for chat models and LongBench v2 by the likelihood of four letters. Here the files are local, the prompts are
 the benchmarks' own for open models, and every answer is generated, which is what a KV-cache method takes part in.
+
+MATH500 is the 500 problems of MATH (arXiv 2103.03874) that arXiv 2305.20050 tests on, AIME the competition's problems
+of a year, as several data sets have them, GPQA that of arXiv 2311.12022. They come without prompts; what is asked
+stands in `reasoning.toml`.
+
+SCBench asks several queries on one long context, turn after turn or each on its own (arXiv 2412.10319, section 3). In
+turns, a query stands behind the right answers to those before it. As requests, nothing but the context is read
+beforehand: a method prunes or indexes it without knowing what will be asked, and every query finds it as the others
+did. Each query is a task of its own, "NAME turn 2" or "NAME request 2". Left out are the tasks that repeat functions of
+a repository: a parser of six programming languages scores them.
 """
 
-from collections.abc import Mapping
+import csv
+import io
+import random
+import re
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
+from importlib import import_module, resources
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from typing_extensions import override
 
-from kvcli.errors import first_problem, usage_error
+from kvcli.errors import bad_json, first_problem, usage_error
 from kvcli.quality.eval.example import Example, conversation
-from kvcli.quality.eval.reasoning import AimeRow, GpqaRow, MathRow
-from kvcli.quality.eval.row import (
-    Answers,
-    BenchmarkRow,
-    Options,
-    Text,
-    example_of,
-    found,
-    four_options,
-    named,
-    table_entry,
-)
-from kvcli.quality.eval.row_files import read_rows
-from kvcli.quality.eval.scbench import ScBenchRow
+from kvcli.quality.eval.final_answer import LETTERS
 from kvcli.quality.eval.scorers import SCORERS, why_unscorable
+
+_SPLITS = ("validation", "test", "train", "data")
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """One answer or a list of them, strings or numbers, as strings; empty where it is anything else."""
+    entries = value if isinstance(value, list) else [value]
+    if len(entries) == 1 and isinstance(entries[0], list):  # InfiniteBench's math_calc
+        entries = entries[0]
+    answers = [entry for entry in entries if isinstance(entry, str | int | float) and not isinstance(entry, bool)]
+    return tuple(map(str, answers)) if len(answers) == len(entries) and all(map(str, answers)) else ()
+
+
+def _answers(value: object) -> tuple[str, ...]:
+    if not (answers := _strings(value)):
+        raise ValueError("holds no answers")
+    return answers
+
+
+Answers = Annotated[tuple[str, ...], BeforeValidator(_answers)]
+Options = Annotated[tuple[str, ...], BeforeValidator(_strings)]
+
+
+class BenchmarkRow(BaseModel, ABC):
+    """A row of a benchmark's file, of which the fields that are used are declared."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @abstractmethod
+    def example(self, path: Path) -> tuple[str, Example]:
+        """Make an example of the row of the file `path`; returns the name of its task as well.
+
+        Raises:
+            ValueError: the row holds a field in a form that its benchmark does not have; the message says which.
+        """
+
+    def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
+        """Make the examples of the row, one where it has a single question; each with the name of its task.
+
+        Raises:
+            KvcliError: the row has no queries that could be `requests` (usage).
+            ValueError: as `example`.
+        """
+        if requests:
+            raise usage_error(f"{path}: its rows have no queries on one context", "name the file without requests:")
+        yield self.example(path)
+
+    @classmethod
+    def missing(cls, row: Mapping[str, Any]) -> int:
+        """Count the fields that such a row must have and this one has under none of their names."""
+        wanted = {name: field.validation_alias for name, field in cls.model_fields.items() if field.is_required()}
+        names = [
+            alias.choices if isinstance(alias, AliasChoices) else [alias or name] for name, alias in wanted.items()
+        ]
+        return sum(not any(each in row for each in known) for known in names)
+
+
+def named(path: Path) -> str:
+    """Name a task by its file, or by the folder of one that is called as a part of a data set is."""
+    stem = path.stem.partition("-0000")[0]  # test-00000-of-00001.parquet
+    return (path.parent.name or stem) if stem in _SPLITS else stem
+
+
+def table_entry(benchmark: str, task: str) -> dict[str, Any]:
+    """Look up what a benchmark's table says of a task.
+
+    Raises:
+        KvcliError: it has no such task (usage).
+    """
+    table = _table(benchmark)
+    if task not in table:
+        close = get_close_matches(task, table, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(table)}"
+        raise usage_error(f"{benchmark} has no task {shortened(task)}", hint)
+    return table[task]
+
+
+def four_options(answer: str, options: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Name the options of a choice for a prompt; returns also the right one's text and its letter.
+
+    Raises:
+        ValueError: they are not four, or the answer is neither one of them nor a letter.
+    """
+    if len(options) != len(LETTERS) or answer not in (*options, *LETTERS):
+        raise ValueError("options are not four, with the answer among them")
+    right = options.index(answer) if answer in options else LETTERS.index(answer)
+    shown = {f"option_{letter}": option for letter, option in zip(LETTERS, options, strict=True)}
+    return shown, (options[right], LETTERS[right])
+
+
+def found(pattern: str, text: str) -> str:
+    """Find the first match in a text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"input does not match {pattern!r}")
+    return match[0]
+
+
+def example_of(
+    entry: Mapping[str, Any], values: Mapping[str, str], references: tuple[str, ...], choices: tuple[str, ...] = ()
+) -> Example:
+    """Fill a prompt in; the question is what stands behind the document."""
+    prompt: str = entry["prompt"]
+    return Example(
+        prompt=prompt.format(**values),
+        question=prompt.partition("{context}")[2].format(**values).strip(),
+        references=references,
+        metric=entry["metric"],
+        max_tokens=entry["max_tokens"],
+        choices=choices,
+        first_line=entry.get("first_line", False),
+        raw=not entry.get("chat", True),
+        whole=entry.get("whole", False),
+    )
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads((resources.files("kvcli.quality.eval") / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+_LETTERS = "ABCD"
+
+
+def _integer(value: object) -> str:
+    """An AIME answer, a number or its digits, perhaps of an angle: the number without leading zeros."""
+    found = re.fullmatch(r"\$?0*([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?", str(value).strip())
+    if found is None or not isinstance(value, int | str) or isinstance(value, bool):
+        raise ValueError("is no integer from 0 to 999, as AIME's answers are")
+    return found[1]
+
+
+class MathRow(BenchmarkRow):
+    """MATH500: an answer in LaTeX, and what no problem of AIME has: a subject, or the place in MATH."""
+
+    problem: Text
+    answer: Text
+    place: Annotated[str, Field(validation_alias=AliasChoices("unique_id", "subject"))]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        return "math500", example_of(table_entry("reasoning", "math500"), {"problem": self.problem}, (self.answer,))
+
+
+class AimeRow(BenchmarkRow):
+    """AIME: an answer from 0 to 999; the file's name is that of the task."""
+
+    problem: Annotated[Text, Field(validation_alias=AliasChoices("problem", "Problem", "question"))]
+    answer: Annotated[str, BeforeValidator(_integer), Field(validation_alias=AliasChoices("answer", "Answer"))]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        return named(path), example_of(table_entry("reasoning", "aime"), {"problem": self.problem}, (self.answer,))
+
+
+class GpqaRow(BenchmarkRow):
+    """GPQA: four choices, in an order that the question's text alone decides, so that a row is always asked alike."""
+
+    question: Annotated[Text, Field(alias="Question")]
+    right: Annotated[Text, Field(alias="Correct Answer")]
+    wrong_1: Annotated[Text, Field(alias="Incorrect Answer 1")]
+    wrong_2: Annotated[Text, Field(alias="Incorrect Answer 2")]
+    wrong_3: Annotated[Text, Field(alias="Incorrect Answer 3")]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        right, *others = (each.strip() for each in (self.right, self.wrong_1, self.wrong_2, self.wrong_3))
+        choices = [right, *others]
+        random.Random(self.question.strip()).shuffle(choices)
+        values = {"question": self.question.strip()}
+        values |= {f"choice_{letter}": choice for letter, choice in zip(_LETTERS, choices, strict=True)}
+        letters = tuple(letter for letter, choice in zip(_LETTERS, choices, strict=True) if choice == right)
+        return named(path), example_of(table_entry("reasoning", "gpqa"), values, letters)
+
+
+_REPOSITORIES = ("scbench_repoqa", "scbench_repoqa_and_kv")
+
+# The numbers of scbench_mf are a list.
+_Context = Annotated[Text, BeforeValidator(lambda value: str(value) if isinstance(value, list) else value)]
+
+
+class ScBenchQuery(BaseModel):
+    """One query with its answer; in a file of mixed tasks it says which `task` it is."""
+
+    input: Text
+    answer: Answers
+    options: Options = ()
+    task: str | None = None
+
+
+class ScBenchRow(BenchmarkRow):
+    """A context and its queries."""
+
+    context: _Context
+    multi_turns: Annotated[list[ScBenchQuery], Field(min_length=1)]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        return next(self.examples(path))
+
+    @override
+    def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
+        """Make an example of every query.
+
+        Raises:
+            KvcliError: the file's name is none of the tasks that are scored here (usage).
+        """
+        task = named(path)
+        if task in _REPOSITORIES:
+            raise usage_error(f"{path}: {task} is scored by a parser of code, which is not here", "leave it out")
+        alone = [self._asked(task, query) for query in self.multi_turns]
+        said: list[tuple[str, str]] = []
+        for number, (query, example) in enumerate(zip(self.multi_turns, alone, strict=True), 1):
+            if requests:
+                yield f"{task} request {number}", replace(example, question="", whole=True)
+                continue
+            _, turns = conversation(said, example.question)
+            first = alone[0]
+            yield (
+                f"{task} turn {number}",
+                replace(example, prompt=first.prompt, question=first.question, shared="", turns=turns),
+            )
+            said.append((example.question, " ".join(query.answer)))
+
+    def _asked(self, task: str, query: ScBenchQuery) -> Example:
+        """A query on its own."""
+        entry = table_entry("scbench", query.task or task)
+        values, references = {"context": self.context, "input": query.input}, query.answer
+        if entry["metric"] == "choice":
+            shown, references = four_options(references[0], query.options)
+            values |= shown
+        elif task == "scbench_mf":
+            wanted = found(r"The .+ is", query.input).lower().removesuffix(" is")
+            values["prefix"] = f"What is {wanted}?"
+        example = example_of(entry, values, references)
+        before = entry["prompt"].partition("{context}")[0].format(**values)
+        later = entry.get("later", "").format(**values)
+        return replace(example, question=later or example.question, shared=before + self.context)
+
 
 _MAX_TOKENS = 128
 
@@ -203,3 +462,77 @@ def _hint(row: Mapping[str, Any]) -> str:
     names = sorted(name for name in row if name.isidentifier() and len(name) < 40)
     have = ", ".join(names[:_SHOWN_FIELDS]) or "none"
     return f"it has {have}; at the least a row has context, question and answer"
+
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read a file; gives each row and where it stands, "line 3" or "row 3".
+
+    Raises:
+        KvcliError: there is no such file, it is not of its form, a row is none (its place is named), what reads it is
+            not installed (usage).
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return _parquet(path)
+    return _csv(path, _text(path, "it should be a CSV file")) if suffix == ".csv" else _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = _text(path, "it should have one JSON object a line")
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = from_json(line)
+        except ValueError as error:
+            what = f"{path}: line {number}: {bad_json(error)}"
+            raise usage_error(what, "every line is one whole JSON object") from None
+        if not isinstance(row, dict):
+            what = f"{path}: line {number}: a {type(row).__name__}, not an object"
+            raise usage_error(what, 'a line looks like {"...": ...}')
+        yield f"line {number}", row
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows are counted without the header; those of several lines are one."""
+    hint = "the first row names the columns, every other one has a field for each"
+    number = 0
+    try:
+        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+            if None in row or None in row.values():
+                raise usage_error(f"{path}: row {number}: not as many fields as columns", hint)
+            yield f"row {number}", row
+    except csv.Error as error:
+        raise usage_error(f"{path}: row {number + 1}: bad CSV: {error}", hint) from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        lib, parquet = import_module("pyarrow.lib"), import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        what = f"{path}: a Parquet file needs pyarrow, which is not installed"
+        raise usage_error(what, "pip install 'kvcli[parquet]'") from None
+    try:
+        with path.open("rb") as file:
+            rows = parquet.ParquetFile(file).read().to_pylist()
+    except lib.ArrowException:
+        raise usage_error(f"{path}: not a Parquet file", "a .parquet file is read as Parquet") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _text(path: Path, hint: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        raise usage_error(f"{path}: not UTF-8 text (byte {error.start})", hint) from None
+
+
+def _unreadable(path: Path, error: OSError) -> Exception:
+    return usage_error(f"{path}: {(error.strerror or 'cannot be read').lower()}", "check the path")

@@ -24,8 +24,7 @@ from kvcli.inputs.prompts import read_document
 from kvcli.inputs.variants import Variant
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval.example import Cell, Example, conversation
-from kvcli.quality.eval.formats import read_examples
-from kvcli.quality.eval.row_files import SUFFIXES
+from kvcli.quality.eval.formats import SUFFIXES, read_examples
 from kvcli.quality.eval.scorers import check_installed
 from kvcli.quality.tasks import TASKS, TaskRow, make_row
 from kvcli.quality.tasks.needles import TURNS

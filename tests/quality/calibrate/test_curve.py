@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcli.quality.calibrate.curve import Cost, PassageSums, Point, choose
+from kvcli.quality.calibrate.sweep import Cost, PassageSums, Point, choose
 from kvcli.quality.fidelity import Fidelity, StepFidelity
 
 COST = Cost("bytes_exposed", "recall", "bytes")

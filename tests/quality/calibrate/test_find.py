@@ -25,7 +25,7 @@ SMALL |= {"duoattention": {"sink": 4, "window": 16}}
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    monkeypatch.setattr("kvcli.quality.calibrate.gates.ROUNDS", 2)
+    monkeypatch.setattr("kvcli.quality.calibrate.tensors.ROUNDS", 2)
 
 
 @pytest.fixture(scope="module")

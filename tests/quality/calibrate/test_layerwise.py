@@ -1,6 +1,6 @@
 """Which values of its own a layer gets tried with."""
 
-from kvcli.quality.calibrate.layerwise import LayerPoint, layerwise
+from kvcli.quality.calibrate.sweep import LayerPoint, layerwise
 
 VALUES = (0.0, 0.7, 1.0)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.quality.calibrate.curve import Point, choose
 from kvcli.quality.calibrate.html import page
 from kvcli.quality.calibrate.outcome import Calibration
+from kvcli.quality.calibrate.sweep import Point, choose
 from kvcli.quality.calibrate.targets import SWEEPS
 
 PROVENANCE = {

@@ -11,9 +11,9 @@ from kvcli.capacity import memory
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import profile_mismatch, refuse_mismatch, resolve_profile
 from kvcli.models.loading import ModelSpec, fingerprint, load_model, open_checkpoint
-from kvcli.quality.calibrate.collectors import Spectrum
 from kvcli.quality.calibrate.plan import CalibrationPlan, built_in, from_files
 from kvcli.quality.calibrate.run import calibrate
+from kvcli.quality.calibrate.sweep import Spectrum
 from kvcli.quality.calibrate.targets import SWEEPS, target_of
 from kvcli.quality.fidelity import measure
 from kvcli.runtime.engine import engine

@@ -9,8 +9,8 @@ from families import KV_HEADS, LAYERS, tiny_checkpoint
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.loading import ModelSpec, load_model
-from kvcli.quality.calibrate import gates as gates_module
-from kvcli.quality.calibrate.gates import Gates, gated_attention
+from kvcli.quality.calibrate import tensors as gates_module
+from kvcli.quality.calibrate.tensors import Gates, gated_attention
 from kvcli.quality.fidelity import Passage
 from kvcli.runtime.engine import engine
 
