@@ -7,9 +7,8 @@ recalls. With random weights and the tokens that they give, queries turn complet
 nearly every page recalled, freekv's worst case ("turning"). Fed the same token at every step they hardly turn
 ("steady"). Trained models lie between: 4 to 52 % of heads corrected (arXiv 2505.13109, appendix E).
 
-Both are run as they are by default and with `--pipeline compiled`. kvcli's own loop with full attention stands beside
-them, so that what retrieval gains can be told from what the loop gains. All are run in turn, repeat after repeat; a
-ratio is taken within each repeat.
+kvcli's own loop with full attention stands with them, so that what retrieval gains can be told from what the loop
+gains. All are run in turn, repeat after repeat; a ratio is taken within each repeat.
 
     python benchmarks/cpu_decode.py
 
@@ -59,15 +58,12 @@ class Run(NamedTuple):
 
     profile: Profile
     steady: bool = False
-    compiled: bool = False
 
 
 RUNS = {
     "full": Run(resolve_profile("full")),
     "turning": Run(FREEKV),
-    "turning, compiled": Run(FREEKV, compiled=True),
     "steady": Run(FREEKV, steady=True),
-    "steady, compiled": Run(FREEKV, steady=True, compiled=True),
 }
 WARMUP = 2
 SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
@@ -112,7 +108,7 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
             method.prefill(layer, k, v, q, SOFTMAX)
         sampler = (lambda _: 1) if run.steady else None
         sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
-        for _ in ready.decode([sequence], pipeline="compiled" if run.compiled else "blocking"):
+        for _ in ready.decode([sequence]):
             pass
     return sequence.decode_ms[WARMUP:], sequence.counters
 

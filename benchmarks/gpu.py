@@ -60,7 +60,6 @@ PARTS = (
     BenchmarkPart("batch", 90, "batches, and recall that is blocking and page by page"),
     BenchmarkPart("peers", 75, "transformers' caches"),
     BenchmarkPart("reading", 120, "prefill"),
-    BenchmarkPart("compiled", 90, "steps with the layers compiled"),
     BenchmarkPart("phases", 45, "where the time of a step goes"),
     BenchmarkPart("methods_middle", 240, "every method beside freekv, middle context"),
     BenchmarkPart("methods_short", 180, "every method beside freekv, short context"),

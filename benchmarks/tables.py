@@ -34,7 +34,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def main() -> None:
     """Print all tables."""
-    runs = ["full", "turning", "turning, compiled", "steady", "steady, compiled"]
+    runs = ["full", "turning", "steady"]
     decode = [[f"{row['context']:,}", *(ratio(row[f"{run}_speedup"]) for run in runs)] for row in rows_of("cpu_decode")]
     table("Decode step (`cpu_decode.json`): times faster than transformers", ["context", *runs], decode)
     prefill = [

@@ -140,9 +140,7 @@ def speed_table() -> str:
     columns = {
         "`full`": "full_speedup",
         "`freekv`, queries turn": "turning_speedup",
-        "the same, compiled": "turning, compiled_speedup",
         "`freekv`, queries steady": "steady_speedup",
-        "the same, compiled ": "steady, compiled_speedup",
     }
     lines = [_row(("context", *map(str.strip, columns))), _row(["---"] * (len(columns) + 1))]
     for row in json.loads(SPEED.read_text())["rows"]:

@@ -3,17 +3,15 @@
 What is public is used where it is needed. Everything here has no public counterpart in the supported versions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
-
-CompilationError = torch._dynamo.exc.TorchDynamoException
 
 
 @cache
@@ -39,22 +37,6 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
-
-
-@contextmanager
-def compiled(modules: Sequence[nn.Module], backend: Any, recompile_limit: int) -> Iterator[None]:
-    """Compile modules in place for static shapes; they are as before afterwards.
-
-    torch goes on uncompiled, without a word, once a module was compiled anew `recompile_limit` times.
-    """
-    with torch._dynamo.config.patch(recompile_limit=recompile_limit):
-        for module in modules:
-            module.compile(dynamic=False, backend=backend)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module._compiled_call_impl = None
 
 
 def preferred_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:

@@ -1,24 +1,11 @@
 """Every private interface that is used, tried: a release of torch or transformers that moves one fails here."""
 
-import pytest
 import torch
 from families import tiny_config, tiny_model
-from torch import nn
 from torch.nn.attention import SDPBackend
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvcli import compat
-
-
-class Layer(nn.Module):
-    """A layer of ours: torch's own are not compiled by themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).relu()
 
 
 def test_onednn_multiplies_what_it_says_it_can():
@@ -30,31 +17,6 @@ def test_onednn_multiplies_what_it_says_it_can():
         if compat.onednn_suits(weight):
             out = compat.onednn_linear(x.to(dtype), weight, bias.to(dtype))
             assert torch.allclose(out.float(), x @ weight.float().T + bias, atol=error)
-
-
-def test_modules_are_compiled_and_as_before_afterwards():
-    calls = []
-
-    def backend(graph, _):
-        calls.append(graph)
-        return graph.forward
-
-    layer, x = Layer(), torch.randn(2, 4)
-    with compat.compiled([layer], backend, recompile_limit=3), torch.inference_mode():
-        found = layer(x)
-        assert torch._dynamo.config.recompile_limit == 3
-    assert len(calls) == 1
-    assert torch.equal(found, layer(x))
-    assert layer._compiled_call_impl is None
-
-
-def test_what_a_compiler_raises_is_known():
-    def backend(*_):
-        raise ValueError("no such instruction")
-
-    layer = Layer()
-    with compat.compiled([layer], backend, 3), pytest.raises(compat.CompilationError):
-        layer(torch.randn(2, 4))
 
 
 def test_torch_says_which_attention_it_would_take():

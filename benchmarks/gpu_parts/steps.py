@@ -47,7 +47,6 @@ class StepCase:
     batch: int = 1
     corrected: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    compiled: bool = False
 
     @classmethod
     def freekv(cls, name: str, context: int, batch: int = 1, corrected: float = USUAL, **settings: Any) -> StepCase:
@@ -69,7 +68,7 @@ class Running:
         self.stepper: SlotStepper | PiecewiseStepper
         method = self.sequences[0].method
         if gpu_step_of(type(method), method) == GRAPH:
-            self.stepper = SlotStepper(*parts, compiled=case.compiled, rates=rates)
+            self.stepper = SlotStepper(*parts, rates=rates)
         else:
             self.stepper = PiecewiseStepper(*parts)
 
@@ -128,11 +127,7 @@ def compared(
 
     Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual; `copied`: see
     `Workshop.sequences`. What each puts in the place of the model's own goes as it came, also where one fails.
-
-    Raises ValueError where some are compiled and others not: what one puts in a module's place the next one would run.
     """
-    if len({case.compiled for case in cases}) > 1:
-        raise ValueError("a model's modules cannot be compiled for some cases and not for others")
     with ExitStack() as left:
         running = []
         for case in cases:
@@ -165,7 +160,6 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
         "corrected": case.corrected,
         "turnover": None if case.corrected is None else TURNOVER,
         "settings": case.settings,
-        "compiled": case.compiled,
         "captured": one.captured,
         "ran_by": one.stepper.ran_by,
         "notices": one.notices,

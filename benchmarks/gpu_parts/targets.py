@@ -174,10 +174,6 @@ TARGETS = (
     Target("freekv, all heads corrected, against streaming", ratio("speed", "freekv 100%", "streaming"), 1.25),
     Target("freekv against the floor, short context", over_floor("speed", "freekv 30%"), 1.3),
     Target("freekv against the floor, middle context", over_floor("peers", "freekv 30%"), 1.3),
-    Target(
-        "freekv against streaming, both compiled", ratio("compiled", "freekv, compiled", "streaming, compiled"), 1.05
-    ),
-    Target("freekv against the floor, compiled", over_floor("compiled", "freekv, compiled"), 1.4),
     Target("long context against short, first layer dense", ratio("length", "long, 1 dense", "short, 1 dense"), 1.6),
     Target("long context against short, no dense layer", ratio("length", "long, 0 dense", "short, 0 dense"), 1.35),
     Target("transformers, resident, against freekv", slower("transformers"), 4.0, at_most=False),

@@ -31,7 +31,6 @@ from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import ModelSpec, describe, form_in, locate, read_config, resolve_dtype
 from kvcli.models.place import bundled_model
 from kvcli.models.weights import ON_LOADING, WIDER, WeightForm, installed
-from kvcli.runtime.compiled import cpp_compiler
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.report import processor
 
@@ -188,13 +187,6 @@ def _graphs() -> Finding:
     return CheckState.OK, "a graph can be captured and replayed"
 
 
-def _compiler() -> Finding:
-    if path := cpp_compiler():
-        return CheckState.OK, f"{path}: --pipeline compiled can be used on a CPU"
-    found = "neither $CXX nor g++ exists: no --pipeline compiled on a CPU"
-    return (CheckState.OK, found) if torch.cuda.is_available() else (CheckState.NOTE, found, "install g++, or set CXX")
-
-
 def _weights() -> Finding:
     ways = {f"{weights} ({' and '.join(how.packages)})": how for weights, how in ON_LOADING.items()}
     here = [name for name, how in ways.items() if how.made is not None]
@@ -259,7 +251,6 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "pinned memory": _pinned,
     "triton": _triton,
     "CUDA graphs": _graphs,
-    "C++ compiler": _compiler,
     "weights": _weights,
     "threads": _threads,
     "demo model": _demo,

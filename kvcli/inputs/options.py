@@ -540,12 +540,11 @@ class Keep:
 class Stepping:
     """How the steps of a generation run, and what they are held against."""
 
-    pipeline: Literal["auto", "blocking", "overlapped", "compiled"] = METHOD(
+    pipeline: Literal["auto", "blocking", "overlapped"] = METHOD(
         "auto",
         *("--pipeline", None),
-        "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph; compiled, with the"
-        " layers compiled (pays for long outputs), on a GPU in that graph. auto overlaps on a GPU, where the method"
-        " can and nothing looks into its phases.",
+        "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph. auto overlaps on a GPU, where the"
+        " method can and nothing looks into its phases.",
     )
     """How a step runs, see `kvcli.runtime.pipeline.Pipeline`."""
     lossless: int | None = METHOD(

@@ -170,13 +170,3 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Let torch.compile stop at the door of attention, instead of looking into whatever handler is behind it."""
-    AttentionInterface.register(NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        AttentionInterface.register(NAME, _attention)

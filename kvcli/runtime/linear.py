@@ -1,6 +1,6 @@
 """The linear layers of a model on the CPU, run at the memory's speed."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,40 +24,16 @@ def cpu_linears(model: nn.Module) -> Iterator[None]:
 
     Layers that have another forward already keep it.
     """
-    plain = (module for module in _linears(model) if onednn_suits(module.weight))
-    own = (module for module in (*plain, *filter(is_packed, model.modules())) if "forward" not in vars(module))
-    with _run_by(by_memory, own):  # type: ignore[arg-type]
-        yield
-
-
-@contextmanager
-def fused_rows(model: nn.Module) -> Iterator[None]:
-    """Write the product of a weight and a single row out, as a compiler wants it that makes one loop of it.
-
-    Such a loop reads the weights at the rate of a sum over them, oneDNN at about half of that for small matrices; not
-    compiled it would be slow. Several rows are left to torch.
-    """
-    with _run_by(_one_row, _linears(model)):
-        yield
-
-
-def _linears(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module)]
-
-
-@contextmanager
-def _run_by(make: Callable[[nn.Linear], Forward], linears: Iterable[nn.Linear]) -> Iterator[None]:
-    """Put a function in the place of the layers' forward; what was there before comes back."""
-    before = [(module, vars(module).get("forward")) for module in linears]
-    for module, _ in before:
-        module.forward = make(module)  # type: ignore[assignment, method-assign]
+    plain = (linear for linear in model.modules() if isinstance(linear, nn.Linear) and is_plain(linear))
+    served: Any = [*(linear for linear in plain if onednn_suits(linear.weight)), *filter(is_packed, model.modules())]
+    own = [linear for linear in served if "forward" not in vars(linear)]
+    for linear in own:
+        linear.forward = by_memory(linear)
     try:
         yield
     finally:
-        for module, replaced in before:
-            del module.forward  # back to the method of the class
-            if replaced is not None:
-                module.forward = replaced  # type: ignore[method-assign]
+        for linear in own:
+            del linear.forward  # back to the method of the class
 
 
 def few(x: Tensor) -> bool:
@@ -111,20 +87,5 @@ def _packed(linear: nn.Linear) -> Forward:
             out = multiply(rows).view(*x.shape[:-1], -1)
             return out if linear.bias is None else out.add_(linear.bias)
         return packed_linear(x, weight, linear.bias)
-
-    return forward
-
-
-def _one_row(linear: nn.Linear) -> Forward:
-    """Make the forward of a layer; sums are made in at least fp32."""
-
-    def forward(x: Tensor) -> Tensor:
-        if x.numel() != x.shape[-1]:
-            return functional.linear(x, linear.weight, linear.bias)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        out = (linear.weight.to(wide) * x.reshape(-1).to(wide)).sum(-1)
-        if linear.bias is not None:
-            out = out + linear.bias.to(wide)
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
 
     return forward

@@ -7,16 +7,15 @@ from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
-from kvcli.runtime.compiled import CompiledStepper
 from kvcli.runtime.decode import BlockingStepper, Stepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.lossless import LosslessStepper
 from kvcli.runtime.sequence import RunningSequence
 
-Pipeline = Literal["blocking", "overlapped", "compiled"]
-"""How a step runs: phase after phase; on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases are
-neither watched nor timed; or with what lies between attention compiled, over slots on a GPU, blocking on a CPU."""
+Pipeline = Literal["blocking", "overlapped"]
+"""How a step runs: phase after phase; or on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases
+are neither watched nor timed."""
 
 
 def stepper_for(
@@ -33,11 +32,9 @@ def stepper_for(
         return LosslessStepper(hook, rope, sequences, lossless)
     if pipeline == "blocking":
         return BlockingStepper(hook, rope, rows)
-    if pipeline == "compiled" and hook.model.device.type == "cpu":
-        return CompiledStepper(hook, rope)
     methods = [each.method for each in sequences]
     if all(gpu_step_of(type(method), method) == GRAPH for method in methods) and alike(methods):
-        return SlotStepper(hook, sequences, rope, notice, pipeline == "compiled")
+        return SlotStepper(hook, sequences, rope, notice)
     return PiecewiseStepper(hook, sequences, rope, notice)
 
 

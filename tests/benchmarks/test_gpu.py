@@ -24,7 +24,6 @@ from gpu_parts import (  # noqa: E402
     ablation,
     agreement,
     clock,
-    compiled,
     contenders,
     made_up,
     methods,
@@ -301,33 +300,6 @@ def test_an_import_of_its_own_that_fails_is_an_error():
     (found,) = outcomes(broken=partial(rows, then=partial(importlib.import_module, "gpu_parts.nowhere"))).values()
     assert found[-1].error.startswith("ModuleNotFoundError: No module named 'gpu_parts.nowhere'")
     assert not found[-1].not_here
-
-
-def test_no_case_runs_modules_that_another_has_compiled_or_fused(monkeypatch):
-    setting, at_once = replace(smoke(), calls=1, repeats=1), []
-    in_place = []  # of the steppers that have something in the place of the model's modules
-
-    class Watched(steps.SlotStepper):
-        def __init__(self, *parts, compiled, **more):
-            super().__init__(*parts, compiled=False, **more)  # compiling takes a while
-            self.left.callback(in_place.remove, compiled)
-            in_place.append(compiled)
-            at_once.append({*in_place})
-
-    monkeypatch.setattr(steps, "SlotStepper", Watched)
-    monkeypatch.setattr(compiled, "workshop", lambda *_: made_up.workshop(setting, setting.shape, [setting.short]))
-    monkeypatch.setattr(compiled, "freed", lambda _: None)
-    monkeypatch.setattr(compiled, "compared", lambda place, _, *rest: steps.compared(place, setting, *rest))
-    found = list(compiled.run(replace(setting, device=SimpleNamespace(type="cuda")), {}))
-    assert [row["case"] for row in found] == ["streaming", "freekv", "streaming, compiled", "freekv, compiled"]
-    assert at_once == [{False}, {False}, {True}, {True}]
-    assert in_place == []
-
-
-def test_kinds_of_steps_that_cannot_stand_side_by_side_are_refused():
-    cases = [steps.StepCase("a", "full", 9), steps.StepCase("b", "full", 9, compiled=True)]
-    with pytest.raises(ValueError, match="compiled"):
-        next(steps.compared(None, smoke(), cases, {}))
 
 
 def test_what_a_file_has_is_gone_on_from_into_another_one(warm, tmp_path):

@@ -117,7 +117,6 @@ def test_a_plan_counts_each_gpu_of_another_machine(warm):
         (["--device", "cpu,cpu,cpu,cpu,cpu"], ["5 devices", "4 layers"]),
         (["--device", "cpu,gpu"], ["cpu,gpu", "cuda:0,cuda:1"]),
         (["--device", "cpu,cpu", "--checkpoint", "RUN"], ["--checkpoint", "cpu, cpu"]),
-        (["--device", "cpu,cpu", "--pipeline", "compiled"], ["compiled", "several devices"]),
         (["--device", "cpu,cpu", "--weights", "int8"], ["int8", "one device"]),
     ],
 )

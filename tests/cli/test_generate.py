@@ -300,18 +300,12 @@ def test_pipelines_give_the_same_text_and_counts(generate, document):
     ("arguments", "named"),
     [
         (["--audit", 2], "--audit looks into"),
-        (["--pipeline", "compiled", "--method", "infinigen"], "method 'infinigen'"),
     ],
     ids=str,
 )
 def test_what_only_the_blocking_pipeline_does(generate, document, arguments, named):
     result = generate(document, "--max-tokens", 3, "--device", "cpu", "--pipeline", "overlapped", *arguments)
     assert_refused(result, 2, "--pipeline", named)
-
-
-def test_without_a_compiler_nothing_is_compiled(generate, document, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert_refused(generate(document, "--device", "cpu", "--pipeline", "compiled"), 2, "--pipeline", "C++ compiler")
 
 
 KEPT = ["--max-tokens", 60, "--temperature", "0.7", "--seed", 5, *RETRIEVE]

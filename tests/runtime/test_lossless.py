@@ -137,7 +137,7 @@ def test_from_python_with_what_it_held():
     assert held[2]["device_kv_bytes"] == held[0]["device_kv_bytes"] + held[1]["device_kv_bytes"]
 
 
-@pytest.mark.parametrize("options", [{"audit": 2}, {"checkpoint": "somewhere"}, {"pipeline": "compiled"}])
+@pytest.mark.parametrize("options", [{"audit": 2}, {"checkpoint": "somewhere"}])
 def test_what_it_does_not_go_with(options, tmp_path):
     if "checkpoint" in options:
         options = {"checkpoint": tmp_path / "run"}

@@ -10,7 +10,6 @@
     piecewise  a step whose attention is its method's own, captured around it
     fused      what lies between the attention of two layers, in few kernels
     residual   decoder layers whose sum behind attention is made by the norm's kernel
-    compiled   the same between attention, through torch.compile
     synthetic  speculation that is told what to find, for measurements on made-up weights
 
 What a step attends to is what `kvcli.runtime.decode.BlockingPipeline` says: the same pages, the same tokens, the same

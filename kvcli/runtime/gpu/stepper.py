@@ -16,7 +16,6 @@ from kvcli.methods.card import GRAPH, LAUNCHED
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import Stepper
-from kvcli.runtime.gpu.compiled import compiled_layers
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.pipeline import DecisionRates, SlotPipeline
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder, Streams, streams_for
@@ -31,8 +30,8 @@ UNCAPTURED = "a decode step cannot be captured in a CUDA graph, its kernels are 
 class SlotStepper(Stepper):
     """Steps of a batch that was prefilled; takes the caches of its method objects over.
 
-    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `compiled`:
-    see `kvcli.runtime.gpu.compiled`; `rates`: see `kvcli.runtime.gpu.pipeline`.
+    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `rates`:
+    see `kvcli.runtime.gpu.pipeline`.
 
     Raises:
         ValueError: the sequences' method cannot be served over slots.
@@ -45,7 +44,6 @@ class SlotStepper(Stepper):
         sequences: Sequence[RunningSequence],
         rope: Rope,
         notice: Callable[[str], None] = lambda _: None,
-        compiled: bool = False,
         streams: Streams | None = None,
         rates: DecisionRates | None = None,
         recorder: Recorder | None = None,
@@ -59,9 +57,7 @@ class SlotStepper(Stepper):
             methods, lengths, streams or {each: streams_for(each) for each in devices}, rates, hook.on
         )
         self.left = ExitStack()  # what is to be undone at the end
-        if compiled:
-            self.left.enter_context(compiled_layers(model))
-        elif model.device.type == "cuda":
+        if model.device.type == "cuda":
             self.left.enter_context(fused_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
         self.states = BatchStates(hook.geometry.states, [method.states for method in methods])
