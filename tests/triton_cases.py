@@ -816,15 +816,33 @@ def _(draw: Draw, s: Sizes, variant: str | float) -> Call:
     return Call(args, [kept, *tally, arrived])
 
 
-PACKED = [f"{m} {name}" for m in (3, 20) for name in packed.PACKINGS]
+def packed_gemv(x: Tensor, weight: packed.PackedWeight) -> Tensor:
+    """A few rows, for which `packed_linear` has a kernel of their own."""
+    return packed.packed_linear(x, weight)
 
 
-@case(packed.packed_linear, packed.packed_linear_ref, PACKED, exact=False)
-def _(draw: Draw, s: Sizes, variant: str) -> Call:
+def packed_weight_of(draw: Draw, s: Sizes, name: str) -> packed.PackedWeight:
     """Any bytes are levels; those that may belong to scales make numbers of usual sizes."""
-    m, packing = int(variant.split()[0]), packed.PACKINGS[variant.split()[1]]
+    packing = packed.PACKINGS[name]
     rows, columns = (21, 256) if s is ODD else (4096, 16 * s.d)
     drawn = torch.randint(0, 256, (rows, packing.row_bytes(columns)), generator=draw.generator, dtype=torch.uint8)
     drawn = drawn & 0xBB if packing.size > 1 and packing.name != "MXFP4" else drawn & 0xBF | 0x30
-    weight = packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
-    return Call((draw(m, columns), weight))
+    return packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
+
+
+@case(packed_gemv, packed.packed_linear_ref, list(packed.PACKINGS))
+def _(draw: Draw, s: Sizes, name: str) -> Call:
+    weight = packed_weight_of(draw, s, name)
+    return Call((draw(3, weight.shape[1]), weight))
+
+
+@case(packed.packed_linear, packed.packed_linear_ref, list(packed.PACKINGS))
+def _(draw: Draw, s: Sizes, name: str) -> Call:
+    weight = packed_weight_of(draw, s, name)
+    return Call((draw(20, weight.shape[1]), weight))
+
+
+@case(packed.unpack_rows, packed.unpack_ref, list(packed.PACKINGS), exact=True)
+def _(draw: Draw, s: Sizes, name: str) -> Call:
+    weight = packed_weight_of(draw, s, name)
+    return Call((weight.packed, weight.packing))

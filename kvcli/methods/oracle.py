@@ -10,6 +10,7 @@ In the counters one token of one KV head is a page of size 1.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -45,7 +46,8 @@ class Oracle(Method[OracleConfig, ChannelScoredCache]):
         shape, readers = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.readers(layer)
         return ChannelScoredCache(*shape, self.config.tokens, layer.head_dim, self.context.tiers, readers)
 
-    @property
+    @cached_property
     @override
-    def step_plan(self) -> StepPlan:
+    def plan(self) -> StepPlan:
+        """As a `step_plan`, but no CUDA graph carries it out: its slots have one selection a KV head."""
         return StepPlan(KeyChannels(None, self.config.pooling))

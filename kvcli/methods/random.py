@@ -10,6 +10,7 @@ query heads of a KV head read the same tokens. In the counters one token of one 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,11 +31,6 @@ class RandomConfig(TokenConfig):
     sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(64, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
     seed: int = setting(0, "same seed, same tokens", ge=0)
-
-    @property
-    @override
-    def stays_in_place(self) -> bool:
-        return False  # numbers are drawn on the host
 
 
 class DrawnTokenCache(ChannelScoredCache):
@@ -61,9 +57,10 @@ class Random(Method[RandomConfig, DrawnTokenCache]):
         shape = layer.num_kv_heads, layer.head_dim, self.context.capacity
         return DrawnTokenCache(layer.index, *shape, self.config.tokens, self.context.tiers)
 
-    @property
+    @cached_property
     @override
-    def step_plan(self) -> StepPlan:
+    def plan(self) -> StepPlan:
+        """As a `step_plan`, but no CUDA graph carries it out: numbers are drawn on the host."""
         return StepPlan(Chance(self.config.seed))
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import kvcli
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs import chat_template
+from kvcli.inputs import encoding
 from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models import gguf as reading
 from kvcli.models import place
@@ -169,9 +169,9 @@ def test_a_template_without_an_end_is_stopped(tmp_path, monkeypatch):
     template = "{% for i in range(999999999) %}{% for j in range(999999999) %}{% endfor %}{% endfor %}"
     path = write(tmp_path / "model.gguf", tiny("llama"), template=template)
     tokenizer = open_checkpoint(ModelSpec(str(path), **CPU)).tokenizer
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(encoding, "SECONDS", 0.3)
     with pytest.raises(KvcliError, match="chat template"):
-        chat_template.render_chat_template(tokenizer, [{"role": "user", "content": "hello"}], {})
+        encoding.render_chat_template(tokenizer, [{"role": "user", "content": "hello"}], {})
 
 
 def parts(path, folder, count=2):
