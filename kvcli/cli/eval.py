@@ -26,7 +26,7 @@ class Tasks:
     tasks: str = _TASKS(
         ...,
         *("--tasks", "A,B"),
-        "Synthetic tasks, needle_grid, needle_turns, ppl, ppl:FILE, files of benchmarks, requests:FILE.",
+        "Synthetic tasks, needle_grid, needle_turns, ppl, ppl:FILE, fidelity:FILE, files of benchmarks, requests:FILE.",
     )
     suite: str | None = _TASKS(None, "--suite", "NAME", "Profiles, budgets and sampling of a paper's main table.")
     length: str | None = _TASKS(None, "--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")
@@ -100,7 +100,7 @@ def evaluate(
     check_files(
         {"-o": output.output, "--html": output.html, "--predictions": output.predictions},
         model,
-        documents=[task.removeprefix("ppl:") for task in asked.tasks.split(",")],
+        documents=[task.partition(":")[2] or task for task in asked.tasks.split(",")],
         profiles=names(chosen.profile, "--profile"),
         settings=chosen.settings,
     )

@@ -202,12 +202,16 @@ class FidelityProbe:
 
 @dataclass(frozen=True)
 class Passage:
-    """Text to measure on: a prompt, and the tokens that all runs are fed after it; the question's, if it has one."""
+    """Text to measure on: a prompt, and the tokens that all runs are fed after it; the question's, if it has one.
+
+    `following` is the token that comes next in the text, whose likelihood counts as well.
+    """
 
     source: str
     prompt: list[int]
     continuation: list[int]
     question: list[int] = field(default_factory=list)
+    following: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -217,10 +221,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """A method after a passage, and how close it came."""
+    """A method after a passage, and how close it came.
+
+    `nll_gap` says by how many nats a token the text is less likely than under full attention, None without a
+    `Passage.following`.
+    """
 
     method: AnyMethod
     fidelity: Fidelity
+    nll_gap: float | None = None
 
 
 def measure(
@@ -229,12 +238,15 @@ def measure(
     profiles: Sequence[Profile],
     along: Mapping[int, AttentionObserver] | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    attention: bool = True,
+    stepped: Callable[[int, AnyMethod], None] = lambda *_: None,
 ) -> tuple[list[MeasuredMethod], AnyMethod]:
-    """Feed a passage to a method for each profile, all beside one reference; returns them, and the reference.
+    """Feed a passage to a method for each profile, all with one reference; returns them, and the reference.
 
-    The continuation's tokens go in one by one, each a step, and are compared at all of them. `along` gives the method
-    of some profiles an attention observer of their own. `advance` is called with the tokens that a layer has just done,
-    those of the prompt once for all methods that read it exactly.
+    The continuation's tokens go in one by one, each a step, and are compared at all of them; without `attention` only
+    what is said next is. `along` gives the method of some profiles an attention observer of their own. `advance` is
+    called with the tokens that a layer has just done, those of the prompt once for all methods that read it exactly;
+    `stepped` with the place of each profile and its method after every step.
 
     Raises:
         KvcliError: NaN or infinity in the reference's logits.
@@ -246,19 +258,31 @@ def measure(
     expected = engine.extend(continuation, reference, keep=len(continuation))  # [n, vocab]
     check_finite(engine, expected, prompt)
     probes = [FidelityProbe(reference, (along or {}).get(index)) for index in range(len(methods))]
-    for method, probe in zip(methods, probes, strict=True):
-        method.context.attention_observer = probe
+    if attention:
+        for method, probe in zip(methods, probes, strict=True):
+            method.context.attention_observer = probe
     first, *others = continuation
+    following = [*others, first if passage.following is None else passage.following]  # the last one is not fed
     fed = Sampling(max_tokens=len(continuation) + 1, ignore_eos=True)
-    sequences = [  # what would follow the last token is not fed
-        engine.sequence(method, fed, sampler=TeacherForcing([*others, first]), first_token=first) for method in methods
+    texts = [TeacherForcing(following) for _ in methods]
+    sequences = [
+        engine.sequence(method, fed, sampler=text, first_token=first)
+        for method, text in zip(methods, texts, strict=True)
     ]
+    true = TeacherForcing(following)
+    for row in expected if passage.following is not None else ():
+        true(row)
     for step, _ in enumerate(engine.decode(sequences)):
-        for probe, sequence in zip(probes, sequences, strict=True):
+        for place, (probe, sequence) in enumerate(zip(probes, sequences, strict=True)):
             assert sequence.logits is not None
             probe.fidelity.note_step(step, expected[step], sequence.logits)
+            stepped(place, sequence.method)
         advance(engine.depth * len(sequences))
-    return [MeasuredMethod(method, probe.fidelity) for method, probe in zip(methods, probes, strict=True)], reference
+    gaps = [None if passage.following is None else (text.nll - true.nll) / len(continuation) for text in texts]
+    measured = [
+        MeasuredMethod(method, probe.fidelity, gap) for method, probe, gap in zip(methods, probes, gaps, strict=True)
+    ]
+    return measured, reference
 
 
 class Audit:

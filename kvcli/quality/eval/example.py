@@ -43,7 +43,7 @@ class Example:
     shared: str = ""
     """The beginning of the prompt that is read before its question is known; the rest is given token by token."""
     continuation: str | None = None
-    """A text that is fed token by token instead of generating one; its likelihood is what counts."""
+    """A text that is fed token by token instead of generating one; its likelihood, or how close it is, counts."""
 
 
 def conversation(said: Sequence[tuple[str, str]], last: str) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import altair as alt
 
 from kvcli.quality.eval.layout import COST, heat_maps, mean, overview, tables
-from kvcli.quality.eval.suite import PERPLEXITY
+from kvcli.quality.eval.suite import FED
 from kvcli.quality.eval.table import EvaluationTable, VariantCost
 from kvcli.ui.html import Page, chart_of, coloured, heat_map, labelled
 from kvcli.ui.summary import HeatMap, Table
@@ -73,7 +73,7 @@ def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
             found = [
                 result
                 for result in table.results
-                if (result.variant, result.length) == (variant.label, length) and result.metric != PERPLEXITY
+                if (result.variant, result.length) == (variant.label, length) and result.metric not in FED
             ]
             read = [result.cost.attended for result in found if result.cost.attended is not None]
             if read:

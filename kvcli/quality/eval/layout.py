@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from kvcli.quality.eval.suite import PERPLEXITY
+from kvcli.quality.eval.suite import FED, FIDELITY, PERPLEXITY
 from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
 from kvcli.ui.summary import HeatMap, Table, duration, percent, size_text, without_empty_columns
 
@@ -18,12 +18,17 @@ def tables(table: EvaluationTable) -> list[tuple[str, Table]]:
     """Return scores and costs of each length, one variant a row, and pass@k where there are several samples."""
     found = []
     for length in dict.fromkeys(result.length for result in table.results):
-        results = [result for result in table.results if result.length == length]
+        everything = [result for result in table.results if result.length == length]
+        results = [result for result in everything if result.metric != FIDELITY]
         where = "" if length is None else f" at {length:,} tokens"
-        found.append((f"score{where}: {_what(results)}", _scores(results)))
+        for task in dict.fromkeys(result.task for result in everything if result.metric == FIDELITY):
+            own = [result for result in everything if result.task == task]
+            found.append((f"{task}{where}: next token, against full attention; {_texts(own)}", _closeness(own)))
+        if results:
+            found.append((f"score{where}: {_what(results)}", _scores(results)))
         if any(result.pass_at and result.depth is None for result in results):
             found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
-        found.append((f"{COST}{where}: tokens attended per KV head, bytes, time", _costs(results)))
+        found.append((f"{COST}{where}: tokens attended per KV head, bytes, time", _costs(everything)))
     return found
 
 
@@ -50,12 +55,12 @@ class Overview:
 
 
 def overview(table: EvaluationTable) -> Overview:
-    """Average the tasks, but for perplexity."""
+    """Average the tasks, but for texts that are fed."""
     found: dict[tuple[str, int | None, int | None], Estimate] = {}
     lengths = list(dict.fromkeys(result.length for result in table.results))
     for length, variant in product(lengths, table.variants):
         own = [result for result in table.results if (result.variant, result.length) == (variant.label, length)]
-        scores = [result.score for result in own if result.metric != PERPLEXITY]
+        scores = [result.score for result in own if result.metric not in FED]
         if scores:
             found[variant.name, length, variant.budget] = mean(scores)
     budgets: list[int | None] = [*sorted({budget for *_, budget in found if budget is not None})] or [None]
@@ -100,6 +105,30 @@ def number(figure: Estimate) -> str:
     """Return a value and its standard error as text: "98.0 ±2.0", "1.04 ±0.01"."""
     digits = 1 if figure.value >= 10 or figure.value == 0 else 2
     return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
+
+
+def exact(figure: Estimate) -> str:
+    """Return a value with two digits of its standard error: "0.0312 ±0.0042"."""
+    scale = figure.stderr or abs(figure.value)
+    digits = min(6, max(1, 1 - math.floor(math.log10(scale)))) if scale else 1
+    return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
+
+
+def _texts(results: Sequence[CellScore]) -> str:
+    count = max(result.score.examples for result in results)
+    return f"mean ± standard error over {count:,} stretch{'es' * (count > 1)} of text"
+
+
+def _closeness(results: Sequence[CellScore]) -> Table:
+    columns = ("", "KL, nats", "same top, %", "log-perplexity", "tokens read")
+    rows = []
+    for result in results:
+        close, read = result.closeness, result.cost.attended
+        assert close is not None
+        gap = ("+" if close.nll_gap.value > 0 else "") + exact(close.nll_gap)
+        tokens = "-" if read is None else f"{read:,.0f}"
+        rows.append((result.variant, exact(close.kl), number(result.score), gap, tokens))
+    return Table(columns, rows)
 
 
 def mean(figures: Sequence[Estimate]) -> Estimate:

@@ -29,7 +29,8 @@ class Prediction:
     `attended` is the mean over decode steps, KV heads and the layers that a method retrieves in of the tokens read;
     `attended_share` the part of all KV that was read, over all layers. Bytes are those at the end, `bytes_to_device`
     what the decode moved. For a continuation that was fed, `nll` is the sum of its tokens' negative log-likelihoods
-    in nats.
+    in nats. Where it was compared with full attention, `kl` and `nll_gap` are means over its tokens, in nats,
+    `same_top` is the share of tokens at which both say the same, and nothing was timed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")  # of a line that is read
@@ -48,7 +49,7 @@ class Prediction:
     output_tokens: Count
     nll: Annotated[float, Field(allow_inf_nan=False)] | None
     prefill_ms: Amount
-    decode_ms: Amount
+    decode_ms: Amount | None
     steps: Count
     attended: Amount | None
     attended_share: Amount | None
@@ -59,6 +60,9 @@ class Prediction:
     heads_corrected: Count
     pages_requested: Count
     misses: Count
+    kl: Amount | None = None
+    same_top: Share | None = None
+    nll_gap: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @property
     def key(self) -> Key:

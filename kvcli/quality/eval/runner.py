@@ -25,7 +25,8 @@ from kvcli.models.loading import Model
 from kvcli.quality.eval.example import Cell, Encoded, Example, encode_example
 from kvcli.quality.eval.predictions import Prediction, Predictions
 from kvcli.quality.eval.scorers import score
-from kvcli.quality.eval.suite import PERPLEXITY, EvaluationPlan
+from kvcli.quality.eval.suite import FED, FIDELITY, EvaluationPlan
+from kvcli.quality.fidelity import MeasuredMethod, Passage, measure
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Prompted, Sampler, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
@@ -93,7 +94,7 @@ class Evaluation:
 
     def _missing(self, cell: Cell, index: int, variant: Variant) -> list[int]:
         """Which samples of an example have no prediction yet; a text that is fed is the same each time."""
-        samples = 1 if cell.metric == PERPLEXITY else self.plan.sampling.num_samples
+        samples = 1 if cell.metric in FED else self.plan.sampling.num_samples
         place = cell.task, cell.length, cell.depth, index, variant.label
         return [sample for sample in range(samples) if (*place, sample) not in self.predictions]
 
@@ -115,9 +116,12 @@ class Evaluation:
         """Ask questions on one prompt, each of every variant of which an answer is missing."""
         variants = [each for each in self.plan.variants if any(asked.missing[each.label] for asked in questions)]
         ids, room = questions[0].read.ids, max(asked.read.room for asked in questions)
+        closeness = questions[0].cell.metric == FIDELITY
+        room -= closeness  # of a text that is compared, the last token is not fed
+        answered = self._compared if closeness else self._answers
         with engine(self.model, [len(ids) + room], self.observer.notice, self.disk) as self._engine:
             for group in self._groups(variants, len(ids), len(ids) + room):
-                for variant, asked, answers in self._answers(questions, room, group):
+                for variant, asked, answers in answered(questions, room, group):
                     for answer in answers:
                         place = asked.cell.task, asked.cell.length, asked.cell.depth, index, variant.label
                         self.predictions.add([Prediction(*place, **answer)])
@@ -163,6 +167,46 @@ class Evaluation:
                 last, rest = asked is missing[-1], (expected, prefill_ms, asked.missing[variant.label])
                 # A copy has no name here, under which it would live on while the next one is made.
                 yield variant, asked, self._answer(asked, method if last else _fork(method), *rest)
+
+    def _compared(
+        self,
+        questions: Sequence[AskedExample],
+        room: int,  # noqa: ARG002
+        variants: Sequence[Variant],
+    ) -> Iterator[tuple[Variant, AskedExample, Iterator[dict[str, Any]]]]:
+        """Feed a text to all variants in one batch, with full attention as the reference; the time is nobody's own."""
+        (asked,) = questions
+        read = asked.read
+        passage = Passage(asked.cell.task, read.ids, read.fed[:-1], read.question, read.fed[-1])
+        readings = [Reading() for _ in variants]
+        measured, _ = measure(
+            self._engine,
+            passage,
+            [variant.profile for variant in variants],
+            attention=False,
+            stepped=lambda place, method: readings[place].note(method),
+        )
+        for variant, found, reading in zip(variants, measured, readings, strict=True):
+            yield variant, asked, iter([self._closeness(read, found, reading)])
+
+    def _closeness(self, read: Encoded, found: MeasuredMethod, reading: Reading) -> dict[str, Any]:
+        """A prediction's fields, all but what it is of."""
+        return {
+            "sample": 0,
+            "text": "",
+            "score": None,
+            "finish_reason": "length",
+            "prompt_tokens": len(read.ids),
+            "cut_tokens": read.cut,
+            "output_tokens": len(read.fed) - 1,
+            "nll": None,
+            "prefill_ms": 0.0,
+            "decode_ms": None,
+            "kl": found.fidelity.kl,
+            "same_top": found.fidelity.agreement,
+            "nll_gap": found.nll_gap,
+            **_cost(found.method, reading),
+        }
 
     def _answer(
         self,
@@ -220,7 +264,6 @@ class Evaluation:
         if isinstance(sequence.sampler, TeacherForcing) and math.isinf(sequence.sampler.nll):
             what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
             raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
-        kv, cache, correction = sequence.method.footprint(), sequence.counters.cache(), sequence.counters.correction()
         teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
         answer = sequence.token_ids[len(read.turns) :]
         text = sequence.detokenizer.text
@@ -237,17 +280,26 @@ class Evaluation:
             "nll": teacher.nll if teacher else None,
             "prefill_ms": sequence.prefill_ms,
             "decode_ms": sum(sequence.decode_ms),
-            "steps": len(sequence.decode_ms),
-            "attended": reading.attended / reading.steps if reading.steps else None,
-            "attended_share": reading.share / reading.steps if reading.steps else None,
-            "device_kv_bytes": kv.device,
-            "host_kv_bytes": kv.host,
-            "bytes_to_device": cache.bytes_to_device,
-            "heads_checked": correction.heads_checked,
-            "heads_corrected": correction.heads_corrected,
-            "pages_requested": cache.pages_requested,
-            "misses": cache.misses,
+            **_cost(sequence.method, reading),
         }
+
+
+def _cost(method: AnyMethod, reading: Reading) -> dict[str, Any]:
+    """What a prediction took, but for its time."""
+    counters = method.context.counters
+    kv, cache, correction = method.footprint(), counters.cache(), counters.correction()
+    return {
+        "steps": reading.steps,
+        "attended": reading.attended / reading.steps if reading.steps else None,
+        "attended_share": reading.share / reading.steps if reading.steps else None,
+        "device_kv_bytes": kv.device,
+        "host_kv_bytes": kv.host,
+        "bytes_to_device": cache.bytes_to_device,
+        "heads_checked": correction.heads_checked,
+        "heads_corrected": correction.heads_corrected,
+        "pages_requested": cache.pages_requested,
+        "misses": cache.misses,
+    }
 
 
 def _fork(method: AnyMethod) -> AnyMethod:

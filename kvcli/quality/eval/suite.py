@@ -3,7 +3,8 @@
 A task is a name of the synthetic suite (`kvcli/quality/tasks`), `needle_grid` (a single needle at every length and
 depth), `needle_turns` (four needles, asked one after the other, each turn with a score), `ppl` (how likely the right
 answer about four needles is, fed token by token), `ppl:FILE` (how likely the text of a file is after what stands before
-it), or a file of a benchmark (`formats`); `requests:FILE` asks each of several queries on a context on its own.
+it), `fidelity:FILE` (how close to full attention's what is said next is, token by token of such a text), or a file of
+a benchmark (`formats`); `requests:FILE` asks each of several queries on a context on its own.
 """
 
 import hashlib
@@ -34,7 +35,9 @@ DEFAULT_LENGTH = 4096
 MAX_TOKENS = 80
 """Longest answer to a synthetic task, unless the right one takes more than four fifths of that."""
 
-GRID, NEEDLE_TURNS, PERPLEXITY, REQUESTS = "needle_grid", "needle_turns", "ppl", "requests"
+GRID, NEEDLE_TURNS, PERPLEXITY, FIDELITY, REQUESTS = "needle_grid", "needle_turns", "ppl", "fidelity", "requests"
+FED = (PERPLEXITY, FIDELITY)
+"""Metrics of texts that are fed; `METRIC:FILE` is a task."""
 _FED_TOKENS = 128  # of a text, after its beginning
 _NAMES = [*TASKS, GRID, NEEDLE_TURNS, PERPLEXITY]
 
@@ -107,7 +110,7 @@ class Suite:
         elif task == PERPLEXITY:
             for length in lengths:
                 yield Cell(task, length, None, PERPLEXITY, limit, partial(self._fed_answer, length))
-        elif task.startswith(f"{PERPLEXITY}:"):
+        elif task.partition(":")[0] in FED and ":" in task:
             yield from self._text_cells(task, lengths)
         elif task.startswith(f"{REQUESTS}:"):
             yield from _file_cells(Path(task.removeprefix(f"{REQUESTS}:")), limit, requests=True)
@@ -171,12 +174,15 @@ class Suite:
 
     def _text_cells(self, task: str, lengths: Sequence[int]) -> Iterator[Cell]:
         """Cut a text into stretches: of each the first tokens are read and the ones after them are fed."""
-        text = read_document(task.removeprefix(f"{PERPLEXITY}:"))
+        metric, _, path = task.partition(":")
+        text = read_document(path)
         if not self.tokenizer.is_fast:
             raise _usage(f"{task} needs a tokenizer that tells where its tokens stand", "this model's does not")
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
         fed = self.plan.max_tokens or _FED_TOKENS
+        if metric == FIDELITY and fed < 2:
+            raise _usage(f"{task} compares what is said after a token that was fed", "give --max-tokens 2 or more")
         for length in lengths:
             read = self._beside(length, fed)
             size = min((len(starts) - 1) // (read + fed), self.plan.limit)
@@ -187,9 +193,9 @@ class Suite:
             def make(index: int, read: int = read) -> Example:
                 begin = index * (read + fed)
                 first, middle, last = (starts[at] for at in (begin, begin + read, begin + read + fed))
-                return _fed(text[first:middle], text[middle:last], "", True)
+                return _fed(text[first:middle], text[middle:last], "", True, metric)
 
-            yield Cell(task, length, None, PERPLEXITY, size, make)
+            yield Cell(task, length, None, metric, size, make)
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -199,14 +205,18 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 def digests(tasks: Sequence[str]) -> dict[str, str]:
     """Return twelve hexadecimal digits over each file among the tasks: same digits, same examples."""
-    prefixes = (f"{PERPLEXITY}:", f"{REQUESTS}:")
-    bare = {task: next((task.removeprefix(each) for each in prefixes if task.startswith(each)), task) for task in tasks}
-    files = {task: Path(path) for task, path in bare.items() if task not in _NAMES}
+    files = {task: Path(bare(task)) for task in tasks if task not in _NAMES}
     return {task: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for task, path in files.items()}
 
 
-def _fed(prompt: str, continuation: str, question: str, raw: bool) -> Example:
-    return Example(prompt, question, (), PERPLEXITY, 0, raw=raw, continuation=continuation)
+def bare(task: str) -> str:
+    """Return a task's name or file without what is asked of it: "ppl:FILE" is FILE."""
+    asked, _, path = task.partition(":")
+    return path if path and asked in (*FED, REQUESTS) else task
+
+
+def _fed(prompt: str, continuation: str, question: str, raw: bool, metric: str = PERPLEXITY) -> Example:
+    return Example(prompt, question, (), metric, 0, raw=raw, continuation=continuation)
 
 
 def _file_cells(path: Path, limit: int, requests: bool = False) -> Iterator[Cell]:

@@ -30,8 +30,13 @@ class Estimate:
     @classmethod
     def of(cls, scores: Sequence[float]) -> Estimate:
         """Return the mean in per cent of scores 0..1, one for each example."""
-        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
-        return cls(100 * statistics.mean(scores), None if error is None else 100 * error, len(scores))
+        return cls.mean([100 * score for score in scores])
+
+    @classmethod
+    def mean(cls, values: Sequence[float]) -> Estimate:
+        """Return the mean of values in their own unit, one for each example."""
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.mean(values), error, len(values))
 
     @classmethod
     def perplexity(cls, nlls: Sequence[float], tokens: Sequence[int]) -> Estimate:
@@ -76,15 +81,15 @@ class VariantCost:
     @classmethod
     def sum(cls, costs: Sequence[VariantCost]) -> VariantCost:
         """Return the cost of several together: bytes weighted equally, figures of a step by their steps."""
-        steps = sum(cost.steps for cost in costs)
 
         def together(name: str) -> Any:
             values = [getattr(cost, name) for cost in costs]
             if name in _HELD:
                 return statistics.mean(values)
             if name in _PER_STEP:
-                weighted = sum((value or 0.0) * cost.steps for value, cost in zip(values, costs, strict=True))
-                return weighted / steps if steps else None
+                known = [(value, cost.steps) for value, cost in zip(values, costs, strict=True) if value is not None]
+                weight = sum(count for _, count in known)
+                return sum(value * count for value, count in known) / weight if weight else None
             return sum(values)
 
         return cls(**{each.name: together(each.name) for each in fields(cls)})
@@ -97,7 +102,7 @@ class VariantCost:
         if steps:
             figures |= {
                 "bytes_to_device_step": prediction.bytes_to_device / steps,
-                "step_ms": prediction.decode_ms / steps,
+                "step_ms": None if prediction.decode_ms is None else prediction.decode_ms / steps,
             }
         return cls(**figures)
 
@@ -107,11 +112,24 @@ _HELD = ("device_kv_bytes", "host_kv_bytes")
 
 
 @dataclass(frozen=True)
+class Closeness:
+    """How close a variant comes to full attention on texts that it is fed; a text is one block of the error.
+
+    `kl` is KL(full || variant) of the next token in nats, `nll_gap` by how many nats a token the text is less likely
+    than under full attention (the difference of log-perplexities).
+    """
+
+    kl: Estimate
+    nll_gap: Estimate
+
+
+@dataclass(frozen=True)
 class CellScore:
     """One variant in one cell.
 
     `score` is a mean in per cent over examples, each the mean of its samples (avg@k); for the metric ppl it is the
-    perplexity. `pass_at` says for numbers of samples k how often one of k is entirely right.
+    perplexity, for fidelity the tokens in per cent at which full attention says the same. `pass_at` says for numbers of
+    samples k how often one of k is entirely right.
     """
 
     variant: str
@@ -122,6 +140,7 @@ class CellScore:
     score: Estimate
     pass_at: dict[int, Estimate]
     cost: VariantCost
+    closeness: Closeness | None = None
 
 
 @dataclass(frozen=True)
@@ -165,18 +184,27 @@ def results(
         if given := _whole(by_place[cell.task, cell.length, cell.depth, variant.label], samples):
             score, passes = _figures(given)
             cost = VariantCost.sum([VariantCost.of(each) for each in given])
-            found.append(CellScore(variant.label, cell.task, cell.length, cell.depth, cell.metric, score, passes, cost))
+            where = variant.label, cell.task, cell.length, cell.depth
+            found.append(CellScore(*where, cell.metric, score, passes, cost, _closeness(given)))
     return found
 
 
 def _whole(given: Sequence[Prediction], samples: int) -> list[Prediction]:
     """Leave out examples of which samples are missing; a text that is fed has only one."""
     counts = Counter(each.index for each in given)
-    return [each for each in given if each.nll is not None or counts[each.index] >= samples]
+    return [each for each in given if each.score is None or counts[each.index] >= samples]
+
+
+def _closeness(given: Sequence[Prediction]) -> Closeness | None:
+    kls, gaps = ([getattr(each, name) for each in given] for name in ("kl", "nll_gap"))
+    return None if None in kls or None in gaps else Closeness(Estimate.mean(kls), Estimate.mean(gaps))
 
 
 def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:
     """Return score and pass@k of the predictions of one variant in one cell."""
+    alike = [each.same_top for each in given if each.same_top is not None]
+    if alike:
+        return Estimate.of(alike), {}
     fed = [(each.nll, each.output_tokens) for each in given if each.nll is not None and each.output_tokens]
     if fed:
         nlls, tokens = zip(*fed, strict=True)

@@ -62,6 +62,44 @@ def test_perplexity_of_a_text_is_that_of_the_model(folder, document):
     assert quest.cost.attended <= 80
 
 
+def test_closeness_of_a_text_is_that_of_the_distributions_that_the_model_gives(folder, document):
+    """KL by streaming, whose layers see sink and window alone: a mask for the model itself, in float64."""
+    streaming = {"sink": 6, "window": 24}
+    budgets = variants(["full", "streaming"], [], (30,), {"sink": "6", "positions": "original"})
+    asked = plan(folder, [f"fidelity:{document}", f"ppl:{document}"], lengths=[150], limit=2, max_tokens=40)
+    table = evaluate(replace(asked, variants=budgets), Observer())
+    full, mine, *likely = table.results
+    assert (full.metric, full.closeness.kl.value < 1e-9, full.score.value) == ("fidelity", True, 100)
+    assert full.closeness.nll_gap.value == pytest.approx(0, abs=1e-6)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double()
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    kls, tops, gaps = [], [], []
+    for begin in (0, 190):
+        read = tokenizer(tokenizer.decode(ids[begin : begin + 150]))["input_ids"]
+        whole = torch.tensor([read + ids[begin + 150 : begin + 190]])
+        place = torch.arange(whole.shape[1])
+        seen = place[:, None] >= place
+        near = seen & ((place < streaming["sink"]) | (place > place[:, None] - streaming["window"]))
+        near[: len(read)] = seen[: len(read)]  # a prompt is read exactly
+        with torch.no_grad():
+            true, found = (
+                model(whole, attention_mask=torch.where(mask, 0.0, -torch.inf)[None, None].double())
+                .logits[0, len(read) : -1]
+                .log_softmax(-1)
+                for mask in (seen, near)
+            )
+        kls.append(float((true.exp() * (true - found)).sum(-1).mean()))
+        tops.append(float((true.argmax(-1) == found.argmax(-1)).double().mean()))
+        gaps.append(float((true - found).gather(1, whole[0, len(read) + 1 :, None]).mean()))
+    assert mine.closeness.kl.value == pytest.approx(sum(kls) / 2, rel=1e-4)
+    assert mine.closeness.kl.stderr == pytest.approx(abs(kls[0] - kls[1]) / 2, rel=1e-3)
+    assert mine.closeness.nll_gap.value == pytest.approx(sum(gaps) / 2, rel=1e-3)
+    assert mine.score.value == pytest.approx(50 * sum(tops))
+    assert (mine.cost.attended, mine.cost.step_ms, mine.cost.steps) == (30, None, 2 * 39)
+    by_likelihood = math.log(likely[1].score.value / likely[0].score.value) * 40 / 39  # the first token is exact
+    assert mine.closeness.nll_gap.value == pytest.approx(by_likelihood, rel=1e-2)
+
+
 def test_a_text_that_the_model_rules_out_is_refused_and_leaves_no_line(folder, document, tmp_path, monkeypatch):
     """Infinity is no JSON: a file with it could not be read again."""
 
@@ -220,6 +258,9 @@ def test_a_problem_is_never_cut_and_the_answer_gets_the_room_that_is_left(folder
         (["niah_sinlge"], {}, "niah_sinlge"),
         (["none.jsonl"], {}, "no such file"),
         (["ppl:none.txt"], {}, "no such file"),
+        (["fidelity:none.txt"], {}, "no such file"),
+        (["fidelity"], {}, "unknown task 'fidelity'"),
+        ([f"fidelity:{__file__}"], {"lengths": [90], "max_tokens": 1}, "after a token that was fed"),
         (["vt", "vt"], {}, "'vt' is there twice"),
         (["vt"], {"lengths": [8192]}, "8,192 tokens is beyond the 4,096 positions"),
         (["vt"], {"lengths": [20]}, "20 tokens|too short"),
@@ -260,6 +301,7 @@ def test_the_same_file_has_the_same_digest_and_another_one_has_not(tmp_path):
     first, second, third = suite.digests([str(tmp_path / f"{name}.jsonl") for name in "abc"]).values()
     assert first == second != third
     assert suite.digests(["vt", "ppl", "needle_grid"]) == {}
+    assert len({*suite.digests([f"{asked}:{__file__}" for asked in ("ppl", "fidelity", "requests")]).values()}) == 1
 
 
 def test_the_last_of_several_turns_is_answered_as_a_prompt_that_holds_them_all(folder, tmp_path):

@@ -94,6 +94,26 @@ def test_the_mean_over_tasks_leaves_perplexity_out():
     assert "ppl is perplexity" in title
 
 
+def test_closeness_has_a_table_of_its_own_and_no_part_in_the_mean():
+    fed = replace(ONE, task="fidelity:a.txt", score=None, decode_ms=None)
+    given = [
+        ONE,
+        replace(fed, kl=0.03, same_top=0.9, nll_gap=0.011),
+        replace(fed, index=1, kl=0.05, same_top=1.0, nll_gap=-0.001),
+    ]
+    made = table([cell(), cell("fidelity:a.txt", metric="fidelity")], given)
+    (title, close), (_, scores), (_, costs) = layout.tables(made)
+    assert title == (
+        "fidelity:a.txt at 700 tokens: next token, against full attention; mean ± standard error over 2 stretches of text"
+    )
+    assert close.rows == [("full", "0.040 ±0.010", "95.0 ±5.0", "+0.0050 ±0.0060", "100")]
+    assert scores.columns == ("", "vt")
+    assert costs.rows[0][-1] == "3.00 ms"
+    (alone, *_) = layout.tables(table([cell("fidelity:a.txt", metric="fidelity")], given[1:2]))
+    assert alone[1].rows == [("full", "0.030", "90.0", "+0.011", "100")]
+    assert layout.overview(made).means["full"][0].value == 100
+
+
 def test_heat_maps_have_a_row_a_depth_and_a_gap_where_nothing_was_asked():
     given = [replace(ONE, task="needle_grid", depth=depth, score=score) for depth, score in [(0.0, 1), (1.0, 0)]]
     given.append(replace(ONE, task="needle_grid", depth=0.0, length=99))
