@@ -76,13 +76,15 @@ class Profile:
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with kvcli, sorted."""
+    """Names of the profiles that come with kvcli, sorted: its files, and for every other method its defaults."""
+    from kvcli.methods import own_method_names
+
     files = (entry.name for entry in resources.files("kvcli.profiles").iterdir())
-    return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
+    return sorted({name.removesuffix(".toml") for name in files if name.endswith(".toml")} | {*own_method_names()})
 
 
 def profiles_by_method() -> dict[str, list[str]]:
-    """Names of the profiles that come with kvcli, by their method; nothing but the files is looked at."""
+    """Names of the profiles that come with kvcli, by their method; no method is imported for it."""
     found: dict[str, list[str]] = {}
     for name in profile_names():
         found.setdefault(_read(name)[1].method, []).append(name)
@@ -186,8 +188,10 @@ def _read(name: str) -> tuple[str, ProfileFile]:
         except (OSError, ValueError) as error:
             hint = f"profiles by name: {', '.join(profile_names())}"
             raise usage_error(f"profile {name}: {getattr(error, 'strerror', error)}", hint) from None
+    elif (file := resources.files("kvcli.profiles") / f"{name}.toml").is_file():
+        data, label = file.read_bytes(), name
     elif name in profile_names():
-        data, label = (resources.files("kvcli.profiles") / f"{name}.toml").read_bytes(), name
+        return name, ProfileFile(method=name)
     else:
         raise usage_error(f"unknown profile {name!r}", nearest(name, profile_names(), "profiles"))
     return label, parse_profile(name, data)

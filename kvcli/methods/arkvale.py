@@ -27,7 +27,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class ArkValeConfig(HostKVConfig, PagedConfig):
-    """Settings of ArkVale."""
+    """Settings of ArkVale; defaults: budget and pooling as in arXiv 2505.13109, appendix A."""
 
     sink: int = setting(32, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(64, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)

@@ -35,7 +35,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class CAKEConfig(SnapKVConfig):
-    """Settings of CAKE."""
+    """Settings of CAKE; defaults: section 5."""
 
     budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1

@@ -33,7 +33,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class DuoAttentionConfig(MethodConfig):
-    """Settings of DuoAttention."""
+    """Settings of DuoAttention; defaults: section 3."""
 
     retrieval: float = setting(0.5, "part of the KV heads that keep everything", ge=0, le=1)
     sink: int = setting(64, "first tokens that the other heads keep", "tokens", ge=0)

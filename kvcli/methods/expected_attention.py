@@ -93,7 +93,7 @@ def _log_expected(mean: Tensor, covariance: Tensor | None, k: Tensor, scale: flo
 
 
 class ExpectedAttentionConfig(DocumentCutConfig):
-    """Settings of Expected Attention."""
+    """Settings of Expected Attention; defaults: section 4."""
 
     future: int = setting(512, "positions to come over which rotations are averaged", "tokens", ge=1)
     epsilon: float = setting(0.01, "what is added to the attention expected before values weigh it", ge=0)

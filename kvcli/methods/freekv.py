@@ -24,7 +24,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class FreeKVConfig(HostKVConfig, PagedConfig):
-    """Settings of FreeKV."""
+    """Settings of FreeKV; defaults: section 5.1 and appendix A."""
 
     tau: CosineByLayer = setting(0.9, "correct a head below this query cosine: 0 never, 1 always; or a list", "cosine")
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")

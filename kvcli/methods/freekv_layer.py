@@ -22,7 +22,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class FreeKVLayerConfig(PagedConfig):
-    """Settings of selection by the last layer's query."""
+    """Settings of selection by the last layer's query; defaults: appendix B.1, table 4."""
 
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
 

@@ -25,7 +25,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class H2OConfig(MethodConfig):
-    """Settings of H2O."""
+    """Settings of H2O; defaults: section 5."""
 
     budget: CountOrShare = setting(2048, "tokens held per layer and KV head, recent ones included", "tokens", ge=1)
     recent: float = setting(0.5, "part of the budget that the most recent tokens take", ge=0, le=1)

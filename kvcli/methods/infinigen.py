@@ -94,7 +94,7 @@ Cache = OffloadedTokenCache[PartialKeyIndex]
 
 
 class InfiniGenConfig(HostKVConfig, TokenConfig):
-    """Settings of InfiniGen."""
+    """Settings of InfiniGen; defaults: section 5; budget as in arXiv 2505.13109."""
 
     budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     alpha: float = setting(4.0, "choose tokens whose scaled q.k is within this of the best", ge=0)

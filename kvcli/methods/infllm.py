@@ -33,7 +33,7 @@ from kvcli.telemetry.counters import Count
 
 
 class InfLLMConfig(HostKVConfig, PagedConfig):
-    """Settings of InfLLM; a page is a block."""
+    """Settings of InfLLM; a page is a block; sizes as in arXiv 2502.13542, section 5.1."""
 
     sink: int = setting(64, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)

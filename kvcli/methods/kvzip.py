@@ -37,7 +37,7 @@ REQUEST = 32  # tokens that a request may take, for plans; how many they are is 
 
 
 class KVzipConfig(DocumentCutConfig):
-    """Settings of KVzip."""
+    """Settings of KVzip; defaults: section 4."""
 
     chunk: int = setting(2048, "tokens of the document that are repeated at once", "tokens", ge=1)
 

@@ -19,7 +19,7 @@ from kvcli.methods.infllm import InfLLM, InfLLMConfig
 
 
 class LMInfiniteConfig(InfLLMConfig):
-    """Settings of LM-Infinite."""
+    """Settings of LM-Infinite; defaults: section 4."""
 
     budget: CountOrShare = setting(4096, "tokens attended per layer and KV head, sink included", "tokens", ge=1)
     sink: int = setting(32, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)

@@ -33,7 +33,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class LokiConfig(TokenConfig):
-    """Settings of Loki."""
+    """Settings of Loki; defaults: section 5; a quarter of 128 channels."""
 
     rank: int = setting(32, "leading principal axes that tokens are scored by", "channels", ge=1)
     pca: str = setting("", "safetensors file with the axes of every layer; without it they are the prompt's own")

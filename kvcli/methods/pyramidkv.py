@@ -22,7 +22,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class PyramidKVConfig(SnapKVConfig):
-    """Settings of PyramidKV."""
+    """Settings of PyramidKV; defaults: section 5."""
 
     budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per KV head, window included, mean of the layers", "tokens", ge=1

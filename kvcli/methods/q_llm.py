@@ -31,7 +31,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class QLLMConfig(InfLLMConfig):
-    """Settings of Q-LLM."""
+    """Settings of Q-LLM; defaults: section 4, sizes for Llama 3."""
 
     budget: CountOrShare = setting(
         2176, "tokens attended per layer and KV head, sink, window and question included", "tokens", ge=1

@@ -21,7 +21,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class PageBoundsConfig(PagedConfig):
-    """Pages that are chosen by bounds on their keys."""
+    """Pages that are chosen by bounds on their keys; defaults: section 4."""
 
     page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
     sink: int = setting(16, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)

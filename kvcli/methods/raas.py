@@ -184,7 +184,7 @@ class TimestampedPageCache(ResidentCache):
 
 
 class RaaSConfig(PagedConfig):
-    """Settings of RaaS."""
+    """Settings of RaaS; defaults: section 4; threshold of its first version."""
 
     page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
     sink: int = setting(16, "first tokens, never evicted, rounded up to whole pages", "tokens", ge=0)

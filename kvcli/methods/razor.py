@@ -38,7 +38,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class RazorConfig(MethodConfig):
-    """Settings of RazorAttention."""
+    """Settings of RazorAttention; defaults: section 4.1 and table 2."""
 
     sparsity: float = setting(0.15, "part of the KV heads that keep everything", ge=0, le=1)
     echo: float = setting(0.01, "part of the KV heads chosen by echo score, the others by induction", ge=0, le=1)

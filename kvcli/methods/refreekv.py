@@ -62,7 +62,7 @@ def norm_cut(weights: Tensor, threshold: float) -> int:
 
 
 class ReFreeKVConfig(HostKVConfig):
-    """Settings of ReFreeKV."""
+    """Settings of ReFreeKV; defaults: section 4."""
 
     threshold: float = setting(0.01, "part of the attention norm that may be lost; 0 keeps everything", ge=0, le=1)
     sink: int = setting(4, "first tokens, always kept and left out of the norm", "tokens", ge=0)

@@ -35,7 +35,7 @@ Odd = Annotated[int, AfterValidator(_odd)]
 
 
 class SnapKVConfig(PromptCutConfig):
-    """Settings of SnapKV."""
+    """Settings of SnapKV; defaults: section 5."""
 
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries vote", "tokens", ge=1)
     kernel: Odd = setting(7, "neighbours that share the highest vote, odd", "tokens")

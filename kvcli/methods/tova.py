@@ -21,7 +21,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class TOVAConfig(MethodConfig):
-    """Settings of TOVA."""
+    """Settings of TOVA; defaults: section 3."""
 
     budget: CountOrShare = setting(2048, "tokens held per layer", "tokens", ge=1)
 

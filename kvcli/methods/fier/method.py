@@ -115,7 +115,7 @@ class OneBitIndex(TokenIndex):
 
 
 class FIERConfig(HostKVConfig, TokenConfig):
-    """Settings of FIER."""
+    """Settings of FIER; defaults: section 4.1."""
 
     group: int = setting(32, "consecutive tokens quantised together", "tokens", ge=1)
     dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)

@@ -35,7 +35,7 @@ from kvcli.telemetry.counters import Count
 
 
 class MagicPIGConfig(HostKVConfig):
-    """Settings of MagicPIG."""
+    """Settings of MagicPIG; defaults: section 5, K 10 and L 150."""
 
     bits: int = setting(10, "bits of a hash (K)", "bits", ge=1, le=15)
     tables: int = setting(150, "hash tables (L), two of which must agree", "tables", ge=2)

@@ -34,7 +34,7 @@ Cache = OffloadedTokenCache[CollisionIndex]
 
 
 class ParisKVConfig(HostKVConfig, TokenConfig):
-    """Settings of ParisKV."""
+    """Settings of ParisKV; defaults: 2048 tokens with 4 first and 512 recent ones."""
 
     budget: CountOrShare = setting(2564, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)

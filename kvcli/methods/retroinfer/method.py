@@ -41,7 +41,7 @@ from kvcli.telemetry.counters import Count
 
 
 class RetroInferConfig(HostKVConfig, TokenConfig):
-    """Settings of RetroInfer."""
+    """Settings of RetroInfer; defaults: section 5."""
 
     budget: CountOrShare = setting(
         2048, "tokens read per layer and KV head at most, sink and window included", "tokens", ge=1

@@ -38,7 +38,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class ShadowKVConfig(HostKVConfig):
-    """Settings of ShadowKV."""
+    """Settings of ShadowKV; defaults: section 5.1, RULER at 128K included, and appendix B.1."""
 
     budget: CountOrShare = setting(
         2048, "tokens selected per layer and KV head, outliers and local ones aside", "tokens", ge=1

@@ -45,7 +45,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class TokenSelectConfig(TokenConfig):
-    """Settings of TokenSelect."""
+    """Settings of TokenSelect; defaults: section 5, 2048 tokens with 128 first and 512 recent ones."""
 
     budget: CountOrShare = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)

@@ -26,7 +26,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class TwilightConfig(PageBoundsConfig):
-    """Settings of Twilight: those of its page selector, and how much of the attention is kept."""
+    """Settings of Twilight: those of its page selector, and how much of the attention is kept; defaults: section 5."""
 
     budget: CountOrShare = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")

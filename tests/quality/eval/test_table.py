@@ -103,9 +103,8 @@ def test_closeness_has_a_table_of_its_own_and_no_part_in_the_mean():
     ]
     made = table([cell(), cell("fidelity:a.txt", metric="fidelity")], given)
     (title, close), (_, scores), (_, costs) = layout.tables(made)
-    assert title == (
-        "fidelity:a.txt at 700 tokens: next token, against full attention; mean ± standard error over 2 stretches of text"
-    )
+    what = "next token, against full attention; mean ± standard error over 2 stretches of text"
+    assert title == f"fidelity:a.txt at 700 tokens: {what}"
     assert close.rows == [("full", "0.040 ±0.010", "95.0 ±5.0", "+0.0050 ±0.0060", "100")]
     assert scores.columns == ("", "vt")
     assert costs.rows[0][-1] == "3.00 ms"
