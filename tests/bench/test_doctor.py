@@ -63,14 +63,6 @@ def test_a_requirement_that_is_missing_or_too_old_is_named(monkeypatch):
     assert "absent" not in check.found
 
 
-def test_a_missing_compiler_is_a_note_without_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert found("C++ compiler").state is CheckState.NOTE
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert found("C++ compiler").state is CheckState.OK
-
-
 def test_more_threads_than_cores_are_a_note(monkeypatch):
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
