@@ -31,8 +31,7 @@ from common import RESULTS, save  # noqa: E402
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
-NO_BUDGET = "refreekv,razor,magicpig"
-WITHOUT = {"offload", "duoattention"}  # the first is `full`, the second needs gates that were trained for the model
+WITHOUT = {"offload", "duoattention", "razor"}  # the first is `full`, the others need gates and heads found beforehand
 
 
 class Packaged(NamedTuple):
@@ -151,7 +150,8 @@ def run(name: str, output: Path) -> None:
             command += ["--set", f"window={budget // 4}", "--set", "page_size=16", "--json", "-o", f"{told}.json"]
             command += ["--predictions", f"{told}.jsonl"]
             print(f"{name}: {length:,} tokens, budget {budget:,}", flush=True)
-            subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=True)
+            if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
+                sys.exit(code)
             rows += [row | {"budget": budget} for row in rows_of(json.loads(Path(f"{told}.json").read_text()), files)]
     plan_told = plan._asdict() | {"methods": methods}
     save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
