@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 try:
     import numba
+    import numba.core.event
     import numba.extending
     import numba.np.ufunc.omppool
     from numba import prange
@@ -35,7 +38,51 @@ WORTH_A_THREAD = 1 << 16
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 
-__all__ = ["compiled", "flat", "in_order", "inlined", "intrinsic", "prange", "run", "run_alone", "serial", "serves"]
+__all__ = ["Compiling", "compiled", "compiling", "flat", "in_order", "inlined", "intrinsic"]
+__all__ += ["prange", "run", "run_alone", "serial", "serves"]
+
+
+class Compiling(object if numba is None else numba.core.event.Listener):  # type: ignore[misc]
+    """How long loops were compiled in this process; `tell` is called whenever that begins, unless it is None.
+
+    A loop is compiled once on a machine and kept. It is loaded from there in a few milliseconds, which do not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.tell: Callable[[], None] | None = None
+        self._begun: list[float] = []  # a loop's parts are compiled within it
+
+    def on_start(self, _: Any) -> None:
+        """Note that a loop or a part of one begins to be compiled."""
+        if not self._begun and self.tell is not None:
+            self.tell()
+        self._begun.append(time.perf_counter())
+
+    def on_end(self, _: Any) -> None:
+        """Note that the newest one is compiled."""
+        begun = self._begun.pop()
+        if not self._begun:
+            self.seconds += time.perf_counter() - begun
+
+    @contextmanager
+    def telling(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Call `tell` once, when a loop is compiled within."""
+
+        def once() -> None:
+            self.tell = None
+            tell()
+
+        before, self.tell = self.tell, once
+        try:
+            yield
+        finally:
+            self.tell = before
+
+
+compiling = Compiling()
+if numba is not None:
+    numba.core.event.register("numba:compile", compiling)  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:

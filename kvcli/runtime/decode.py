@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels._numba import compiling
 from kvcli.kernels.softmax import Softmax
 from kvcli.methods.card import BLOCKING
 from kvcli.methods.contract import AnyMethod
@@ -103,21 +104,24 @@ def decode(
     """Continue sequences until each has ended; yields every step's sequences with their new text.
 
     A sequence that ends leaves the batch; where the stepper allows it, others may be put into `sequences` between two
-    steps. Every sequence brings its first token, chosen from the prefill.
+    steps. Every sequence brings its first token, chosen from the prefill. The time in which loops are compiled counts
+    apart from the steps.
     """
     step = 0
     try:
         while batch := [sequence for sequence in sequences if sequence.running]:
-            started = time.perf_counter()
+            started, compiled = time.perf_counter(), compiling.seconds
             with timeline.span("step", index=step, batch=len(batch)):
                 for sequence in batch:
                     sequence.counters.next_step()
                 rows = stepper.step(batch)
                 with timeline.span("sampling"):
                     pieces = [sequence.accept(*row) for sequence, row in zip(batch, rows, strict=True)]
-            elapsed = 1000 * (time.perf_counter() - started)
+            compile_ms = 1000 * (compiling.seconds - compiled)
+            elapsed = 1000 * (time.perf_counter() - started) - compile_ms
             for sequence in batch:
                 sequence.decode_ms.append(elapsed)
+                sequence.compile_ms += compile_ms
             done = [list(zip(batch, pieces, strict=True))]
             del batch, sequence, rows
             yield done.pop()  # nothing here holds a sequence that has ended until the next step

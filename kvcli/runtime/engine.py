@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from kvcli.inputs.profiles import Profile
+from kvcli.kernels._numba import compiling
 from kvcli.kv.parking import Parking
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
@@ -290,6 +291,7 @@ def engine(
     memory is not to hold.
     """
     with (
+        compiling.telling(lambda: notice("compiling loops for this processor: once, they are kept")),
         current(model.device),
         attached(model.module, model.placement) as hook,
         cpu_layers(model.module),

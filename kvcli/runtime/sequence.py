@@ -40,6 +40,7 @@ class RunningSequence:
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
     decode_ms: list[float] = field(default_factory=list)
+    compile_ms: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
     question: str | None = None
@@ -119,7 +120,7 @@ class RunningSequence:
             finish_reason=self.finish_reason or "interrupted",
             prompt_tokens=self.prompt_tokens,
             output_tokens=len(self.token_ids),
-            timing=report.Timing.of(self.prefill_ms, self.ttft_ms, self.decode_ms),
+            timing=report.Timing.of(self.prefill_ms, self.ttft_ms, self.decode_ms, self.compile_ms),
             correction=self.counters.correction(),
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),

@@ -6,7 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Observer:
-    """Callbacks of one run, called on the host, never from inside a decode step; here they do nothing.
+    """Callbacks of one run, called on the host; here they do nothing.
+
+    None is called from inside a decode step but `notice`, where loops are compiled in it.
 
     A sequence is named by its index in the report. No callback may change the run; an exception it raises ends the run.
     """

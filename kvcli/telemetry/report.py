@@ -18,7 +18,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Timing:
-    """Wall times of one sequence; the first token's time is `ttft_ms` and not part of `decode_ms`."""
+    """Wall times of one sequence; the first token's time is `ttft_ms` and not part of `decode_ms`.
+
+    `compile_ms` is the time in which steps waited for loops to be compiled, which `decode_ms` leaves out.
+    """
 
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -27,14 +30,15 @@ class Timing:
     p90_ms: float | None = None
     p99_ms: float | None = None
     tokens_per_s: float | None = None
+    compile_ms: float = 0.0
 
     @classmethod
-    def of(cls, prefill_ms: float, ttft_ms: float, decode_ms: list[float]) -> Timing:
+    def of(cls, prefill_ms: float, ttft_ms: float, decode_ms: list[float], compile_ms: float = 0.0) -> Timing:
         """Summarise step times; percentiles are None where there is no decode step."""
         total = sum(decode_ms)
         rate = 1000 * len(decode_ms) / total if total else None
         p50, p90, p99 = (percentile(decode_ms, q) for q in (50, 90, 99))
-        return cls(prefill_ms, ttft_ms, decode_ms, p50, p90, p99, rate)
+        return cls(prefill_ms, ttft_ms, decode_ms, p50, p90, p99, rate, compile_ms)
 
 
 @dataclass(frozen=True)
