@@ -69,10 +69,11 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "smollm2-wide": Plan("smollm2", [2048, 4096, 7936], [128, 256, 512, 1024], fed=128, stretches=3),
-    "smollm2-main": Plan("smollm2", [4096], [256, 512], fed=256, stretches=20, methods=MAIN),
-    "gemma3-wide": Plan("gemma3", [8192, 16384, 32512], [256, 512, 1024], fed=128, stretches=1),
-    "gemma3-main": Plan("gemma3", [8192], [256, 512], fed=256, stretches=10, methods=MAIN),
+    "smollm2-wide": Plan("smollm2", [4096], [128, 256, 512, 1024], fed=64, stretches=2),
+    "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=64, stretches=2),
+    "smollm2-main": Plan("smollm2", [4096], [256, 512], fed=256, stretches=5, methods=MAIN),
+    "gemma3-wide": Plan("gemma3", [8192], [256, 512, 1024], fed=64, stretches=1),
+    "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
 
 
