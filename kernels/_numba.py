@@ -85,6 +85,12 @@ if numba is not None:
     numba.core.event.register("numba:compile", compiling)  # type: ignore[no-untyped-call]
 
 
+def kept_in() -> str:
+    """Name the directory that keeps compiled loops: NUMBA_CACHE_DIR, beside the sources, or the user's cache."""
+    probe = compiled(lambda x: x)
+    return str(getattr(probe.stats, "cache_path", None) or "this process alone")
+
+
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
     """Make a loop whose `prange` goes over threads."""
     if numba is None:

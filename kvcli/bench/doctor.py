@@ -7,11 +7,13 @@ import os
 import platform
 import resource
 import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -23,8 +25,12 @@ from kvcli.capacity import cgroup
 from kvcli.capacity.roofline import measure_rates, rate_rows
 from kvcli.compat import onednn_suits
 from kvcli.errors import KvcliError
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels._numba import compiling, kept_in
+from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, gated_with, packed_linear, products_with
 from kvcli.kernels.page_scores import page_summary, page_summary_ref
 from kvcli.kv.recurrent import PAGE, STATE_PAGES
+from kvcli.methods import get_method, own_method_names
 from kvcli.models.checkpoint import check_config, check_files
 from kvcli.models.devices import resolve_device
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
@@ -32,9 +38,11 @@ from kvcli.models.loading import ModelSpec, describe, form_in, locate, read_conf
 from kvcli.models.place import bundled_model
 from kvcli.models.weights import ON_LOADING, WIDER, WeightForm, installed
 from kvcli.sizes import format_bytes
+from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import processor
 
 _ROOM = 20 << 30  # bytes of disk: the weights of an 8B model in 16 bits, and some more
+_WARM_TOKENS = 4096  # beyond every method's budget
 _PINNED = 64 << 20  # bytes that the check of pinned memory pins
 
 
@@ -71,6 +79,34 @@ def examine(debug: bool = False) -> Iterator[Check]:
                 traceback.print_exc()
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             yield Check(name, CheckState.BROKEN, message, _FIXES.get(name, "run again with --debug"))
+
+
+def warm(observer: Observer) -> Check:
+    """Compile the loops of methods and of packed weights for this processor, where they are not kept already.
+
+    The demo model takes a step under every method, as `kvcli profile` does it, but for those that would first look for
+    retrieval heads. A model of another shape may need further loops, which its first run compiles.
+    """
+    from kvcli.bench.profiler import ProfileRequest, profile
+    from kvcli.bench.runs import Entry
+
+    if find_spec("numba") is None:
+        return Check("loops", CheckState.NOTE, "torch's functions do the work: there is no numba", "pip install numba")
+    before, started = compiling.seconds, time.perf_counter()
+    profiles = map(resolve_profile, own_method_names())
+    quick = (each for each in profiles if not get_method(each.method).needs(each.settings))  # no search for heads
+    compared = tuple(Entry(each.name, "method", each) for each in quick)
+    model = ModelSpec(device="cpu", dtype="float32")
+    profile(ProfileRequest(model, compared, contexts=(_WARM_TOKENS,), steps=1, repeat=1, warmup=1), observer)
+    for packing in PACKINGS.values():
+        weight = PackedWeight(torch.zeros(256, packing.row_bytes(512), dtype=torch.uint8), packing, torch.float32)
+        x = torch.zeros(1, 512)
+        packed_linear(x, weight)
+        products_with([weight])(x)
+        gated_with(weight, weight)(x)
+    compiled, taken = compiling.seconds - before, time.perf_counter() - started
+    found = f"compiled in {compiled:.0f} of {taken:.0f} s" if compiled else "kept from an earlier run"
+    return Check("loops", CheckState.OK, f"{found}, in {kept_in()}")
 
 
 def usable(checks: list[Check]) -> bool:

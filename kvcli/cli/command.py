@@ -58,11 +58,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         own = {name: value for name, value in given.items() if hints[name] is typer.Context}
         function(**own, **values)
 
+    called.__doc__ = _flowing(function.__doc__ or "")
     called.__annotations__ = hints
     called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
     )
     return called
+
+
+def _flowing(text: str) -> str:
+    """Join the lines of each paragraph but of commands, so that a help page breaks them where the terminal ends."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(each if each.startswith("kvcli ") else each.replace("\n", " ") for each in paragraphs)
 
 
 def _in_typer(option: Option, optional: bool) -> tuple[Any, Any]:

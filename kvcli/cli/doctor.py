@@ -9,7 +9,14 @@ import typer
 from kvcli.cli.command import command
 from kvcli.cli.output import check_outputs, progress, write_result
 from kvcli.errors import ExitCode
-from kvcli.inputs.options import ModelOptions, Output, Some
+from kvcli.inputs.options import ModelOptions, Output, Panel, Some, group
+
+
+@group
+class Warmth:
+    """What is done besides looking."""
+
+    warm: bool = Panel("Machine").flag("--warm", "Compile the loops for this processor now, not in the first run.")
 
 
 @command
@@ -26,6 +33,7 @@ def doctor(
         ),
     ],
     output: Annotated[Output, Some("json output quiet debug")],
+    also: Warmth,
 ) -> None:
     """Check this machine: versions, device, memory, bandwidths, Triton, threads, disk.
 
@@ -40,13 +48,15 @@ def doctor(
     """
     check_outputs({"-o": output.output})
 
-    from kvcli.bench.doctor import examine, examine_model, usable
+    from kvcli.bench.doctor import examine, examine_model, usable, warm
     from kvcli.ui import console
 
     with progress(output.quiet) as observer:
         observer.stage("examine")
         spec = model.spec(load_format="dummy")
         checks = list(examine(output.debug) if spec.name is None else examine_model(spec))
+        if also.warm:
+            checks.append(warm(observer))
     ready = usable(checks)
     if output.as_json:
         body = {"schema_version": 1, "usable": ready, "checks": [asdict(check) for check in checks]}

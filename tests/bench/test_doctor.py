@@ -7,6 +7,7 @@ from kvcli.capacity import cgroup, roofline
 from kvcli.cli.app import app
 from kvcli.cli.guard import run
 from kvcli.errors import KvcliError
+from kvcli.telemetry.observer import Observer
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +109,14 @@ def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
     for file in tmp_path.iterdir():
         file.write_text("max\n")
     assert "may take" not in found("memory").found
+
+
+def test_warming_says_what_it_compiled_and_where_it_is_kept(monkeypatch):
+    monkeypatch.setattr(doctor, "own_method_names", lambda: ["full", "razor"])  # the second looks for heads first
+    monkeypatch.setattr(doctor, "_WARM_TOKENS", 64)
+    monkeypatch.setattr(doctor, "PACKINGS", dict(list(doctor.PACKINGS.items())[:1]))
+    check = doctor.warm(Observer())
+    assert (check.name, check.state) == ("loops", CheckState.OK)
+    assert "kernels" in check.found
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    assert doctor.warm(Observer()).state is CheckState.NOTE

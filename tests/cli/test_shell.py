@@ -212,3 +212,14 @@ def test_a_full_disk_behind_stdout_is_one_line():
     assert "No space left on device" in result.stderr.splitlines()[0]
     assert "Traceback" not in result.stderr
     assert "Exception ignored" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["batch", "calibrate", "chat", "doctor", "eval", "generate", "plan", "prefill", "profile"]
+)
+def test_paragraphs_of_a_help_page_fill_the_terminal(warm, name):
+    shown = warm(name, "--help", COLUMNS="80").stdout
+    text = [line.strip() for line in shown.partition("╭")[0].splitlines()]
+    for line, following in zip(text, text[1:], strict=False):
+        if following and line and not line.startswith("kvcli "):
+            assert len(line) + 1 + len(following.split()[0]) > 78, (line, following)
