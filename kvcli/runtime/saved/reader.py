@@ -144,7 +144,7 @@ class SavedKV:
             pass
 
     def _open(self, segment: Segment) -> list[UnbufferedFile]:
-        """Open a directory and its files, and lock it against removal; this starts the threads before the first read."""
+        """Open a directory and its files, and lock it against removal; this starts the threads before any read."""
         try:
             folder = os.open(segment.folder, os.O_RDONLY | os.O_DIRECTORY)
             self._stack.callback(os.close, folder)
@@ -167,7 +167,7 @@ class SavedKV:
         return file
 
     def _read(self, layer: int, pages: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the first `pages` pages of a layer, part by part as they are read, and start to read the next layers."""
+        """Yield the first `pages` pages of a layer, part by part as they are read, and start on the next layers."""
         free, self._pages = self._pages, None
         manifest = self.segments[0].manifest
         size = pages * math.prod(manifest.shape(layer)[1:]) * manifest.dtype.itemsize
