@@ -1,4 +1,4 @@
-"""Private interfaces of torch and transformers, all in one place; `tests/test_compat.py` fails when one of them changes.
+"""Private interfaces of torch and transformers, all in one place; `tests/test_compat.py` fails when one changes.
 
 Nothing here has a public counterpart in the supported versions; public interfaces are used directly.
 """

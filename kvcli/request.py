@@ -101,7 +101,7 @@ def check(
     loaded: bool = False,
     disk: DiskTier | None = None,
 ) -> None:
-    """Refuse what does not fit into memory or `disk`, and give notice of uses that the model or profile was not made for.
+    """Refuse what does not fit into memory or `disk`, and give notice of uses beyond the model's or profile's.
 
     Raises:
         KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.

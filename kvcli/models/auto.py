@@ -59,7 +59,7 @@ def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the stack of decoder layers of a causal language model: its `layers`, and its `rotary_emb` if it has one."""
+    """Return the decoder of a causal language model: its `layers`, and its `rotary_emb` if it has one."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     inner: nn.Module | None = getattr(decoder, "model", None)  # in llama4 it finds the whole model
     return decoder if inner is None or hasattr(decoder, "layers") else inner

@@ -234,7 +234,7 @@ def notices(path: Path | None) -> list[str]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Tell whether a library written in Rust failed: its panics are not `Exception`s, and their class cannot be imported."""
+    """Tell whether a Rust library panicked: panics are not `Exception`s, and their class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 

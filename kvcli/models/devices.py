@@ -20,7 +20,7 @@ from kvcli.sizes import format_bytes
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose the device: auto takes the current CUDA device if there is one; raises KvcliError (usage) if it is absent."""
+    """Choose the device: auto takes the current CUDA device, if any; raises KvcliError (usage) if it is absent."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -248,7 +248,7 @@ def _looked_up(found: Mapping[str, Any], name: str) -> Any:
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Name the parts that are placed as one, in a model's order: decoder layers, and modules with weights outside them."""
+    """Name the parts that are placed as one, in a model's order: decoder layers, and other modules with weights."""
     layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
     inside = {module for layer in layers for module in layer.modules()}
     return {

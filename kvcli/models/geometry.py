@@ -92,7 +92,7 @@ class ModelGeometry:
 
     @property
     def strides(self) -> list[int]:
-        """Decoder layers that each attending layer stands for: those since the one before it, for the last all the rest."""
+        """Decoder layers that each attending layer stands for: those since the one before it; for the last, the rest."""
         places = [place for place, layer in enumerate(self.decoder) if layer.attention]
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 
@@ -246,7 +246,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
 
 def _unknown_rope_type(config: PreTrainedConfig) -> str | None:
-    """Return the first kind of rotary scaling that transformers does not know; layers of several types have one each."""
+    """Return the first kind of rotary scaling unknown to transformers; layers of several types have one each."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     rules = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     kinds = (str(rule["rope_type"]) for rule in rules if "rope_type" in rule)

@@ -49,9 +49,9 @@ def cache_argument(module: nn.Module) -> str:
 
 
 class StateCache(Cache):
-    """The state of module `number`, as it counts itself: `tensors` as `tensors()` gives them, [b, ...] each.
+    """The state of the module with its own `number`: `tensors` as `tensors()` returns them, [b, ...] each.
 
-    Where none are given, the module makes them. They hold something where the sequence has `started`.
+    Without tensors, the module makes them. They hold a state if the sequence has `started`.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class LayerFinder:
         return StateCache(_number(module), states=getattr(self.text, "number_of_conv_states", 1))
 
     def _temporaries(self, place: int, module: nn.Module, resumes: bool, tokens: int) -> int:
-        """Count the bytes that a module takes; for one that reads token by token, extrapolate linearly from a few tokens."""
+        """Count the bytes that a module takes; for one that reads token by token, extrapolate from a few tokens."""
 
         def most(tokens: int) -> int:
             with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
@@ -363,7 +363,7 @@ class LayerFinder:
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
     ) -> bool:
-        """Run a module for some tokens on shapes; tell whether it uses the tensors that `watched` picks from the angles."""
+        """Run a module for some tokens on shapes; tell whether it uses the tensors `watched` picks from the angles."""
         dtype, angles = self.model.dtype, None
         try:
             if self._rotary is not None:

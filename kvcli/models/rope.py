@@ -101,7 +101,7 @@ class RopeTable(nn.Module):
             self.register_buffer(f"sin_{layer_type}", sin, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype, on the device of `x`."""
+        """Return cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype, on `x`'s device."""
         if x.device in self._elsewhere:
             found: tuple[Tensor, Tensor] = self._elsewhere[x.device](x, position_ids, layer_type)
             return found
@@ -293,7 +293,7 @@ class Rotary:
         return self._run(x, positions[:1].expand(n), cos.expand(n, -1), sin.expand(n, -1))  # linear in the angles
 
     def _for_loops(self, x: Tensor) -> Arrays | None:
-        """Give the tables to those loops that can turn x; without them, or for pairs that they do not know, None."""
+        """Return the tables for the loops that can rotate x; None without tables, or for pairs that they do not know."""
         known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32
         if known is None or not serves(x, numbers=known[0].numel()):
             return None
@@ -321,7 +321,7 @@ class Rotary:
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply to x [b, heads, n, d] the rotation of cos and sin [b, n, r]."""
-        turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function turns a query and a key
+        turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function rotates a query and a key
         return turned
 
 

@@ -91,7 +91,7 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
 
 
 def _project(hook: Hook, layer: int, hidden: Tensor) -> Tensor:
-    """Return a layer's query before its rotation, from attention inputs [b, 1, D] of the running tokens -> [b, H, d]."""
+    """Return a layer's query before its rotation, from attention inputs [b, 1, D] of the new tokens -> [b, H, d]."""
     return hook.tempered(layer, project_query(hook.modules[layer], hidden[:, -1])[:, :, None])[:, :, 0]
 
 

@@ -27,7 +27,7 @@ LEAD = 8  # tokens before a later part, which its request quotes as the beginnin
 
 
 class Repetition:
-    """A consumer that takes nothing, but shows methods how the model repeats a part of a document of `document` tokens."""
+    """A consumer that takes nothing, but shows methods how the model repeats a part of a document."""
 
     query_rows = 0
 

@@ -37,7 +37,7 @@ class _Part(BaseModel):
 
 
 class Identity(_Part):
-    """Fingerprints of what KV depends on in addition to the tokens: weights, dtype, rotary positions; and the tokenizer's."""
+    """Fingerprints of what KV depends on besides the tokens: weights, dtype, rotary positions; and of the tokenizer."""
 
     model: str
     weights: str
