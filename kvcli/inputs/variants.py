@@ -41,7 +41,7 @@ class Variant:
 
 
 def ablated(variant: Variant) -> list[Variant]:
-    """Derive the ablations of `variant` that its method declares (`Method.ablation`): with parts switched off or changed.
+    """Derive the ablations of `variant` that its method declares (`Method.ablation`), with parts off or changed.
 
     A part that does not go with the variant's settings, such as groups larger than its budget, is left out.
     """

@@ -92,7 +92,7 @@ class ModelGeometry:
 
     @property
     def strides(self) -> list[int]:
-        """Decoder layers that each attending layer stands for: those since the one before it; for the last, the rest."""
+        """Decoder layers that each attending layer stands for: those since the one before; for the last, the rest."""
         places = [place for place, layer in enumerate(self.decoder) if layer.attention]
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 

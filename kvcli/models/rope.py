@@ -293,7 +293,7 @@ class Rotary:
         return self._run(x, positions[:1].expand(n), cos.expand(n, -1), sin.expand(n, -1))  # linear in the angles
 
     def _for_loops(self, x: Tensor) -> Arrays | None:
-        """Return the tables for the loops that can rotate x; None without tables, or for pairs that they do not know."""
+        """Return the tables for the loops that can rotate x; None without tables, or for pairs unknown to them."""
         known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32
         if known is None or not serves(x, numbers=known[0].numel()):
             return None

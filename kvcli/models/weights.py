@@ -177,7 +177,7 @@ class WeightForm:
         return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
 
     def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
-        """Return the bytes that a product of `numbers` results with a matrix of `weights` needs in addition; by `ON_LOADING`."""
+        """Return the additional bytes of a product of `numbers` with a matrix of `weights`; by `ON_LOADING`."""
         name = self.like or self.name
         if self.widened or name not in _WIDE or (name == "int8" and device.type == "cuda"):
             return 0
@@ -232,7 +232,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class PackedForm(WeightForm):
-    """Weights in the blocks of a GGUF file, of several formats: `tensors` maps the weights' names to those of formats."""
+    """Weights in the blocks of a GGUF file, of several formats: `tensors` has the format of each weight by name."""
 
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -376,7 +376,7 @@ def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
 
 
 def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable[[str], bool]:
-    """Make a function that tells by a module's name whether transformers quantises it; `spared` are names in its config.
+    """Make a test by name of whether transformers quantises a module; `spared` are names in its quantised config.
 
     If a config names none, the head, modules tied to it and those that must be in 32 bits are spared.
     """

@@ -60,7 +60,7 @@ class Stepper(ABC):
         was left out once never comes back.
         """
 
-    def finish(self) -> None:  # most have nothing to end
+    def finish(self) -> None:  # noqa: B027 - most have nothing to end
         """End: the counters of the sequences now hold everything that was counted."""
 
 
