@@ -28,11 +28,11 @@ class Need:
 
     @property
     def workspace(self) -> int:
-        """Bytes of the prefill on the device, and on each of several: everything but a layer's own passes through all."""
+        """Bytes of the prefill on the device, or on each of several, as everything but a layer's own passes all."""
         return self.prefill.on_device
 
     def on(self, place: Place) -> dict[str, int]:
-        """Return the total by pool of memory; on a CPU both tiers are host memory, and each of several GPUs is a pool."""
+        """Return the total by pool of memory; on a CPU both tiers are host memory, and each GPU is a pool."""
         held, beside = by_pool(self.kv, place), self.workspace + RUNTIME_BYTES
         if place.type != "cuda":
             return {"host": held["host"] + self.weights + beside}

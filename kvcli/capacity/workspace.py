@@ -50,7 +50,7 @@ class Workspace:
         itemsize: int,
         method: AnyMethod | None = None,
     ) -> Workspace:
-        """Find the terms for a prompt of `length` tokens; with a `window`, windows of that size pass through all layers.
+        """Find the terms for a prompt of `length` tokens; with a `window`, windows of that size pass all layers.
 
         The KV of a layer in each buffer and the rotary tables (cosines, sines) are as long as the prompt. Tokens,
         positions and hidden states, which layers overwrite, are as long as everything that is read `together`; on a
