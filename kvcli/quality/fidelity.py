@@ -52,7 +52,7 @@ _WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.m
 def compare_attention(
     q: Tensor, out: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax: Softmax, top: int = TOP
 ) -> Tensor:
-    """Return the figures of `ATTENTION`, [4, Hk], for q [H, d] with output out [H, d] over the tokens `attended` [Hk, n].
+    """Return the figures of `ATTENTION`, [4, Hk], for q [H, d] with output out [H, d] over tokens `attended` [Hk, n].
 
     k, v [Hk, n, d] are all tokens. A logit of the softmax that carries no value takes no part in the mass.
     """

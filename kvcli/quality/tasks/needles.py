@@ -117,7 +117,7 @@ def hidden_facts(
     filler: Callable[[], str] | None = None,
     extra: Sequence[str] = (),
 ) -> Draft:
-    """Hide `facts` (name, value) and `extra` sentences; the facts asked for come first in the list, with a depth each."""
+    """Hide `facts` (name, value) and `extra` sentences; the facts asked for come first, with a depth each."""
     statements = [*(_stated(request.rng, fact) for fact in facts), *extra]
     asked = len(asked_depths)
     depths = [*asked_depths, *(request.rng.random() for _ in statements[asked:])]
