@@ -89,7 +89,7 @@ def _parts(step: Span, spans: Sequence[Span], offloaded: bool) -> StepParts:
 
 
 def exclusive(outer: Span, inner: Sequence[Span]) -> dict[str, float]:
-    """Return each name's time within `outer`, without deeper spans; `inner` is nested, in the order in which it ended."""
+    """Return each name's time within `outer`, without deeper spans; `inner` is nested, in the order of its ends."""
     time: dict[str, float] = defaultdict(float)
     at, around = outer.start, [outer]
 
@@ -117,7 +117,7 @@ def _overlap(one: Span, other: Span) -> float:
 
 
 def middle(steps: Sequence[tuple[float, StepParts]]) -> list[tuple[float, StepParts]]:
-    """Return the half of the steps, each with its time, around the median: disturbances by other processes are left out."""
+    """Return the half of the steps, each with its time, around the median, without those that others disturbed."""
     ordered = sorted(steps, key=lambda step: step[0])
     drop = len(ordered) // 4
     return ordered[drop : len(ordered) - drop]

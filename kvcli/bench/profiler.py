@@ -164,9 +164,7 @@ def _refused(
     wanted += [(label, "peer", profile) for label, profile in peers.items()]
     errors = []
     for load, (label, kind, profile) in product(loads, wanted):
-        prompts = {
-            load.context: load.batch + (1 if reads else 0)
-        }  # a prompt that was read stays in addition to its copies
+        prompts = {load.context: load.batch + (1 if reads else 0)}  # a prompt stays with its copies
         try:
             sampling, tier = Sampling(max_tokens=load.max_tokens), _of(tiers[load], profile) if kind != "peer" else None
             memory.check(profile, checkpoint, prompts, sampling, way_out=_WAY_OUT, disk=tier)
@@ -184,7 +182,7 @@ def _refused(
 
 
 def _tier(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> DiskTier | None:
-    """Make the disk tier for one method after another, and for the prompts that they have read and continue copies of."""
+    """Make the disk tier for one method after another, and for the prompts that they continue copies of."""
     profiles = [entry.profile for entry in request.entries]
     reads = request.read or request.document is not None
     kept = sum(profile.settings.on_host for profile in profiles) if reads else 0

@@ -1,4 +1,4 @@
-"""The candidates of a profile: a method under a profile in kvcli's own loop, or transformers' caches on the same weights.
+"""The candidates of a profile: a method in kvcli's own loop, or transformers' caches, on the same weights.
 
 The time of a step depends on how many tokens are held, not on their values, with one exception: selection, correction
 and recall follow the queries. Random KV saves a prefill that takes minutes on a CPU; tokens that are read (a document,
@@ -200,7 +200,7 @@ class Candidate(Protocol):
 
 
 def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None, method: AnyMethod | None = None) -> str:
-    """Return how the steps of a profile run, as in `report.Case.pipeline`: blocking on several devices, and with a disk.
+    """Return how the steps of a profile run, as in `report.Case.pipeline`: blocking on several devices or with a disk.
 
     `method` is that of a sequence, if known.
     """

@@ -193,7 +193,7 @@ def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def method_page(entry: dict[str, Any]) -> RenderableType:
-    """Lay out one method: title, paper, settings with default, unit and bounds, ablations and profiles with their settings."""
+    """Lay out one method: title, paper, settings with default, unit and bounds, ablations, profiles."""
     settings = plain_table()
     settings.add_column("setting", no_wrap=True, style="cyan")
     settings.add_column("default", no_wrap=True)

@@ -200,7 +200,7 @@ class Page:
                 self.table(part, f"{title}, continued" if number else title)
 
     def facts(self, rows: Iterable[tuple[str, object]]) -> None:
-        """Add labels with their values: texts, numbers, lists and mappings of them; labels without a value are left out."""
+        """Add labels with their values: texts, numbers, lists and mappings of them; empty values are left out."""
         told = [(label, _told(value)) for label, value in rows]
         pairs = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in told if value)
         self._parts.append(f"<dl>{pairs}</dl>")

@@ -10,7 +10,7 @@ from kvcli.quality.calibrate.sweep import value_text
 from kvcli.ui.html import Page, chart_of, colour, coloured, heat_map, labelled
 from kvcli.ui.summary import HeatMap
 
-_NAMED = 12  # points, up to which each has its value beside it
+_NAMED = 12  # points, up to which each is labelled with its value
 _NOTHING = 1e-9  # a figure that counts as zero
 _CHOSEN, _OTHER = 220, 50  # square pixels of a point
 

@@ -56,7 +56,7 @@ def _entries(request: RowRequest, left: int) -> int:
 
 
 def frequent_words(request: RowRequest, distinct: int = 40, alpha: float = 1.5) -> Draft:
-    """Make a shuffled list in which the word of rank r occurs in proportion to r**-alpha; the first three are wanted."""
+    """Make a shuffled list in which the word of rank r occurs in proportion to r**-alpha; three are asked for."""
     request.refuse_depth()
     require(_ASKED < distinct <= len(NAMES), f"{distinct} distinct words", f"choose between 4 and {len(NAMES)}")
     names = request.rng.sample(NAMES, distinct)
