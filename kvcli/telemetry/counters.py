@@ -32,7 +32,7 @@ class Count(IntEnum):
 
 
 class Counters:
-    """Counts by step, layer and `Count`. Of the prefill, which is not a step, only bytes written out and waits are kept.
+    """Counts by step, layer and `Count`. Of the prefill, which is no step, only bytes written out and waits are kept.
 
     Counts of single heads are also summed by KV head, over all steps but the first `warmup`.
     """
