@@ -231,7 +231,7 @@ class Chat:
         self.dialogue.profile = resolve_profile(name, profile, settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all turns as `kvcli chat --json` prints them."""
+        """Return all turns as `kvcli chat --json` prints them."""
         return self.dialogue.report().to_dict()
 
 

@@ -136,7 +136,7 @@ class Dropped(Exception):  # noqa: N818 - nothing went wrong
 
 
 class _OnlyNotices(Observer):
-    """Show no stages: those of a prefill are not those of the batch."""
+    """Shows no stages: those of a prefill are not those of the batch."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -147,7 +147,7 @@ class _OnlyNotices(Observer):
 
 
 class InFlight:
-    """Run groups of rows on one engine.
+    """Runs groups of rows on one engine.
 
     `answered` takes a row when all its samples have ended, `refused` a row that failed, with its problem.
     """

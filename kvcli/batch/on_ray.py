@@ -43,7 +43,7 @@ class Cluster:
 
 
 class ShardWorker:
-    """Run one shard; an actor of Ray with two threads, one of which listens."""
+    """Runs one shard; an actor of Ray with two threads, one of which listens."""
 
     def __init__(self, spec: ModelSpec, request: BatchRequest, grace: float):
         self.spec, self.request, self.stop = spec, request, Stop(grace, listening=True)

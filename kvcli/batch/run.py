@@ -33,7 +33,7 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Writer:
-    """Make the lines of results of one run: `model` is its name, `facts` go into every `kvcli` object."""
+    """Makes the lines of results of one run: `model` is its name, `facts` go into every `kvcli` object."""
 
     def __init__(self, model: str, facts: Mapping[str, Any]):
         self.model, self.facts = model, facts

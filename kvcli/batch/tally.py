@@ -73,7 +73,7 @@ class Tally:
 
 
 class Regularly(Watcher):
-    """Call `write` at most once every `seconds`, and at the end."""
+    """Calls `write` at most once every `seconds`, and at the end."""
 
     def __init__(self, seconds: float, write: Callable[[Progress], None]):
         self.seconds, self.write = seconds, write
@@ -136,7 +136,7 @@ _GAUGES = {"rows": "Rows of the batch", "rows_in_flight": "Rows that are read or
 
 
 class _Collector:
-    """Read the counts whenever they are requested."""
+    """Reads the counts whenever they are requested."""
 
     def __init__(self, tally: Tally):
         self.tally = tally

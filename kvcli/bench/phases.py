@@ -173,7 +173,7 @@ def _timed(forward: Callable[..., Any], timeline: Timeline, phase: str, details:
 
 
 class DeviceTimeline(Timeline):
-    """Record spans by CUDA events."""
+    """Records spans by CUDA events."""
 
     def __init__(self, device: torch.device):
         super().__init__(enabled=True)
@@ -208,7 +208,7 @@ class DeviceTimeline(Timeline):
 
 
 class MarkedTimeline(DeviceTimeline):
-    """Record spans by CUDA events, and show them as NVTX ranges of the same names."""
+    """Records spans by CUDA events, and shows them as NVTX ranges of the same names."""
 
     @contextmanager
     @override

@@ -272,7 +272,7 @@ def _options(request: ProfileRequest, loads: Sequence[Load]) -> dict[str, object
 
 
 class Rounds:
-    """Run the candidates under `load`, round after round; `cases` can be called at any time, even after Ctrl-C.
+    """Runs the candidates under `load`, round after round; `cases` can be called at any time, even after Ctrl-C.
 
     Rooflines come from the `rates` before and after a candidate's runs; `overlapped` as in `least_seconds`.
     """

@@ -88,7 +88,7 @@ class Load:
 
 
 class ContextSource(Protocol):
-    """Provide the methods of a run with their context."""
+    """Provides the methods of a run with their context."""
 
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
         """Make one method object per sequence, its context read; their spans go to `timeline`."""
@@ -99,7 +99,7 @@ class ContextSource(Protocol):
 
 
 class RandomContext(ContextSource):
-    """Give noise to the methods instead of reading."""
+    """Gives noise to the methods instead of reading."""
 
     def __init__(self, noise: RandomKV):
         self.noise = noise
@@ -115,7 +115,7 @@ class RandomContext(ContextSource):
 
 
 class ReadContext(ContextSource):
-    """Read a prompt once for all profiles and keep the result; every run continues copies of it.
+    """Reads a prompt once for all profiles and keeps the result; every run continues copies of it.
 
     Methods that read exactly do it together, and each has the time of all of them; windows are read for each method.
     """
@@ -282,7 +282,7 @@ _RESIDENT, _OFFLOADED = "transformers", "transformers offloaded"
 
 
 class TokenClock(BaseStreamer):
-    """Record when the tokens of each step arrive on the host: `times` in seconds, the first one that of the prompt."""
+    """Records when the tokens of each step arrive on the host: `times` in seconds, the first one that of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

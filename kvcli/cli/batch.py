@@ -63,7 +63,7 @@ class Files:
 
 @options.group
 class Rows:
-    """Which rows are done, and how many together."""
+    """The rows to do, and how many together."""
 
     validate_only: bool = _ROWS.flag("--validate-only", "Check all rows, list what is wrong with them, and end.")
     overwrite: bool = _ROWS.flag("--overwrite", "Do rows again whose text or options changed, instead of refusing OUT.")

@@ -120,7 +120,7 @@ def chat(
 
 
 class Session:
-    """Take lines, each a question or a command, and show the results; `silent` leaves stdout alone."""
+    """Takes lines, each a question or a command, and shows the results; `silent` leaves stdout alone."""
 
     def __init__(self, dialogue: Dialogue, console: Any, verbose: bool = False, silent: bool = False):
         self.dialogue, self.console, self.verbose, self.silent = dialogue, console, verbose, silent

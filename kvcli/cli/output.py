@@ -163,7 +163,7 @@ def progress(quiet: bool, demo: bool = False) -> Iterator[RunConsole]:
 
 
 class OutputWriter:
-    """Write the outputs of a command one by one: if one fails, the others are written all the same."""
+    """Writes the outputs of a command one by one: if one fails, the others are written all the same."""
 
     def __init__(self) -> None:
         self.failures: list[KvcliError | BrokenPipeError] = []

@@ -26,7 +26,7 @@ _LONGEST = 60  # characters of a question in a title
 
 @dataclass
 class Presentation:
-    """Decide what goes to stdout, to stderr and to a file, and the exit code.
+    """Decides what goes to stdout, to stderr and to a file, and the exit code.
 
     Documents that could not be read are reported at once, and join the report as failed sequences at their place.
     """
@@ -157,7 +157,7 @@ class StdoutLost(KeyboardInterrupt):
 
 
 class SequenceWriter:
-    """Write the texts of several sequences one after another while they grow in parallel.
+    """Writes the texts of several sequences one after another while they grow in parallel.
 
     The first unfinished sequence streams; text of later ones waits for its turn. `titles` has one entry per sequence;
     they head the texts if there is more than one. On a terminal control characters are escaped.

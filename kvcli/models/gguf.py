@@ -114,7 +114,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 
 
 class _Reader:
-    """Read a header; no length is accepted that exceeds the rest of the file."""
+    """Reads a header; no length is accepted that exceeds the rest of the file."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.left = path, file, size

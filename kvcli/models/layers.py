@@ -110,7 +110,7 @@ class StateCache(Cache):
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of all tensors that are made inside and live at the same time: `most` of them."""
+    """Counts the bytes of all tensors that are made inside and live at the same time: `most` of them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class UseOf(TorchFunctionMode):
-    """Watch whether one of some tensors is read by any torch function called inside."""
+    """Watches whether one of some tensors is read by any torch function called inside."""
 
     def __init__(self, tensors: list[Any]):
         super().__init__()
@@ -257,7 +257,7 @@ def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
 
 
 class LayerFinder:
-    """Find the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
+    """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
     Raises:
         KvcliError: the model cannot be run; the message gives the reason (usage).

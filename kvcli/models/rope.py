@@ -88,7 +88,7 @@ class Frequencies:
 
 
 class RopeTable(nn.Module):
-    """Look up what a rotary module computes, bit for bit; `others` are the same frequencies on other devices."""
+    """Looks up what a rotary module computes, bit for bit; `others` are the same frequencies on other devices."""
 
     def __init__(self, frequencies: Frequencies, dtype: torch.dtype, others: Sequence[Frequencies] = ()):
         super().__init__()
@@ -215,7 +215,7 @@ class Rope(nn.Module):
 
 
 class NoRope(Rope):
-    """Stand in for the rotary positions of a model that has none in any layer."""
+    """Stands in for the rotary positions of a model that has none in any layer."""
 
     def __init__(self, layers: int):
         nn.Module.__init__(self)

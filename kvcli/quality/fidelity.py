@@ -179,7 +179,7 @@ def _by_head(layer: int, sums: HeadSums) -> dict[str, Any]:
 
 
 class FidelityProbe:
-    """Compare one method with the reference, which is ahead of it: it has read the current token already.
+    """Compares one method with the reference, which is ahead of it: it has read the current token already.
 
     While `looking`, it is the method's attention observer; `along` is another observer.
     """
@@ -286,7 +286,7 @@ def measure(
 
 
 class Audit:
-    """Audit one sequence; call `before` and `after` around each decode step of its batch."""
+    """Audits one sequence; call `before` and `after` around each decode step of its batch."""
 
     def __init__(self, engine: Engine, sequence: RunningSequence, every: int):
         assert sequence.reference is not None

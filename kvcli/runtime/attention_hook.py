@@ -35,7 +35,7 @@ class Handler(Protocol):
 
 
 class Hook:
-    """Run one model with a handler's attention; made by `attached`.
+    """Runs one model with a handler's attention; made by `attached`.
 
     Every attention module of the model points at the hook; `modules` lists them in the order of the layers. If layers
     lie on several devices, `transfer` moves their inputs.

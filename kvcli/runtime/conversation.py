@@ -46,7 +46,7 @@ from kvcli.telemetry.report import KVOrigin
 
 
 class RawKV:
-    """Record the KV of a prompt's exact reading (a `PrefillConsumer`), and provide it to the next one (a `KnownKV`).
+    """Records the KV of a prompt's exact reading (a `PrefillConsumer`), and provides it to the next one (a `KnownKV`).
 
     There is room for `tokens`. The first `pages` pages, and the states after them, share the memory of `before`.
     """

@@ -45,7 +45,7 @@ class BlockingPipeline:
 
 
 class Stepper(ABC):
-    """Run decode steps of a batch."""
+    """Runs decode steps of a batch."""
 
     @property
     def ran_by(self) -> str:
@@ -65,7 +65,7 @@ class Stepper(ABC):
 
 
 class BlockingStepper(Stepper):
-    """Step by `BlockingPipeline`; `rope` has the tables of the model's rotary positions.
+    """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions.
 
     A step has at least `rows` rows, the last one repeated if there are fewer sequences: matrix products with another
     number of rows may round differently, and a sequence's result would depend on its company.

@@ -11,7 +11,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamingDetokenizer:
-    """Decode one sequence incrementally and watch for stop strings.
+    """Decodes one sequence incrementally and watches for stop strings.
 
     A piece is released once no later token can change it: an incomplete character at the end, or a tail that may yet
     become a stop string, is held back. New tokens are decoded together with the few before them, because the spelling

@@ -25,7 +25,7 @@ class Moves(Protocol):
 
 
 class Carrier(Protocol):
-    """Move work between devices while it is captured: see `kvcli.runtime.gpu.recorder`."""
+    """Moves work between devices while it is captured: see `kvcli.runtime.gpu.recorder`."""
 
     def go_to(self, device: torch.device) -> torch.device:
         """Make this device the one of the following work; return the device before."""
@@ -35,7 +35,7 @@ class Carrier(Protocol):
 
 
 class DeviceTransfer:
-    """Move the inputs of the separately placed parts of one model, and make their device the current one.
+    """Moves the inputs of the separately placed parts of one model, and makes their device the current one.
 
     Hidden states cross when a layer lies on another device than the one before; inputs of all layers (positions, rotary
     angles) cross once per run and device. While a run is captured a `carrier` does that.

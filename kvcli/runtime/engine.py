@@ -42,7 +42,7 @@ _HEAD_SCORES: WeakKeyDictionary[nn.Module, HeadScores] = WeakKeyDictionary()  # 
 
 
 class Engine:
-    """Run methods on one model; made by `engine`."""
+    """Runs methods on one model; made by `engine`."""
 
     def __init__(
         self, model: Model, hook: Hook, rope: Rope, notice: Callable[[str], None], disk: DiskTier | None = None

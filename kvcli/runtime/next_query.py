@@ -52,7 +52,7 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
 
 @contextmanager
 def predicting(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor, float], None]) -> Iterator[None]:
-    """Within, `tell` these layers of a batch their unrotated queries [b, H, d] and their scale, one layer ahead."""
+    """Within this context, `tell` these layers their unrotated queries [b, H, d] and scale, one layer ahead."""
     if not layers:
         yield
         return

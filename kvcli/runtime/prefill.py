@@ -85,7 +85,7 @@ class Lending:
 
 
 class SparseReading:
-    """Attend by a pattern while a prompt is read, and audit the result."""
+    """Attends by a pattern while a prompt is read, and audits the result."""
 
     def __init__(self, reading: PrefillPattern):
         self.reading = reading
@@ -157,7 +157,7 @@ def prefill_buffers(device: torch.device, nbytes: int) -> int:
 
 
 class PrefillOffloader:
-    """Lend a buffer for each layer's KV, and offload it while the next layer is computed.
+    """Lends a buffer for each layer's KV, and offloads it while the next layer is computed.
 
     On CUDA offloading has a stream of its own, and the layers take turns with two buffers, or one that is large: a
     buffer is lent again once the work on it is done. On the CPU there is nothing to overlap with: the work is done at
@@ -263,7 +263,7 @@ class PartTaker(Protocol):
 
 
 class PrefillFanout:
-    """Pass a layer's prompt KV to several methods, so that the prompt is read once."""
+    """Passes a layer's prompt KV to several methods, so that the prompt is read once."""
 
     def __init__(self, consumers: Sequence[PrefillConsumer]):
         self.consumers = consumers

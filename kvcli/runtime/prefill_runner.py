@@ -58,7 +58,7 @@ class _Reading:
 
 
 class PrefillRunner:
-    """Read prompts into methods of `profile`, those on one document together, and fork each for its samples.
+    """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
 
     With the profile `reference`, every sequence also brings a method object of that profile that has read the same
     prompt; with `exact`, its first token comes from that one's logits. `kept` counts the host memory of KV that a

@@ -55,7 +55,7 @@ class Prompted:
 
 
 class Sampler:
-    """Draw the tokens of one sequence from a generator of its own, so that other sequences do not matter."""
+    """Draws the tokens of one sequence from a generator of its own, so that other sequences do not matter."""
 
     not_state: ClassVar[tuple[str, ...]] = ("warpers",)
 

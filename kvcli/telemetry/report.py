@@ -50,7 +50,7 @@ class CorrectionCounts:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The same counts for each KV head of a layer: [Hk] each."""
+    """Counts for each KV head of a layer: [Hk] each."""
 
     pages_requested: list[int]
     misses: list[int]

@@ -29,7 +29,7 @@ class Span:
 
 
 class Timeline:
-    """Collect spans when switched on; costs one call and no clock when off.
+    """Collects spans when switched on; costs one call and no clock when off.
 
     Each track is a line of the picture: one for the run, one for each sequence's cache work.
     """

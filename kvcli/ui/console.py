@@ -352,7 +352,7 @@ class TextSink(Protocol):
 
 
 class RunConsole(Observer):
-    """Show a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
+    """Shows a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
 
     With `text_on_screen` the growing text shows the progress, without a bar. The first tokens of several prompts wait
     until all are read: the bar of the next prompt would remove their line.

@@ -221,7 +221,7 @@ class WordlessTokenizer:
 
 
 class _NoConsumer:
-    """Take a prompt's KV and keep nothing."""
+    """Takes a prompt's KV and keeps nothing."""
 
     query_rows = 0
 

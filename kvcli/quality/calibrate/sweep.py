@@ -121,7 +121,7 @@ def value_text(value: Any) -> str:
 
 @dataclass
 class PassageSums:
-    """Add up the passages of one setting."""
+    """Adds up the passages of one setting."""
 
     settings: dict[str, Any]
     fidelity: Fidelity = field(default_factory=Fidelity)
@@ -244,7 +244,7 @@ PIECE = 4096  # tokens whose rotation is undone at once
 
 
 class Collector:
-    """Measure more than closeness, over a whole calibration; this base class measures nothing."""
+    """Measures more than closeness, over a whole calibration; this base class measures nothing."""
 
     def begin_passage(self) -> AttentionObserver | None:
         """Return an observer of the method with the grid's last setting over the next passage, or None."""

@@ -49,7 +49,7 @@ from kvcli.ui.summary import Table
 
 
 class TensorFinder(PrefillConsumer, ABC):
-    """Find tensors during an exact prefill of every passage, for the layers that are not sliding windows."""
+    """Finds tensors during an exact prefill of every passage, for the layers that are not sliding windows."""
 
     query_rows = 0
 
@@ -128,7 +128,7 @@ def layer_table(title: str, columns: Iterable[str], cells: Iterable[tuple[int, S
 
 
 class Heads(TensorFinder):
-    """Find one tensor, `heads`: bool [layers, KV heads]."""
+    """Finds one tensor, `heads`: bool [layers, KV heads]."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
         super().__init__(profile, layers)
@@ -175,7 +175,7 @@ class Heads(TensorFinder):
 
 
 class MomentFinder(TensorFinder):
-    """Find an orthogonal matrix [Hk, d, d] of every layer, the strongest columns first."""
+    """Finds an orthogonal matrix [Hk, d, d] of every layer, the strongest columns first."""
 
     title: str
     """Describes the quantity whose share the first columns hold."""
@@ -209,7 +209,7 @@ class MomentFinder(TensorFinder):
 
 
 class Axes(MomentFinder):
-    """Find principal axes of the keys."""
+    """Finds principal axes of the keys."""
 
     title = "Variance of the keys within the first axes"
 
@@ -228,7 +228,7 @@ class Axes(MomentFinder):
 
 
 class Skew(MomentFinder):
-    """Find directions in which queries and keys are both long."""
+    """Finds directions in which queries and keys are both long."""
 
     title = "Product of queries and keys within the first columns"
 
@@ -259,7 +259,7 @@ LEARNING_RATE, SPARSITY = 0.02, 0.05  # of AdamW, and of the gates' mean in the 
 
 
 class Gates(TensorFinder):
-    """Find one tensor, `gates`: fp32 [layers, KV heads]; 0 if a layer has no such head, 1 in sliding-window layers."""
+    """Finds one tensor, `gates`: fp32 [layers, KV heads]; 0 if a layer has no such head, 1 in sliding-window layers."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
         super().__init__(profile, layers)

@@ -49,7 +49,7 @@ class Head(BaseModel):
 
 
 class Journal:
-    """Open a directory to continue it, or start one with `begin`; one process at a time.
+    """Opens a directory to continue it, or starts one with `begin`; one process at a time.
 
     Raises:
         KvcliError: another process holds the directory, there is no journal in it, or one of a newer kvcli (usage).

@@ -14,7 +14,7 @@ from kvcli.memory.state import StatePart, form_of, is_record, raw, view
 
 
 class Restoring:
-    """Fill an object `root`, made afresh, with the state that `tree` describes: `put` all bytes, then `finish`.
+    """Fills an object `root`, made afresh, with the state that `tree` describes: `put` all bytes, then `finish`.
 
     Raises:
         ValueError: the object does not have the form that the state was captured from.

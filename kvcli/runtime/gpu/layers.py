@@ -384,7 +384,7 @@ class Recalls:
 
 
 class Speculation:
-    """Record which KV heads reuse the selection of the step before: state of a layer, [b, Hk] each."""
+    """Records which KV heads reuse the selection of the step before: state of a layer, [b, Hk] each."""
 
     def __init__(self, layer: int, correction: Correction, found: LayerStepStats):
         self.threshold, self.pooling = correction.below[layer], correction.pooling

@@ -134,7 +134,7 @@ class DecisionRates:
 
 
 class SyntheticDecisions:
-    """Prescribe what the heads [b, Hk] of all layers do, and the pages [b, Hk, k] they select, equal in all layers.
+    """Prescribes what the heads [b, Hk] of all layers do, and the pages [b, Hk, k] they select, equal in all layers.
 
     A selection is a contiguous range of the pages that sequences of these first `lengths` [b] choose from, and advances
     by `turnover` of its length.
@@ -197,7 +197,7 @@ RECALL_STREAMS = 2
 
 
 class SlotPipeline:
-    """Serve a batch of prefilled method objects, one per sequence, that state their step; takes their caches over.
+    """Serves a batch of prefilled method objects, one per sequence, that state their step; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `streams` are those of each device on which layers lie, or of all. `rates`
     are for measurements on one device (`SyntheticDecisions`). With several devices, the work of each is done within

@@ -53,7 +53,7 @@ class Streams(ABC):
 
 
 class SerialStreams(Streams):
-    """Do all work at once, in the order in which it is given: for a CPU, which has nothing to overlap with."""
+    """Does all work at once, in the order in which it is given: for a CPU, which has nothing to overlap with."""
 
     @override
     def mark(self) -> Point: ...
@@ -137,7 +137,7 @@ class CaptureError(Exception):
 
 
 class Recorder(Carrier, Protocol):
-    """Capture work, piece after piece, and replay it."""
+    """Captures work, piece after piece, and replays it."""
 
     def record(
         self,
@@ -170,7 +170,7 @@ class GraphSegment:
 
 
 class CudaRecorder(Recorder):
-    """Record a piece as a CUDA graph, or several if it goes from device to device: no graph spans two.
+    """Records a piece as a CUDA graph, or several if it goes from device to device: no graph spans two.
 
     All graphs of a device share one memory pool: what one leaves, the next ones find. Tensors that cross are copied
     between graphs, each time to the same place. Work begins on the first device.

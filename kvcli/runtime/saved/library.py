@@ -144,7 +144,7 @@ def _common(path: Path, hashes: Sequence[str]) -> Segment | None:
 
 
 class KVLibrary:
-    """Find and save the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
+    """Finds and saves the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
 
     Raises:
         KvcliError: a directory cannot be used, or holds KV of another model (usage); it is damaged (runtime).

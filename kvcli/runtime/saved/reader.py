@@ -73,7 +73,7 @@ class _LayerRead(NamedTuple):
 class SavedKV:
     """KV of a prompt's first `length` tokens, from directories that continue each other; use it in a `with`.
 
-    While it is open no process removes the directories. `fill` returns the layers in order. Meanwhile threads read the
+    While it is open no process removes the directories. `fill` takes the layers in order. Meanwhile threads read the
     next one and verify checksums. The additional memory is that of two layers, or of `AHEAD_BYTES` more than one,
     unless methods share what was read (`keep`).
 

@@ -71,7 +71,7 @@ class Saving:
 
 
 class KVWriter:
-    """Take a prompt's KV layer by layer, as a `PrefillConsumer`, and write it in the background.
+    """Takes a prompt's KV layer by layer, as a `PrefillConsumer`, and writes it in the background.
 
     `target` returns the directory to save to, given the manifest. A failure ends the saving, never the run: see
     `finish`. The additional memory is that of two layers.
